@@ -3,8 +3,8 @@
 //! Compiles kernels/cuda/*.cu with nvcc, one image per file, if the feature `cuda` is on.
 //!
 //! nvcc comes from CUDA_HOME, PATH or scripts/cuda-toolkit. BALLAST_CUDA_ARCHS lists what an image
-//! holds: `sm_90a` is machine code, `compute_90` is PTX that newer drivers compile when they load it.
-//! The default is what the development machines need; a release sets
+//! holds: `sm_90a` is machine code, `compute_90` is PTX that newer drivers compile when they load
+//! it. The default is what the development machines need; a release sets
 //! "sm_90a,sm_100,sm_120,compute_120". Bulk copies need at least 9.0.
 //!
 //! Before nvcc runs, the tables of src/cuda/abi become headers in $OUT_DIR/abi. Afterwards
@@ -12,8 +12,8 @@
 //! launch of a kernel that does not exist.
 //!
 //! An image is compiled again only if its command changed, or a file that nvcc read for it. Four
-//! files record this: `x.fatbin`, `x.command` (written when the compilation began), `x.d` (the files
-//! that nvcc read) and `x.kernels` (the names that ptxas compiled).
+//! files record this: `x.fatbin`, `x.command` (written when the compilation began), `x.d` (the
+//! files that nvcc read) and `x.kernels` (the names that ptxas compiled).
 
 #[path = "src/cuda/abi/mod.rs"]
 mod abi;
@@ -85,8 +85,8 @@ fn compile_all() -> Result<(), String> {
     write_kernel_names(&compiler.out, &sources)
 }
 
-/// The tables of src/cuda/abi as headers. An unchanged header keeps its time, or all images would be
-/// compiled again.
+/// The tables of src/cuda/abi as headers. An unchanged header keeps its time, or all images would
+/// be compiled again.
 fn write_headers(folder: &Path) -> Result<(), String> {
     let failed = |error| format!("{} cannot be written: {error}", folder.display());
     std::fs::create_dir_all(folder).map_err(failed)?;
@@ -126,8 +126,8 @@ fn gencode(arch: &str) -> Result<String, String> {
 }
 
 impl Compiler {
-    /// `--fmad=false`: nvcc fuses an addition with a product only where the source says fmaf, so that
-    /// every kernel rounds alike.
+    /// `--fmad=false`: nvcc fuses an addition with a product only where the source says fmaf, so
+    /// that every kernel rounds alike.
     fn compile(&self, source: &Path) -> Result<(), String> {
         let stem = source.file_stem().ok_or("a source without a name")?;
         let output_path = |extension: &str| self.out.join(stem).with_extension(extension);

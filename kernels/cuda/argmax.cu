@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The index of the largest value of each row, the lowest among equals; NO_BEST for a row that holds a NaN or whose largest
-// value is infinite.
+// The index of the largest value of each row, the lowest among equals; NO_BEST for a row that holds
+// a NaN or whose largest value is infinite.
 //
-// One thread block per row. Limit: bytes, 4 per value, at what one multiprocessor can read and compare: 24 us (25 GB/s) for the
-// logits of 152,000 tokens, for as many rows as there are multiprocessors.
+// One thread block per row. Limit: bytes, 4 per value, at what one multiprocessor can read and
+// compare: 24 us (25 GB/s) for the logits of 152,000 tokens, for as many rows as there are
+// multiprocessors.
 
 #include <cstdint>
 

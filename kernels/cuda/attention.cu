@@ -29,19 +29,21 @@
 // Order of a row's sums, whatever kernel computes it and whatever shares the step (invariant I5):
 //
 // 1. Keys are visited in position order in tiles of 64.
-// 2. Tiles are grouped into splits of S keys at absolute multiples of S. S depends on the row's own position alone: 64 below
-//    2,048, twice that for every doubling, so that a row has at most 32 splits.
-// 3. Inside a split: an online softmax over tiles, sums by m16n8k16 products, queries and weights rounded to f16, sums in f32.
-//    The sum of weights is one more column of the product.
+// 2. Tiles are grouped into splits of S keys at absolute multiples of S. S depends on the row's own
+//    position alone: 64 below 2,048, twice that for every doubling, so that a row has at most 32
+//    splits.
+// 3. Inside a split: an online softmax over tiles, sums by m16n8k16 products, queries and weights
+//    rounded to f16, sums in f32. The sum of weights is one more column of the product.
 // 4. Splits are merged in ascending order by `SplitMerge::update`.
 //
-// Caches of bf16 and q8_0 have kernels in images of their own (attention_bf16.cu, attention_q8_0.cu), which are loaded where
-// there is such a cache. The kernels here merge the partial results of all types.
+// Caches of bf16 and q8_0 have kernels in images of their own (attention_bf16.cu,
+// attention_q8_0.cu), which are loaded where there is such a cache. The kernels here merge the
+// partial results of all types.
 //
-// Keys beyond a tile's last token are not loaded (zeros instead): their memory may be unmapped, or hold values that are not
-// finite.
-// Limit: decode, bytes of the cache; prefill, tensor cores and the f32 work between two products. Measured on an H200 with 32
-// heads on 8 of 128: one row at 16,000 keys 2.8 TB/s, 64 rows 3.8 (of 4.3); a chunk of 2,048 at 16,384 240 TFLOP/s.
+// Keys beyond a tile's last token are not loaded (zeros instead): their memory may be unmapped, or
+// hold values that are not finite. Limit: decode, bytes of the cache; prefill, tensor cores and the
+// f32 work between two products. Measured on an H200 with 32 heads on 8 of 128: one row at 16,000
+// keys 2.8 TB/s, 64 rows 3.8 (of 4.3); a chunk of 2,048 at 16,384 240 TFLOP/s.
 
 #include "attention/prefill.cuh"
 #include "attention/kv_16bit.cuh"
@@ -67,8 +69,8 @@ SCALAR_KERNEL(f32, KvReaderFloat<float>)
 
 namespace {
 
-// The merge_dimension value of dimension `i` of a row and head, whose factors the lanes of a warp splits out together: at most 32 splits,
-// one a lane.
+// The merge_dimension value of dimension `i` of a row and head, whose factors the lanes of a warp
+// splits out together: at most 32 splits, one a lane.
 __device__ __forceinline__ float merge_dimension(const float *partial_sums, const float2 *partial_weights,
                                                  const PartialMerge &merge, size_t head, int heads, int dim,
                                                  int i) {
@@ -86,7 +88,8 @@ __device__ __forceinline__ float merge_dimension(const float *partial_sums, cons
     load_round(0);
     float2 own = make_float2(NO_SCORE, 0.0f);
     if (lane < splits) own = partial_weights[(merge.partial + lane * merge.stride) * heads + head];
-    // The largest score up to and including this lane's split, then the factors of `SplitMerge::update`.
+    // The largest score up to and including this lane's split, then the factors of
+    // `SplitMerge::update`.
     float largest = own.x;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -114,7 +117,8 @@ __device__ __forceinline__ float merge_dimension(const float *partial_sums, cons
     return __fdiv_rn(sum, weight);
 }
 
-// A block per row and 256 columns of the output, which are whole heads; all rows of the step are merge_dimension.
+// A block per row and 256 columns of the output, which are whole heads; all rows of the step are
+// merge_dimension.
 template <class Quantizer>
 __device__ void merge_and_quantize(const float *partial_sums, const float2 *partial_weights,
                                    const PartialMerge *merges, const uint32_t *count, int heads, int dim,

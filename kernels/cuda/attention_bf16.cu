@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// attention.cu over keys and values of bf16: products in bf16, so queries and weights are rounded to 8 bits as keys and values
-// are, and nothing leaves the range that an f32 has.
+// attention.cu over keys and values of bf16: products in bf16, so queries and weights are rounded
+// to 8 bits as keys and values are, and nothing leaves the range that an f32 has.
 
 #include "attention/prefill.cuh"
 #include "attention/kv_16bit.cuh"

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out[i] = table[tokens[i]] as f32: rows of the embedding table out of tiles (or of rows, for floats), decoded as quant does
-// it on the host: the same operations in the same order, so the same bits.
+// out[i] = table[tokens[i]] as f32: rows of the embedding table out of tiles (or of rows, for
+// floats), decoded as quant does it on the host: the same operations in the same order, so the same
+// bits.
 //
-// A block of threads takes 256 columns of one token: gathers the blocks' bytes into shared memory, then each thread decodes
-// one value. Limit: latency; a row is a few KB.
+// A block of threads takes 256 columns of one token: gathers the blocks' bytes into shared memory,
+// then each thread decodes one value. Limit: latency; a row is a few KB.
 
 #include <cuda_bf16.h>
 

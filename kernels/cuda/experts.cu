@@ -14,8 +14,8 @@
 //   sorted_pairs   4 | 1  2  5 | 0  3                     slot = place in the order of experts
 //   groups         e0  e2        e7                       matmul: each expert begins a new activation tile of 8 slots
 //
-// Grouping decides which blocks read an expert's weights; it never changes a result.
-// Limit: latency; expert_combine: bytes, 4 (used + 1) per value.
+// Grouping decides which blocks read an expert's weights; it never changes a result. Limit:
+// latency; expert_combine: bytes, 4 (used + 1) per value.
 
 #include <cstdint>
 #include <cuda_bf16.h>
@@ -27,13 +27,14 @@
 
 namespace {
 
-// Smallest divisor when probabilities are renormalised (the smallest normal f16, as ops::choose_experts has it).
+// Smallest divisor when probabilities are renormalised (the smallest normal f16, as
+// ops::choose_experts has it).
 constexpr float PROBABILITY_SUM_MIN = 1.0f / 16384.0f;
 // Of a lane: up to 512 experts.
 constexpr int EXPERTS_PER_LANE = EXPERTS_MAX / 32;
 constexpr int GROUP_THREADS = EXPERT_SORT_THREADS;
-// In the order of sorted pairs, of a slot without a pair: what an expert's pairs leave of their last
-// activation tile.
+// In the order of sorted pairs, of a slot without a pair: what an expert's pairs leave of their
+// last activation tile.
 constexpr uint32_t NO_PAIR = ~0u;
 
 __device__ float to_float(float x) { return x; }
@@ -157,15 +158,17 @@ extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
 
 CHECK_SIGNATURE(expert_topk_softmax, ExpertTopkSoftmax);
 
-// Sorts pairs by experts, stably. An expert's slots begin at a multiple of `align`; `sorted_pairs` gets the pair of each of `slots`
-// slots, or NO_PAIR; `groups` the experts' groups of at most `group_pairs`, `*group_count` how many there are.
+// Sorts pairs by experts, stably. An expert's slots begin at a multiple of `align`; `sorted_pairs`
+// gets the pair of each of `slots` slots, or NO_PAIR; `groups` the experts' groups of at most
+// `group_pairs`, `*group_count` how many there are.
 //
 // A warp counts a run of pairs, and gives them places once everybody has counted.
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
     expert_sort_pairs(const uint32_t *experts, int pairs, int count, int group_pairs, int align, int slots,
                       uint32_t *sorted_pairs, ExpertGroup *groups, uint32_t *group_count) {
     constexpr int WARPS = GROUP_THREADS / 32;
-    // Of a warp's run, pairs of an expert; then how many of the expert's stand before the run's next one.
+    // Of a warp's run, pairs of an expert; then how many of the expert's stand before the run's
+    // next one.
     __shared__ uint16_t before[WARPS][EXPERTS_MAX];
     __shared__ uint32_t first_slot[EXPERTS_MAX];
     __shared__ uint64_t warp_totals[EXPERTS_MAX / 32];
@@ -174,7 +177,8 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int run = (pairs + GROUP_THREADS - 1) / GROUP_THREADS * 32, first = warp * run,
         last = min(first + run, pairs);
-    // Calls `use(pair, expert, place among this warp's pairs of the expert, how many more of it there are here)`.
+    // Calls `use(pair, expert, place among this warp's pairs of the expert, how many more of it
+    // there are here)`.
     auto walk = [&](auto use) {
         for (int at = first; at < last; at += 32) {
             bool there = at + lane < last;

@@ -2,8 +2,8 @@
 
 // Types of keys and values: how they are stored, and read one by one.
 //
-// Stored values saturate where what products multiply would be infinite: that would spoil, as 0 * infinity, rows before it that
-// share a tile of attention. What is no number stays so.
+// Stored values saturate where what products multiply would be infinite: that would spoil, as 0 *
+// infinity, rows before it that share a tile of attention. What is no number stays so.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,8 +26,8 @@ __device__ inline void store(float value, __nv_bfloat16 *to) {
 // The largest value of q8_0 of which scale times byte is finite in f16: the scale is 515.5.
 constexpr float Q8_LARGEST = 127.0f * 515.5f;
 
-// Part `part` of a token's head: up to 32 values that share a scale, one a lane of a warp, 0 in the lanes from `count` on. By
-// quant's rule (quantize_q8 in crates/quant/src/legacy.rs), bit for bit.
+// Part `part` of a token's head: up to 32 values that share a scale, one a lane of a warp, 0 in the
+// lanes from `count` on. By quant's rule (quantize_q8 in crates/quant/src/legacy.rs), bit for bit.
 __device__ inline void store_q8(float value, int count, uint8_t *head, uint32_t block_tokens, uint32_t token,
                                 int dim, int part) {
     const int lane = threadIdx.x % 32;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Rounds a step's keys and values to the cache's type and stores them in the rows' slots: one thread block per row.
-// Limit: bytes, 8 read and 2 to 8 written per value pair; at few rows the launch.
+// Rounds a step's keys and values to the cache's type and stores them in the rows' slots: one
+// thread block per row. Limit: bytes, 8 read and 2 to 8 written per value pair; at few rows the
+// launch.
 
 #include <cuda_fp16.h>
 

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// F32 weights: small matrices (routers of experts) and models nobody serves. One warp per row and four tokens.
+// F32 weights: small matrices (routers of experts) and models nobody serves. One warp per row and
+// four tokens.
 //
-// Lane l adds the products of columns 128 i + 4 l to + 3, ascending in i, by fmaf; then the lanes' sums are added pairwise,
-// lanes 16 apart first. Neither the row count nor the number of tokens changes the order.
-// Limit: reads through the first-level cache, five of 16 bytes per 16 products. Four rows a warp were 13% faster at 512 tokens
-// and twice as slow at 64, where they leave the device empty.
+// Lane l adds the products of columns 128 i + 4 l to + 3, ascending in i, by fmaf; then the lanes'
+// sums are added pairwise, lanes 16 apart first. Neither the row count nor the number of tokens
+// changes the order. Limit: reads through the first-level cache, five of 16 bytes per 16 products.
+// Four rows a warp were 13% faster at 512 tokens and twice as slow at 64, where they leave the
+// device empty.
 
 #include "abi/linear.cuh"
 #include "linear/async_copy.cuh"
@@ -61,8 +63,8 @@ __device__ void multiply_rows(const float *weights, const float *x, const float 
 
 }  // namespace
 
-// Grid: (rows / 8, tokens / 4), rounded up. `x` is [tokens][cols], `out` [tokens][rows], both 16-byte aligned like `weights`;
-// `bias` may be null.
+// Grid: (rows / 8, tokens / 4), rounded up. `x` is [tokens][cols], `out` [tokens][rows], both
+// 16-byte aligned like `weights`; `bias` may be null.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     linear_f32(const float *weights, const float *x, const float *bias, float *out, int cols, int rows,
                int tokens) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Naive kernels that GPU tests compare the fast ones with: a thread per value, sums in f64, no tiles, no cache, no
-// quantisation. They are at hand where the host's reference would take minutes.
+// Naive kernels that GPU tests compare the fast ones with: a thread per value, sums in f64, no
+// tiles, no cache, no quantisation. They are at hand where the host's reference would take minutes.
 //
 //   naive_attention  one sequence: out[row][head] = sum_k softmax_k(scale * query . key_k) * value_k over the keys up to the
 //                    row's position
@@ -13,7 +13,8 @@
 
 #include "abi/naive.cuh"
 
-// Grid: (rows, heads). `queries` and `out` are [rows][heads][dim], `keys` and `values` [positions][kv_heads][dim].
+// Grid: (rows, heads). `queries` and `out` are [rows][heads][dim], `keys` and `values`
+// [positions][kv_heads][dim].
 extern "C" __global__ void __launch_bounds__(NAIVE_THREADS)
     naive_attention(const float *queries, const float *keys, const float *values, int heads, int kv_heads,
                     int dim, int first_position, float scale, float *out) {

@@ -8,9 +8,9 @@
 //   rms_norm_heads  one warp per head, in place
 //   add_residual    x += y alone
 //
-// The same number of threads adds a row however many rows there are: thread t takes vectors t, t + THREADS, ... of eight
-// values, warps add by a butterfly, warp sums are added in order. Limit: bytes (8 to 16 per value); at one row the latency of
-// a load, a reduction and a store, some 2 us.
+// The same number of threads adds a row however many rows there are: thread t takes vectors t, t +
+// THREADS, ... of eight values, warps add by a butterfly, warp sums are added in order. Limit:
+// bytes (8 to 16 per value); at one row the latency of a load, a reduction and a store, some 2 us.
 
 #include "abi/elementwise.cuh"
 #include "linear/quantize.cuh"

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Query, key and value heads between their products and attention, in one pass: the norm of each query and key head (where
-// the model has one), the rotation as in rope.cu, and the write of keys and values to the KV cache as in kv_write.cu. The
-// bits are those of these kernels one after the other.
+// Query, key and value heads between their products and attention, in one pass: the norm of each
+// query and key head (where the model has one), the rotation as in rope.cu, and the write of keys
+// and values to the KV cache as in kv_write.cu. The bits are those of these kernels one after the
+// other.
 //
-// A warp per head, eight heads of one row a block. The kernel computes the row's angles while the previous kernel ends.
-// Limit: at few rows the latency of a load and a store, some 2 us; else bytes.
+// A warp per head, eight heads of one row a block. The kernel computes the row's angles while the
+// previous kernel ends. Limit: at few rows the latency of a load and a store, some 2 us; else
+// bytes.
 
 #include <cuda_fp16.h>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What several kernels compute with, in one place so that it rounds alike everywhere. Sources are compiled with
-// --fmad=false: a product and a sum are fused only where fmaf stands.
+// What several kernels compute with, in one place so that it rounds alike everywhere. Sources are
+// compiled with --fmad=false: a product and a sum are fused only where fmaf stands.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// e^x with a relative error below 2e-7, the same polynomial as the host backend's (Cephes' expf). Arguments are clamped to
-// a range in which the result is a normal number.
+// e^x with a relative error below 2e-7, the same polynomial as the host backend's (Cephes' expf).
+// Arguments are clamped to a range in which the result is a normal number.
 __device__ __forceinline__ float exp_exact(float x) {
     x = fmaxf(fminf(x, 88.0f), -87.0f);
     float n = rintf(x * 1.44269504f);
@@ -36,8 +36,8 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-// The kernel may be started while its predecessor in the stream ends: everything before this call may not touch what the
-// predecessor writes or reads.
+// The kernel may be started while its predecessor in the stream ends: everything before this call
+// may not touch what the predecessor writes or reads.
 __device__ __forceinline__ void wait_for_previous_kernel() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Activation rows f32 [tokens][cols] row act_tiles of 8 tokens by 256 values (linear/tile.cuh), by quant's own rules:
-// Q8_0 and Q8_1 per 32 values (d = largest magnitude / 127, halves away from zero, d and d * sum rounded row f16), Q8_K per
-// 256 (the value of largest magnitude becomes -127, halves row even).
+// Activation rows f32 [tokens][cols] row act_tiles of 8 tokens by 256 values (linear/tile.cuh), by
+// quant's own rules: Q8_0 and Q8_1 per 32 values (d = largest magnitude / 127, halves away from
+// zero, d and d * sum rounded row f16), Q8_K per 256 (the value of largest magnitude becomes -127,
+// halves row even).
 //
-// For F16 and BF16 weights a value becomes the sum of two f16 or three bf16, each the nearest row what is left (even at ties).
-// A warp converts 256 values of one token, eight per lane. Columns beyond the row become zero; tokens beyond the last are
-// left as they are. Limit: 4 bytes read and about 1.1 written per value (4 and 6 for floats); a step's activations are in L2.
+// For F16 and BF16 weights a value becomes the sum of two f16 or three bf16, each the nearest row
+// what is left (even at ties). A warp converts 256 values of one token, eight per lane. Columns
+// beyond the row become zero; tokens beyond the last are left as they are. Limit: 4 bytes read and
+// about 1.1 written per value (4 and 6 for floats); a step's activations are in L2.
 
 #include <cuda_bf16.h>
 
@@ -37,7 +39,8 @@ __device__ bool find_token_tile(TokenTile &token_tile, const float *x, int token
     return true;
 }
 
-// Values 8 lane row 8 lane + 7; rows are multiples of 16 long, so eight values are inside or outside together.
+// Values 8 lane row 8 lane + 7; rows are multiples of 16 long, so eight values are inside or
+// outside together.
 __device__ void load(float (&v)[8], const TokenTile &token_tile) {
     int first = threadIdx.x % 32 * 8;
     float4 a = {}, b = {};
@@ -80,8 +83,8 @@ __device__ void split_into_bf16(const TokenTile &token_tile) {
     }
 }
 
-// Values are scaled so that the largest lies between 2^13 and 2^14: nothing overflows, and what is small enough row lose bits
-// has none that count beside the largest.
+// Values are scaled so that the largest lies between 2^13 and 2^14: nothing overflows, and what is
+// small enough row lose bits has none that count beside the largest.
 __device__ void split_into_f16(const TokenTile &token_tile) {
     float v[8];
     load(v, token_tile);

@@ -5,7 +5,8 @@
 
 #include <cstdint>
 
-// Sine and cosine for magnitudes below 2^20 within 1e-10: two-part pi / 2, then Taylor series on |r| <= pi / 4.
+// Sine and cosine for magnitudes below 2^20 within 1e-10: two-part pi / 2, then Taylor series on
+// |r| <= pi / 4.
 __device__ inline void sine_cosine(double x, double *sine, double *cosine) {
     double quarter = round(x / 1.5707963267948966);
     double r = (x - quarter * 1.5707963267341256) - quarter * 6.077100506506192e-11;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What a sampler needs of each row of logits: its 256 highest values in order, the sum of its softmax weights, and the token
-// that a uniform number draws from the whole row. ops::shortlist is the specification, to the last bit: the order of ranks
-// (falling value, then rising index), the exponential and the order of sums are those of ops::rank and ops::weights.
+// What a sampler needs of each row of logits: its 256 highest values in order, the sum of its
+// softmax weights, and the token that a uniform number draws from the whole row. ops::shortlist is
+// the specification, to the last bit: the order of ranks (falling value, then rising index), the
+// exponential and the order of sums are those of ops::rank and ops::weights.
 //
 //   shortlist_group_max       highest value of each of 2,048 groups of a row
 //   shortlist_threshold       the 256th highest of these: at least 256 values reach it, and hardly more than 300, since
@@ -10,11 +11,12 @@
 //   shortlist_collect         the values that reach the threshold (candidates), and partial sums of the weights
 //   shortlist_sort_and_draw   sorts the candidates and draws a token
 //
-// A row of which more than 1,024 values reach the threshold (all equal, for example) gets no list: the host reads it.
+// A row of which more than 1,024 values reach the threshold (all equal, for example) gets no list:
+// the host reads it.
 //
-// Limit: latency of loads from the second-level cache, where logits are that were just computed, of chains of f64 additions
-// and of a sort. Rows of 152,000 values on an H200: 24 us for one, 31 for 16, 59 for 64 (31% of the copy rate, read twice); 4
-// to 10 us more where tokens are drawn.
+// Limit: latency of loads from the second-level cache, where logits are that were just computed, of
+// chains of f64 additions and of a sort. Rows of 152,000 values on an H200: 24 us for one, 31 for
+// 16, 59 for 64 (31% of the copy rate, read twice); 4 to 10 us more where tokens are drawn.
 
 #include <cstdint>
 
@@ -100,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 CHECK_SIGNATURE(shortlist_group_max, ShortlistGroupMax);
 
-// One block per row. The threshold_key is the LEN-th highest of the groups without its last bits, candidates bit by bit; 0 if there are
-// fewer groups.
+// One block per row. The threshold_key is the LEN-th highest of the groups without its last bits,
+// candidates bit by bit; 0 if there are fewer groups.
 extern "C" __global__ void __launch_bounds__(THREADS)
     shortlist_threshold(const uint32_t *groups, RowThreshold *thresholds, uint32_t *counts) {
     // As precise as an f32 with 11 bits behind the point.
@@ -224,7 +226,8 @@ struct ChosenBlock {
     double remainder;
 };
 
-// The first part of ops::weights::Weights::choose_in_block. `partial` has zeros up to a multiple of ROUND. One thread of the block.
+// The first part of ops::weights::Weights::choose_in_block. `partial` has zeros up to a multiple of
+// ROUND. One thread of the block.
 __device__ ChosenBlock choose_block(const double *partial, uint32_t blocks, double remainder) {
     ChosenBlock chosen_block = {0, remainder};
     for (uint32_t start = 0; start < blocks; start += ROUND) {
@@ -245,15 +248,16 @@ __device__ ChosenBlock choose_block(const double *partial, uint32_t blocks, doub
     return chosen_block;
 }
 
-// The second part: the first place where the running sum of the weights exceeds `target`, which is not negative; else the last
-// that adds something. One thread of the block.
+// The second part: the first place where the running sum of the weights exceeds `target`, which is
+// not negative; else the last that adds something. One thread of the block.
 __device__ uint32_t choose_in_block(const float *weights, double target) {
     double sum = 0.0;
     for (uint32_t start = 0; start < BLOCK; start += ROUND) {
         double sums[ROUND];
 #pragma unroll
         for (int k = 0; k < ROUND; k++) sums[k] = sum += double(weights[start + k]);
-        // Sums never fall: where one exceeds the target for the first time, a softmax_weight has been added.
+        // Sums never fall: where one exceeds the target for the first time, a softmax_weight has
+        // been added.
         if (target < sum) {
 #pragma unroll
             for (int k = 0; k < ROUND; k++) {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out = gate / (1 + exp(-gate)) * up, value by value. *_q8_0, _q8_1 and _q8_k also quantise the rows into activation tiles, as
-// quantize.cu does, while the values are in registers. Limit: bytes, 12 per value.
+// out = gate / (1 + exp(-gate)) * up, value by value. *_q8_0, _q8_1 and _q8_k also quantise the
+// rows into activation tiles, as quantize.cu does, while the values are in registers. Limit: bytes,
+// 12 per value.
 
 #include "abi/elementwise.cuh"
 #include "linear/quantize.cuh"

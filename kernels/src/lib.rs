@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The fast implementations of `ops::Backend`: [`cpu`] on SIMD instructions, `cuda` behind the feature of that name.
+//! The fast implementations of `ops::Backend`: [`cpu`] on SIMD instructions, `cuda` behind the
+//! feature of that name.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]

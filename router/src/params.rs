@@ -45,8 +45,8 @@ macro_rules! define_request_params {
         grouped_floats: [$($grouped:ident $grouped_constant:ident),*],
         integers: [$($integer:ident $integer_constant:ident),*],
     ) => {
-        /// Parameters as the client sent them. A field that the client left out is `None`, empty or false. The fields
-        /// of floats and integers come from the table of sampling parameters.
+        /// Parameters as the client sent them. A field that the client left out is `None`, empty or
+        /// false. The fields of floats and integers come from the table of sampling parameters.
         #[derive(Clone, Debug, Default)]
         pub(crate) struct RequestParams {
                 $(pub(crate) $float: Option<f64>,)*
@@ -63,8 +63,8 @@ macro_rules! define_request_params {
             pub(crate) n: Option<i64>,
             pub(crate) top_logprobs: Option<i64>,
             pub(crate) grammar: Option<RequestGrammar>,
-            /// Completions only: the fleet generates this many choices, the client receives the `n` most
-            /// probable.
+            /// Completions only: the fleet generates this many choices, the client receives the `n`
+            /// most probable.
             pub(crate) best_of: Option<i64>,
             pub(crate) priority: Option<i64>,
             pub(crate) cache_salt: Option<String>,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What can be wrong about a GPU: one line that says what to do, the documented exit code, and nothing left allocated.
+//! What can be wrong about a GPU: one line that says what to do, the documented exit code, and
+//! nothing left allocated.
 
 use super::Gpu;
 use crate::harness::{ballast, demo_7m, text};

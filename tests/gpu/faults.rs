@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Deaths of owners on a GPU: what `tests/faults.rs` shows on every device, and what only a GPU has beside it.
+//! Deaths of owners on a GPU: what `tests/faults.rs` shows on every device, and what only a GPU has
+//! beside it.
 
 use super::{Gpu, asks};
 use crate::harness::api::{generate_all, runtime};
@@ -41,7 +42,8 @@ fn i3_weights_outlive_every_process_but_the_fd_store() {
         let back = now.iter().filter(|p| p.role != "supervisor" && !killed.contains(&p.pid));
         (back.filter(|p| p.state == "ready").count() == killed.len()).then_some(())
     });
-    // Nobody has opened the file: it is gone. What was adopted is checked against its checksums by a process of its own.
+    // Nobody has opened the file: it is gone. What was adopted is checked against its checksums by
+    // a process of its own.
     fleet.wait_until_verified();
     assert_only_workers_have_the_driver(&fleet);
     let again = eventually("requests are served", || {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Weights exist once on the device, and what a further worker costs is small, and known before it starts.
+//! Weights exist once on the device, and what a further worker costs is small, and known before it
+//! starts.
 
 use super::{Gpu, MIB, asks};
 use crate::devices::plan;

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What only a GPU can show. Where fleets do not run on one (BALLAST_TEST_DEVICE), each test says SKIPPED and passes.
+//! What only a GPU can show. Where fleets do not run on one (BALLAST_TEST_DEVICE), each test says
+//! SKIPPED and passes.
 //!
-//! They compare all memory of the device before and after, so they are run one at a time (`--test-threads=1`) on a device
-//! that nobody else uses: `scripts/gpu-run` does so. Lines that begin with "measured:" are for its summary.
+//! They compare all memory of the device before and after, so they are run one at a time
+//! (`--test-threads=1`) on a device that nobody else uses: `scripts/gpu-run` does so. Lines that
+//! begin with "measured:" are for its summary.
 
 mod bad_input;
 mod cycles;
@@ -76,7 +78,8 @@ impl ServedFleet {
         self.try_ps_lines()?.into_iter().find(|line| line["name"] == name)
     }
 
-    /// Waits until the weights of the only model have been checked by a process that has read all of them.
+    /// Waits until the weights of the only model have been checked by a process that has read all
+    /// of them.
     fn wait_until_verified(&self) {
         eventually("the adopted weights are verified", || {
             let lines = self.try_ps_lines()?;

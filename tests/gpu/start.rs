@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! How long it takes until a worker serves a model of 8 billion weights, and how fast weights come onto the device.
+//! How long it takes until a worker serves a model of 8 billion weights, and how fast weights come
+//! onto the device.
 
 use super::{Gpu, asks};
 use crate::harness::api::{generate_all, runtime};

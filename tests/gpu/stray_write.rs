@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A kernel of one worker writes into the weights: that worker ends and is replaced, and nobody else notices.
+//! A kernel of one worker writes into the weights: that worker ends and is replaced, and nobody
+//! else notices.
 //!
-//! The worker is the real one; the kernel is launched by a library that is preloaded into it (stray_write.c).
+//! The worker is the real one; the kernel is launched by a library that is preloaded into it
+//! (stray_write.c).
 
 use super::{Gpu, asks};
 use crate::harness::api::{generate_all, runtime};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The dependency audit on `cargo metadata`: where packages come from, their licences, versions present twice.
+//! The dependency audit on `cargo metadata`: where packages come from, their licences, versions
+//! present twice.
 
 use anyhow::{Context, Result};
 use cargo_metadata::{MetadataCommand, Package};
@@ -23,7 +24,8 @@ const LICENCES: [&str; 13] = [
     "Zlib",
 ];
 
-/// `name: reason` a line; a package may stand in the lock file in several versions only with a reason here.
+/// `name: reason` a line; a package may stand in the lock file in several versions only with a
+/// reason here.
 const DUPLICATES: &str = include_str!("../duplicates.txt");
 
 pub(crate) fn check() -> Result<Vec<String>> {

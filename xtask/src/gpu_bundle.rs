@@ -2,9 +2,10 @@
 
 //! `cargo xtask gpu-bundle`: packs what a GPU machine without Rust needs into dist/gpu.
 //!
-//! `run` (a copy of scripts/gpu-run) and one archive: the release executable, the test executables, stripped, and the
-//! library of the stray-write test. Models and golden files are read from the tree beside it. Tests come from the dev
-//! profile: it optimises, and a test that fails must unwind, which the release profile does not.
+//! `run` (a copy of scripts/gpu-run) and one archive: the release executable, the test executables,
+//! stripped, and the library of the stray-write test. Models and golden files are read from the
+//! tree beside it. Tests come from the dev profile: it optimises, and a test that fails must
+//! unwind, which the release profile does not.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Chores that are not part of the product: `cargo xtask tidy`, `cargo xtask gpu-bundle`, `cargo xtask nightly`.
+//! Chores that are not part of the product: `cargo xtask tidy`, `cargo xtask gpu-bundle`, `cargo
+//! xtask nightly`.
 
 #![forbid(unsafe_code)]
 

@@ -8,8 +8,8 @@ use std::process::Command;
 /// What a release compiles kernels for (docs/decisions/0013).
 const RELEASE_ARCHS: &str = "sm_90a,sm_100,sm_120,compute_120";
 
-/// Arguments of cargo: tests that are `#[ignore]`d with the reason "nightly", the benchmarks, and the executable with its GPU
-/// part, which starts and says what it lacks where there is none.
+/// Arguments of cargo: tests that are `#[ignore]`d with the reason "nightly", the benchmarks, and
+/// the executable with its GPU part, which starts and says what it lacks where there is none.
 const STEPS: [&[&str]; 4] = [
     &["test", "--workspace", "--release", "--", "--ignored", "nightly"],
     &["bench", "--workspace"],

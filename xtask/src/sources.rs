@@ -20,7 +20,8 @@ const LEFTOVERS: [&str; 4] =
 /// The only folders that may contain `unsafe`.
 const UNSAFE_ALLOWED: [&str; 4] = ["crates/cuda/", "crates/handoff/", "crates/memory/", "kernels/"];
 
-/// Names that belong to one processor family. A file or folder of that name needs a sibling `portable.rs`.
+/// Names that belong to one processor family. A file or folder of that name needs a sibling
+/// `portable.rs`.
 const ARCHITECTURE_NAMES: [&str; 6] = ["x86", "x86_64", "avx2", "avx512", "neon", "aarch64"];
 
 /// The whole tree, demo models included.
@@ -72,7 +73,8 @@ fn missing_portable_sibling(file: &Path) -> Option<String> {
     let own = file.ancestors().find(|part| {
         part.file_stem().and_then(|stem| stem.to_str()).is_some_and(|stem| ARCHITECTURE_NAMES.contains(&stem))
     })?;
-    // The outermost folder of that kind decides: x86/avx2.rs is covered by the portable.rs beside x86/.
+    // The outermost folder of that kind decides: x86/avx2.rs is covered by the portable.rs beside
+    // x86/.
     let outermost = file
         .ancestors()
         .filter(|part| {

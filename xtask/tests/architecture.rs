@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What docs/ARCHITECTURE.md says of the tree, against the tree: who may use whom, and that each invariant has its test.
+//! What docs/ARCHITECTURE.md says of the tree, against the tree: who may use whom, and that each
+//! invariant has its test.
 
 use cargo_metadata::{DependencyKind, MetadataCommand};
 use std::collections::{BTreeMap, BTreeSet};

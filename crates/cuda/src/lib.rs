@@ -16,8 +16,8 @@
 //! 1. An object that lives in a context (stream, event, module, buffer, pinned memory) keeps the
 //!    context retained.
 //! 2. Memory that a launched kernel uses stays allocated until the kernel has ended. [`Buffer`]
-//!    waits for the device before it frees. A caller that makes a [`DeviceView`] by hand, or unmaps from
-//!    an [`AddressRange`], waits before.
+//!    waits for the device before it frees. A caller that makes a [`DeviceView`] by hand, or unmaps
+//!    from an [`AddressRange`], waits before.
 //! 3. Two streams that touch one buffer need an [`Event`] between them. This crate does not check
 //!    that.
 

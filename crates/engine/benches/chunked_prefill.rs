@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What others feel while a prompt of 2,048 tokens is computed: how long a short prompt that comes just after it waits for
-//! its first token, and how long streams wait between theirs; with prompts bounded beside decodes, as engines do it, and
-//! without, in turns. On the larger demo model, or the GGUF files named as arguments.
+//! What others feel while a prompt of 2,048 tokens is computed: how long a short prompt that comes
+//! just after it waits for its first token, and how long streams wait between theirs; with prompts
+//! bounded beside decodes, as engines do it, and without, in turns. On the larger demo model, or
+//! the GGUF files named as arguments.
 
 #![expect(clippy::unwrap_used, reason = "a benchmark that cannot run says so by panicking")]
 #![expect(clippy::print_stdout, reason = "it reports there")]

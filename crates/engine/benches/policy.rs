@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What the engine adds to a step beside the model: scheduling, prefix lookup, sampling. Goals: a step with 4,096 running
-//! sequences under 200 us, a lookup over 32,768 tokens under 300 us.
+//! What the engine adds to a step beside the model: scheduling, prefix lookup, sampling. Goals: a
+//! step with 4,096 running sequences under 200 us, a lookup over 32,768 tokens under 300 us.
 
 use divan::Bencher;
 use engine::sample::draw::SampleContext;
@@ -57,8 +57,8 @@ fn step(scheduler: &mut Scheduler, sequence_ids: &mut Vec<SequenceId>) {
     sequence_ids.iter().for_each(|&sequence_id| scheduler.push_token(sequence_id, 7));
 }
 
-/// All decoding, one block border in 16 steps each, an empty queue. So many steps that most of them are not among the first
-/// that write to a page of memory.
+/// All decoding, one block border in 16 steps each, an empty queue. So many steps that most of them
+/// are not among the first that write to a page of memory.
 #[divan::bench(args = [64, 512, 4096], sample_count = 800)]
 fn decode_step(bencher: Bencher<'_, '_>, running: usize) {
     let blocks_each = 240_000 / running;

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What it saves that equal prefixes are computed and kept once, on the demo models: a burst of requests that share 2,048
-//! tokens, with sharing on and off in turns; and how many sequences fit one budget in blocks, against a reserved context
-//! for each.
+//! What it saves that equal prefixes are computed and kept once, on the demo models: a burst of
+//! requests that share 2,048 tokens, with sharing on and off in turns; and how many sequences fit
+//! one budget in blocks, against a reserved context for each.
 //!
-//! What sharing can save depends on the rows that each request needs for itself: beside the times stands the bound, the
-//! rows without sharing by those with it, as if each row took as long. (Rows behind a long context take longer than those
-//! of its prefix on average; what they share of it is read for several of them at once.)
+//! What sharing can save depends on the rows that each request needs for itself: beside the times
+//! stands the bound, the rows without sharing by those with it, as if each row took as long. (Rows
+//! behind a long context take longer than those of its prefix on average; what they share of it is
+//! read for several of them at once.)
 
 #![expect(clippy::unwrap_used, reason = "a benchmark that cannot run says so by panicking")]
 #![expect(clippy::print_stdout, reason = "it reports there")]
@@ -19,7 +20,8 @@ use std::time::{Duration, Instant};
 const THREADS: usize = 2;
 const ROUNDS: usize = 3;
 const PREFIX: usize = 2_048;
-/// Tokens of its own and of output of each request: a question and an answer, and what a first token takes.
+/// Tokens of its own and of output of each request: a question and an answer, and what a first
+/// token takes.
 const SHAPES: [(usize, usize); 2] = [(32, 16), (8, 1)];
 
 fn engine(file: &ModelFile, config: &EngineConfig) -> Engine<Cpu> {
@@ -101,7 +103,8 @@ fn sharing(name: &str, file: &ModelFile, shape: (usize, usize)) {
     }
 }
 
-/// Sequences of 32 to 287 tokens of prompt and 64 of output that run at once before one has to wait.
+/// Sequences of 32 to 287 tokens of prompt and 64 of output that run at once before one has to
+/// wait.
 fn capacity(name: &str, file: &ModelFile) {
     const CONTEXTS: usize = 16;
     const MOST: usize = 512;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! In steady state a step of the policy allocates nothing, and a step of the engine as often for 8 sequences as for 128: what a
-//! sequence will need is reserved when it is admitted, what the pool needs when it is made.
+//! In steady state a step of the policy allocates nothing, and a step of the engine as often for 8
+//! sequences as for 128: what a sequence will need is reserved when it is admitted, what the pool
+//! needs when it is made.
 //!
 //! What does allocate: the arrival of a request, its admission, and the end of one (it frees).
 
@@ -80,7 +81,8 @@ fn a_step_of_decodes_allocates_nothing() {
         })
     };
     let mut sequence_ids = Vec::new();
-    // Others before them have filled the cache, so that every block that is taken is one that could be found.
+    // Others before them have filled the cache, so that every block that is taken is one that could
+    // be found.
     let before: Vec<SequenceId> =
         (0..RUNNING as u32).map(|index| add(&mut scheduler, 1_000_000 + index, tokens_max)).collect();
     (0..700).for_each(|number| step(&mut scheduler, &mut sequence_ids, number));
@@ -104,7 +106,8 @@ const VOCAB: usize = 16;
 /// Tokens that each sequence of the engine may come to have.
 const CONTEXT: usize = 2_048;
 
-/// A model that allocates nothing: what follows is a function of the token and of nothing else, so text repeats itself.
+/// A model that allocates nothing: what follows is a function of the token and of nothing else, so
+/// text repeats itself.
 struct Still {
     logits: <Reference as Backend>::Tensor,
     host: Vec<f32>,
@@ -141,7 +144,8 @@ impl Model<Reference> for Still {
     }
 }
 
-/// Allocations of so many steps of the whole engine in which every sequence decodes, and tokens that they put out.
+/// Allocations of so many steps of the whole engine in which every sequence decodes, and tokens
+/// that they put out.
 fn engine_allocates(running: usize, drafts: bool, sampling: &SamplingParams) -> (u64, usize) {
     const STEPS: usize = 100;
     let config = EngineConfig {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Requests with a constraint: what it does not allow is never put out, it hears of every token in order, and its end is
-//! the request's; whatever the batch, preemption or a resume.
+//! Requests with a constraint: what it does not allow is never put out, it hears of every token in
+//! order, and its end is the request's; whatever the batch, preemption or a resume.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -20,7 +20,8 @@ use std::time::Duration;
 
 const END: u32 = 49;
 
-/// After an odd token only even ones and the other way round, END after four, and nothing after `length`.
+/// After an odd token only even ones and the other way round, END after four, and nothing after
+/// `length`.
 struct Alternating {
     length: usize,
     output: Vec<u32>,
@@ -160,7 +161,8 @@ fn a_constraint_that_fails_ends_its_own_request_only() {
     assert_eq!(answers[&engine::RequestId(2)].tokens.len(), 12);
 }
 
-/// Says `Later` for a while after each token: so many times as `delay` has for the length of the output.
+/// Says `Later` for a while after each token: so many times as `delay` has for the length of the
+/// output.
 struct Tardy {
     constraint: Box<dyn Constraint>,
     output: usize,
@@ -260,7 +262,8 @@ fn a_request_with_a_pending_mask_waits_alone_and_samples_the_same() {
     assert_eq!((engine.stats().deferred_rows, engine.stats().kv_blocks_used), (1, 0));
 }
 
-/// Late now and then, short of blocks, and with equal prompts that are forked: every token is the same.
+/// Late now and then, short of blocks, and with equal prompts that are forked: every token is the
+/// same.
 #[test]
 fn pending_masks_change_no_token_under_memory_pressure() {
     let mut requests: Vec<Request> =

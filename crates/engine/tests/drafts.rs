@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What drafts do beside not changing a token: steps saved, blocks given back, prefixes found, failures survived.
+//! What drafts do beside not changing a token: steps saved, blocks given back, prefixes found,
+//! failures survived.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -117,7 +118,8 @@ fn the_prefix_cache_holds_what_was_put_out_and_nothing_else() {
         let mut engine = engine(&config(), drafter(kind, &config(), std::slice::from_ref(&first)));
         engine.submit(first.clone()).unwrap();
         run_out(&mut engine);
-        // The same text again, as a prompt: all of its blocks but the one of its last token are there.
+        // The same text again, as a prompt: all of its blocks but the one of its last token are
+        // there.
         let again = request(1, whole.clone(), 3);
         engine.submit(again.clone()).unwrap();
         let out = run_out(&mut engine);
@@ -155,7 +157,8 @@ fn drafts_never_preempt_and_take_no_row_of_others() {
     let got = answers(out);
     requests.iter().for_each(|request| assert_eq!(got[&request.id], oracle(request)));
 
-    // Two sequences of 30 computed tokens fill the cache's 16 blocks at their ends: drafts take no neighbour's.
+    // Two sequences of 30 computed tokens fill the cache's 16 blocks at their ends: drafts take no
+    // neighbour's.
     let tight = EngineConfig { kv: KvBudget::Tokens(64), ..config };
     let requests: Vec<Request> = (0..2).map(|id| request(id, vec![id as u32; 5], 26)).collect();
     for guess in [Guess::Right, Guess::Wrong] {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What a caller of the engine can rely on beside equal tokens: refusals, ends, cancellation, scoring, failures.
+//! What a caller of the engine can rely on beside equal tokens: refusals, ends, cancellation,
+//! scoring, failures.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -324,7 +325,8 @@ fn parameters_are_checked_in_the_open_too() {
     );
 }
 
-/// Steps that are told to have taken 10 ms a row: prompts may add 100 ms, or the least number of rows that is worth a step.
+/// Steps that are told to have taken 10 ms a row: prompts may add 100 ms, or the least number of
+/// rows that is worth a step.
 #[test]
 fn streams_go_on_while_a_long_prompt_is_computed() {
     let config = EngineConfig { step_tokens: 128, ..config() };

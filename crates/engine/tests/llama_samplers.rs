@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The chain against llama.cpp's own samplers: which tokens are left of a row, and how probable each is.
+//! The chain against llama.cpp's own samplers: which tokens are left of a row, and how probable
+//! each is.
 //!
-//! The fixture was written by `bench/src/bin/sampler_goldens.rs`. A draw is a step function of a number that anyone can
-//! compute ([`RandomStream`]): each step is tried from both sides, so a token too many or too few or a probability that is off
-//! by more than [`TOLERANCE`] gives another token than expected.
+//! The fixture was written by `bench/src/bin/sampler_goldens.rs`. A draw is a step function of a
+//! number that anyone can compute ([`RandomStream`]): each step is tried from both sides, so a
+//! token too many or too few or a probability that is off by more than [`TOLERANCE`] gives another
+//! token than expected.
 //!
-//! What differs on purpose is in [`DEVIATIONS`]; of tokens of equal logits, the test says which; XTC always or never acts
-//! here, since the number that decides it is ours.
+//! What differs on purpose is in [`DEVIATIONS`]; of tokens of equal logits, the test says which;
+//! XTC always or never acts here, since the number that decides it is ours.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -21,8 +23,9 @@ use std::str::FromStr;
 
 const FIXTURE: &str = include_str!("data/llama_samplers.txt");
 const SEED: u64 = 7;
-/// How far a running sum of probabilities may be off. llama.cpp's are sums of f32, of up to 100 tokens: 100 roundings of
-/// 2^-24 are 6e-6, and its temperature, logits and exponentials are off by some units in the last place, as ours are.
+/// How far a running sum of probabilities may be off. llama.cpp's are sums of f32, of up to 100
+/// tokens: 100 roundings of 2^-24 are 6e-6, and its temperature, logits and exponentials are off by
+/// some units in the last place, as ours are.
 const TOLERANCE: f64 = 1e-5;
 /// Positions to choose from: two next to each other differ by 1e-6, the furthest by less than 2e-5.
 const POSITIONS: usize = 1 << 20;
@@ -142,8 +145,9 @@ impl ExpectedSample {
         Self { left, drawn }
     }
 
-    /// When a filter's border falls between equal logits, llama.cpp's sort decides which of them stay, which no order
-    /// promises. With us it is those of lowest id; behind XTC, which drops the best first, those of highest.
+    /// When a filter's border falls between equal logits, llama.cpp's sort decides which of them
+    /// stay, which no order promises. With us it is those of lowest id; behind XTC, which drops the
+    /// best first, those of highest.
     fn of_lowest_ids(&self, logits: &[f32], highest: bool) -> Self {
         let mut left = self.left.clone();
         for at in 0..left.len() {

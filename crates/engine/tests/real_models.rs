@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Invariant I5 on real models and backends: requests alone, together, in other orders, chunk sizes, under KV pressure,
-//! with and without shared prefixes, on several thread counts and instruction sets of one kind give the same bits.
+//! Invariant I5 on real models and backends: requests alone, together, in other orders, chunk
+//! sizes, under KV pressure, with and without shared prefixes, on several thread counts and
+//! instruction sets of one kind give the same bits.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -63,7 +64,8 @@ fn alone<B: Backend>(engine: &mut Engine<B>, requests: &[Request]) -> HashMap<Re
     answers(outputs)
 }
 
-/// All of them, in an order of `shuffle`, a few arriving after each step; those of a pair one after the other.
+/// All of them, in an order of `shuffle`, a few arriving after each step; those of a pair one after
+/// the other.
 fn together<B: Backend>(
     engine: &mut Engine<B>,
     requests: &[Request],
@@ -314,7 +316,8 @@ fn greedy_output_is_the_recorded_one_up_to_the_first_close_call() {
     assert!(compared > 10 * transcripts.len());
 }
 
-/// EngineOutput with drafts is that without, alone and in company; returns the figures of the run alone.
+/// EngineOutput with drafts is that without, alone and in company; returns the figures of the run
+/// alone.
 fn check_drafts(
     (file, draft): (&ModelFile, Option<&ModelFile>),
     requests: &[Request],

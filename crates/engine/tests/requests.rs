@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The whole engine, with a model that notices every mistake, under seeded requests that come and are cancelled, held,
-//! scored, overdue and lost with their step, with and without drafts. After each step its books are checked: blocks,
-//! lists, names, deadlines and places in the queue; and who follows the cache's events knows what it holds.
+//! The whole engine, with a model that notices every mistake, under seeded requests that come and
+//! are cancelled, held, scored, overdue and lost with their step, with and without drafts. After
+//! each step its books are checked: blocks, lists, names, deadlines and places in the queue; and
+//! who follows the cache's events knows what it holds.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -197,7 +198,8 @@ impl EngineHarness {
         assert_eq!(self.cached, cached);
     }
 
-    /// The last output of a request: all that it was promised, or the first part of it and a reason.
+    /// The last output of a request: all that it was promised, or the first part of it and a
+    /// reason.
     fn end(&mut self, output: EngineOutput, failed: bool) {
         let EngineOutput::Finished { id, reason, .. } = output else { return };
         let ActiveRequest { wanted, deadline, answer, scored } = self.live.remove(&id).unwrap();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Invariant I5 on a model that notices every mistake: whatever the batch, chunks, KV pressure, sharing, order of arrival,
-//! drafts and resumes in the middle, each request's tokens and log-probabilities are those of the oracle, bit for bit.
+//! Invariant I5 on a model that notices every mistake: whatever the batch, chunks, KV pressure,
+//! sharing, order of arrival, drafts and resumes in the middle, each request's tokens and
+//! log-probabilities are those of the oracle, bit for bit.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -220,7 +221,8 @@ proptest! {
         served_as_if_alone(&config, numbered(requests), plan)?;
     }
 
-    /// Choices of one prompt come at once, so that they are forked; they differ in all that is not the prompt.
+    /// Choices of one prompt come at once, so that they are forked; they differ in all that is not
+    /// the prompt.
     #[test]
     fn choices_of_one_prompt_do_not_depend_on_each_other(
         config in config(),

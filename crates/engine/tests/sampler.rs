@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Distributions of drawn tokens against a chain written the long way: f64, one full sort, nothing clever.
+//! Distributions of drawn tokens against a chain written the long way: f64, one full sort, nothing
+//! clever.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -150,8 +151,8 @@ fn peaked_logits() -> Vec<f32> {
     logits
 }
 
-/// The chi-squared statistic of `draws` tokens, cells below 8 expected draws put together, as a z-score
-/// (Wilson and Hilferty). Keyed draws make the result the same in every run.
+/// The chi-squared statistic of `draws` tokens, cells below 8 expected draws put together, as a
+/// z-score (Wilson and Hilferty). Keyed draws make the result the same in every run.
 fn z_score(probabilities: &[f64], draws: usize, mut token_at: impl FnMut(usize) -> u32) -> f64 {
     let mut counts = vec![0_usize; probabilities.len()];
     for position in 0..draws {
@@ -251,7 +252,8 @@ fn mirostat_draws_from_what_its_bound_leaves_and_comes_to_its_target() {
                     surprise -= probabilities[token as usize].log2() / 3_000.0;
                 }
             }
-            // Measured over the whole softmax, not over what was left: above the target by what was cut off.
+            // Measured over the whole softmax, not over what was left: above the target by what was
+            // cut off.
             let off = surprise - f64::from(tau);
             assert!((-0.1..1.6).contains(&off), "{version:?} at {temperature}: {surprise} bits");
         }
@@ -437,7 +439,8 @@ proptest! {
         }
     }
 
-    /// Neither an option nor a tie nor an impossible token leads to a panic, an error or an impossible draw.
+    /// Neither an option nor a tie nor an impossible token leads to a panic, an error or an
+    /// impossible draw.
     #[test]
     fn the_only_possible_token_is_drawn_whatever_the_options(
         params in any_params(), size in 1..300_usize, at in any::<prop::sample::Index>(), value in -1e30..1e30_f32,
@@ -548,7 +551,8 @@ fn broken_logits_are_refused_and_extremes_are_not() {
     assert_eq!(sample(&[1.0, 2.0, 0.0], &narrow), Ok(1));
 }
 
-/// Top-k takes k, and k is more than there are: the entropy that dynamic temperature follows stays the same.
+/// Top-k takes k, and k is more than there are: the entropy that dynamic temperature follows stays
+/// the same.
 #[test]
 fn a_dynamic_temperature_does_not_count_what_is_ruled_out() {
     let mut logits = peaked_logits()[..100].to_vec();

@@ -46,7 +46,8 @@ fn add_as(
     scheduler.add(NewSequence { kind, priority, tenant: 0, tokens, tokens_max, scope })
 }
 
-/// One step in which every finished prompt gets a token; returns (slot, first row, rows) of each chunk.
+/// One step in which every finished prompt gets a token; returns (slot, first row, rows) of each
+/// chunk.
 fn step(scheduler: &mut Scheduler) -> Vec<(SequenceId, usize, usize)> {
     step_beside(scheduler, usize::MAX)
 }
@@ -456,7 +457,8 @@ fn scoring_is_bounded_and_does_not_block_others() {
     assert!(scheduler.plan().chunks[1].outputs == ChunkOutputs::All);
 }
 
-/// What it found may be filled by the step that admits it: if that fails, it has to be among the lost.
+/// What it found may be filled by the step that admits it: if that fails, it has to be among the
+/// lost.
 #[test]
 fn a_held_sequence_gets_the_rows_of_its_admission() {
     let mut scheduler = Scheduler::new(limits(), 100);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A token drawn from a row's shortlist is the token drawn from the row, whatever the parameters: where the list does not
-//! show it, it says so.
+//! A token drawn from a row's shortlist is the token drawn from the row, whatever the parameters:
+//! where the list does not show it, it says so.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -87,7 +87,8 @@ prop_compose! {
     }
 }
 
-/// Smooth ones, ones of few values so that ties are everywhere, and ones with tokens that are ruled out.
+/// Smooth ones, ones of few values so that ties are everywhere, and ones with tokens that are ruled
+/// out.
 fn any_logits() -> impl Strategy<Value = Vec<f32>> {
     let some = |logit: BoxedStrategy<f32>| prop::collection::vec(logit, 1..1500);
     prop_oneof![

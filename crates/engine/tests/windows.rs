@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Models whose layers see different parts of the past: a table for each group of layers, blocks behind a window given back
-//! while their sequence runs, and the same answers whatever was given back, shared, preempted or drafted.
+//! Models whose layers see different parts of the past: a table for each group of layers, blocks
+//! behind a window given back while their sequence runs, and the same answers whatever was given
+//! back, shared, preempted or drafted.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -24,8 +25,9 @@ fn window(tokens: usize) -> AttentionSpan {
     AttentionSpan::Window { tokens }
 }
 
-/// Keeps, for each group, the hash of all tokens up to the one in a place, and looks for each row at everything that the
-/// group sees: that of a wrong block, or of one that was given back too early, is another one or not there.
+/// Keeps, for each group, the hash of all tokens up to the one in a place, and looks for each row
+/// at everything that the group sees: that of a wrong block, or of one that was given back too
+/// early, is another one or not there.
 struct Windows {
     layers: Vec<KvLayer>,
     groups: Vec<AttentionSpan>,
@@ -195,7 +197,8 @@ fn blocks_behind_a_window_are_free_while_their_sequence_runs() {
 fn a_long_sequence_needs_a_budget_for_its_full_layers_only() {
     let spans = [window(6), FULL, window(6), window(6), window(6), window(6)];
     let block_bytes = engine(&spans, &config()).stats().kv_block_bytes as u64;
-    // Of 300 tokens, all 75 blocks of one group, and of five groups what a window and the largest step take.
+    // Of 300 tokens, all 75 blocks of one group, and of five groups what a window and the largest
+    // step take.
     let blocks = 75 + 5 * (2 + 6 + 1);
     let tight = EngineConfig { kv: KvBudget::Bytes((blocks + 1) * block_bytes), ..config() };
     let mut engine = engine(&spans, &tight);
@@ -287,7 +290,8 @@ fn answers_do_not_depend_on_pressure_chunks_shared_blocks_or_drafts() {
             .map(|id| request(id as u64, prompts[id / 2].clone(), 1 + random.below(60) as u32))
             .collect();
         let expected = alone(spans, &config, &requests);
-        // The least that the longest of them needs when it is alone: one block less, and it is refused.
+        // The least that the longest of them needs when it is alone: one block less, and it is
+        // refused.
         let longest =
             requests.iter().max_by_key(|r| r.prompt.len() as u32 + r.stop.max_tokens.unwrap()).unwrap();
         let block_bytes = engine(spans, &config).stats().kv_block_bytes as u64;

@@ -4,8 +4,8 @@
 //! device.
 //!
 //! It is a pure function of the row and the [`DrawParams`], to the last bit: order and sums are
-//! those of [`crate::rank`] and [`crate::softmax`]. A sampler that draws from it must draw what it would
-//! draw from the row, or ask for the row.
+//! those of [`crate::rank`] and [`crate::softmax`]. A sampler that draws from it must draw what it
+//! would draw from the row, or ask for the row.
 
 use crate::rank::{self, RankedLogit};
 use crate::softmax::SoftmaxWeights;

@@ -3,8 +3,8 @@
 //! ggml tensor types: sizes, quantization, dequantization and dot products.
 //!
 //! [`DType`] has the id and the size of every ggml type. A format with kernels also has a struct of
-//! its block that implements [`BlockFormat`]; the fields have the order and the size of the file. Rows
-//! are contiguous. Bytes may start at any address.
+//! its block that implements [`BlockFormat`]; the fields have the order and the size of the file.
+//! Rows are contiguous. Bytes may start at any address.
 //!
 //! A kernel quantizes activations to the format that [`DType::activation`] names, see
 //! [`Activations`]. [`dot`] is the scalar dot product that tests compare kernels with.

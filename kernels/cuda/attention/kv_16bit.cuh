@@ -28,7 +28,8 @@ struct Kv16Bit {
         return head_keys(kv, block, head) + size_t(token) * (DIM * sizeof(__half));
     }
 
-    // Starts the copies of the 64 keys that `addresses` has, and of their values; those beyond `valid` become zero.
+    // Starts the copies of the 64 keys that `addresses` has, and of their values; those beyond
+    // `valid` become zero.
     static __device__ __forceinline__ void load(uint8_t *stage, const KeyAddress *addresses,
                                                 uint32_t head_bytes, int valid) {
         constexpr int ROUNDS = TILE * VECTORS / THREADS;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The KV pipeline: tiles of keys and values come into shared memory through two stages, one tile ahead of the products.
+// The KV pipeline: tiles of keys and values come into shared memory through two stages, one tile
+// ahead of the products.
 
 #pragma once
 

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Keys and values of q8_0: signed bytes and an f16 scale for 32 of them. A product multiplies scale times byte, rounded to
-// f16 (kv_store.cuh stores no scale with which that overflows).
+// Keys and values of q8_0: signed bytes and an f16 scale for 32 of them. A product multiplies scale
+// times byte, rounded to f16 (kv_store.cuh stores no scale with which that overflows).
 //
-// A pipeline stage holds what the cache does: the bytes of a tile's keys, then of its values, in rows of DIM with a pad, then
-// the scales of both. The split-KV kernel converts rows to fragments in registers. In the prefill kernel four warps need all
-// rows, so a tile is converted to f16 once.
+// A pipeline stage holds what the cache does: the bytes of a tile's keys, then of its values, in
+// rows of DIM with a pad, then the scales of both. The split-KV kernel converts rows to fragments
+// in registers. In the prefill kernel four warps need all rows, so a tile is converted to f16 once.
 //
 //   stage   | 64 keys x (DIM + pad) bytes | 64 values x (DIM + pad) bytes | scales of keys | scales of values |
 //
-// Inside 16 dimensions the order of a product is that of the bytes of word 0: dimensions 4 c and 4 c + 1 are its 2 c and
-// 2 c + 1, 4 c + 2 and 4 c + 3 its 8 + 2 c and 9 + 2 c. Queries stand in that order, and the keys of prefills.
+// Inside 16 dimensions the order of a product is that of the bytes of word 0: dimensions 4 c and 4
+// c + 1 are its 2 c and 2 c + 1, 4 c + 2 and 4 c + 3 its 8 + 2 c and 9 + 2 c. Queries stand in that
+// order, and the keys of prefills.
 
 #pragma once
 
@@ -18,8 +19,8 @@
 
 namespace {
 
-// Two bytes of a word as f16_tiles; the word has them 128 more than they are, and so unsigned. Kv16Bit from 1,024 on count in ones,
-// so that their last bits are such a byte.
+// Two bytes of a word as f16_tiles; the word has them 128 more than they are, and so unsigned.
+// Kv16Bit from 1,024 on count in ones, so that their last bits are such a byte.
 __device__ __forceinline__ __half2 as_halves(uint32_t bytes, uint32_t selector) {
     uint32_t magic = __byte_perm(bytes, 0x64646464, selector), offset = 0x64806480;
     return __hsub2(*reinterpret_cast<__half2 *>(&magic), *reinterpret_cast<__half2 *>(&offset));
@@ -100,8 +101,8 @@ struct KvQ8_0 {
         }
     }
 
-    // The dimension that output_column `index` of a warp's output_column tile `n` is. Where a warp has 2 or 4 tiles, a thread's dimensions are
-    // neighbours, that one load has; else a tile's are.
+    // The dimension that output_column `index` of a warp's output_column tile `n` is. Where a warp
+    // has 2 or 4 tiles, a thread's dimensions are neighbours, that one load has; else a tile's are.
     template <int COLS>
     static __device__ __forceinline__ int output_column(int n, int warp, int index) {
         return warp * COLS * 8 + (COLS % 2 ? 8 * n + index : COLS * index + n);

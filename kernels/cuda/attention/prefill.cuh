@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Long runs of tokens: a block computes 64 (row, head) pairs of one KV head over all their keys; a warp has 16 pairs. It
-// merges splits in registers.
+// Long runs of tokens: a block computes 64 (row, head) pairs of one KV head over all their keys; a
+// warp has 16 pairs. It merges splits in registers.
 
 #pragma once
 
@@ -9,7 +9,8 @@
 
 namespace {
 
-// One column tile of eight values is 4 registers of a thread; two sets of DIM / 8 of them are most of what it has.
+// One column tile of eight values is 4 registers of a thread; two sets of DIM / 8 of them are most
+// of what it has.
 template <class Cache>
 __device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueries &queries,
                                   const uint32_t *tables, const QueryTile *query_tiles,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Decode rows and short runs of tokens: a block computes (rows of one sequence, KV head, split). Its warps share the 16 x 64
-// scores by keys and the output by dimensions, so no sum is divided between warps. It writes partial results, which
-// attention.cu merges.
+// Decode rows and short runs of tokens: a block computes (rows of one sequence, KV head, split).
+// Its warps share the 16 x 64 scores by keys and the output by dimensions, so no sum is divided
+// between warps. It writes partial results, which attention.cu merges.
 
 #pragma once
 
@@ -25,7 +25,8 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
     __shared__ float largest_by_warp[WARPS][16];
     __shared__ typename KvPipeline<Cache>::AddressBuffer addresses;
 
-    // Plans and tables were sent before the step's first kernel: they may be read before the predecessor has ended.
+    // Plans and tables were sent before the step's first kernel: they may be read before the
+    // predecessor has ended.
     const uint32_t count = *split_count;
     const KvSplit split = splits[blockIdx.x];
     if (blockIdx.x >= count) return;
@@ -143,9 +144,10 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
 
 }  // namespace
 
-// Blocks that registers leave room for on a multiprocessor; 0: the compiler's choice. With heads of 64, and splits of one
-// tile, shared memory has room for more than the 5 blocks of that choice: on an H200, 64 rows at 1,000 keys took 57.7 us so,
-// and take 54.9. Larger heads would spill; asking for no more blocks than they have made them slower by up to a tenth.
+// Blocks that registers leave room for on a multiprocessor; 0: the compiler's choice. With heads of
+// 64, and splits of one tile, shared memory has room for more than the 5 blocks of that choice: on
+// an H200, 64 rows at 1,000 keys took 57.7 us so, and take 54.9. Larger heads would spill; asking
+// for no more blocks than they have made them slower by up to a tenth.
 #define SPLIT_KV_BLOCKS(DIM) (DIM == 64 ? 6 : 0)
 
 #define SPLIT_KV_KERNEL(DIM, CACHE)                                                                       \

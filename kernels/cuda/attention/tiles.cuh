@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What the attention kernels share: asynchronous copies, products on tensor cores, the online softmax of a split and the merge
-// of splits. The order of sums stands in the head of attention.cu.
+// What the attention kernels share: asynchronous copies, products on tensor cores, the online
+// softmax of a split and the merge of splits. The order of sums stands in the head of attention.cu.
 //
-// A kernel is a template over a Cache: how keys and values stand in memory and in a pipeline stage, and how they become
-// fragments (kv_16bit.cuh, kv_q8_0.cuh).
+// A kernel is a template over a Cache: how keys and values stand in memory and in a pipeline stage,
+// and how they become fragments (kv_16bit.cuh, kv_q8_0.cuh).
 
 #pragma once
 
@@ -20,7 +20,8 @@ namespace {
 constexpr int TILE = ATTENTION_TILE;
 constexpr int WARPS = ATTENTION_WARPS;
 constexpr int THREADS = 32 * WARPS;
-// Kv16Bit between the ends of rows in shared memory: rows of 16-byte pieces then fall into different banks.
+// Kv16Bit between the ends of rows in shared memory: rows of 16-byte pieces then fall into
+// different banks.
 constexpr int PAD = ATTENTION_PAD;
 constexpr int PAD_BYTES = ATTENTION_PAD_BYTES;
 constexpr float NO_SCORE = -INFINITY;
@@ -156,7 +157,8 @@ __device__ __forceinline__ void load_queries(__half *to, const AttentionQueries 
     }
 }
 
-// Address of this lane's row for ldmatrix: matrices 0 and 1 are rows 0-7 and 8-15 of the left half, 2 and 3 of the right one.
+// Address of this lane's row for ldmatrix: matrices 0 and 1 are rows 0-7 and 8-15 of the left half,
+// 2 and 3 of the right one.
 __device__ __forceinline__ const __half *fragment_address_a(const __half *corner, int pitch) {
     int lane = threadIdx.x % 32;
     return corner + (lane % 16) * pitch + lane / 16 * 8;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out = matrix of a slot's expert times the activations of the slot, for many slots: the products of linear/matmul.cuh, bit
-// for bit. The device picks the matrix.
+// out = matrix of a slot's expert times the activations of the slot, for many slots: the products
+// of linear/matmul.cuh, bit for bit. The device picks the matrix.
 //
-// Slots are pairs in the order of experts. The slots of each expert begin a new activation tile (experts.cu:
-// expert_sort_pairs). An output tile is one group of at most 64 slots of an expert, ROW_TILES row tiles, and one of up to two
-// stacks; block b takes output tiles b, b + blocks, ...
+// Slots are pairs in the order of experts. The slots of each expert begin a new activation tile
+// (experts.cu: expert_sort_pairs). An output tile is one group of at most 64 slots of an expert,
+// ROW_TILES row tiles, and one of up to two stacks; block b takes output tiles b, b + blocks, ...
 //
 //                    up to 8 activation tiles of a group (8 slots each)
 //                    +----+----+----+ ... +----+
@@ -16,9 +16,10 @@
 //   Pipeline: a stage holds 256 columns of the 8 weight tiles and of the activation tiles; each warp copies its own weight tile
 //   and one activation tile. The values of 256 columns are added in ascending order.
 //
-// Limit: weight bytes over memory bandwidth up to about 8 slots an expert, then the operations around the tensor cores, as in
-// linear/matmul.cuh. Measured on an H200, 128 experts, gate and up of 2048 x 768 in Q4_K: 4 slots an expert 2.6 TB/s of
-// weights, 8 2.4, 32 187 TOPS, 128 236. Blocks of 16 tiles, one a multiprocessor, were 8% slower.
+// Limit: weight bytes over memory bandwidth up to about 8 slots an expert, then the operations
+// around the tensor cores, as in linear/matmul.cuh. Measured on an H200, 128 experts, gate and up
+// of 2048 x 768 in Q4_K: 4 slots an expert 2.6 TB/s of weights, 8 2.4, 32 187 TOPS, 128 236. Blocks
+// of 16 tiles, one a multiprocessor, were 8% slower.
 #pragma once
 
 #include "../linear/async_copy.cuh"
@@ -31,7 +32,8 @@ namespace experts {
 constexpr int ROW_TILES = EXPERT_MATMUL_WARPS;
 constexpr int GROUP_ACT_TILES = EXPERT_MATMUL_ACT_TILES;
 
-// Code of its own for each number of act_tiles: branches between act_tiles would keep their operations apart (a fifth slower).
+// Code of its own for each number of act_tiles: branches between act_tiles would keep their
+// operations apart (a fifth slower).
 template <class Format, int NT, class Accumulate>
 __device__ void multiply_tiles(int act_tiles, const uint8_t *tile, const uint8_t *act_tile,
                                Accumulate accumulate) {
@@ -66,8 +68,8 @@ __device__ void matmul(const ExpertMatmulParams &params) {
     launch_next_kernel();
 
     const int output_tiles = *params.common.group_count * row_blocks * params.stacks;
-    // Of each warp's first lane: the next stage, of which it brings the warp's own tile and one act_tile. A warp's copies start
-    // one after the other, so every warp starts some.
+    // Of each warp's first lane: the next stage, of which it brings the warp's own tile and one
+    // act_tile. A warp's copies start one after the other, so every warp starts some.
     int next_output_tile = blockIdx.x, next_col = 0, next_stage = 0, next_phase = 0;
     const uint8_t *weight_tile_source = nullptr, *act_tile_source = nullptr;
     auto load_next_stage = [&] {
@@ -104,7 +106,8 @@ __device__ void matmul(const ExpertMatmulParams &params) {
         for (int stage_index = 0; stage_index < stages; stage_index++) load_next_stage();
     __syncwarp();
 
-    // A stage is brought anew when the next one is done, so that a warp seldom waits for the others.
+    // A stage is brought anew when the next one is done, so that a warp seldom waits for the
+    // others.
     int stage_index = 0, phase = 0, stages_before_refill = stages > 2 ? 1 : 0;
     for (int output_tile = blockIdx.x; output_tile < output_tiles; output_tile += gridDim.x) {
         const ExpertGroup group = params.common.groups[output_tile / (row_blocks * params.stacks)];

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out[p] = matrix of pair p's expert times the activations of pair p: the products of linear/matvec.cuh, bit for bit. The
-// device picks the matrix.
+// out[p] = matrix of pair p's expert times the activations of pair p: the products of
+// linear/matvec.cuh, bit for bit. The device picks the matrix.
 //
 //   grid: (row blocks, groups, stacks)        block: 8 warps, one group of at most four pairs of an expert
 //   activation rows of the group's pairs -> shared memory
 //   a warp: 256 columns of two row tiles at a time, a lane per row -> values in shared memory
 //   epilogue: a thread per row and pair adds its values in ascending order of columns
 //
-// Limit: weight bytes over memory bandwidth while every expert has few pairs; above that the integer units, since at most four
-// pairs share a read.
+// Limit: weight bytes over memory bandwidth while every expert has few pairs; above that the
+// integer units, since at most four pairs share a read.
 #pragma once
 
 #include "../linear/async_copy.cuh"
@@ -22,7 +22,8 @@ constexpr int WARPS = EXPERT_MATVEC_WARPS;
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILES_PER_STAGE = EXPERT_MATVEC_TILES;
 
-// The part of token `token` in the act_tiles of column tile `col`, as linear/matvec.cuh lays it out: 16 bytes at 16 `p`.
+// The part of token `token` in the act_tiles of column tile `col`, as linear/matvec.cuh lays it
+// out: 16 bytes at 16 `p`.
 template <ActivationFormat ACTIVATION>
 __device__ uint4 load_act_row_vector(const uint8_t *act_tile, int token, int p) {
     if (p < 16) return load16(act_tile + act_tile_offset(token, p));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Bulk copies from global into shared memory, counted in by an mbarrier; and the edges of overlapping kernels.
-// Bulk copies need compute capability 9.0.
+// Bulk copies from global into shared memory, counted in by an mbarrier; and the edges of
+// overlapping kernels. Bulk copies need compute capability 9.0.
 
 #pragma once
 
@@ -56,5 +56,6 @@ __device__ inline void bulk_copy(void *to, const void *from, uint32_t bytes, uin
 // What the predecessor in the stream wrote may be read from here on.
 __device__ inline void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The successor may start; it waits itself for this kernel's end before it reads what is written here.
+// The successor may start; it waits itself for this kernel's end before it reads what is written
+// here.
 __device__ inline void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }

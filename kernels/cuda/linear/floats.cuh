@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// F16 and BF16 weights: rows as in the file, activations as sums of two or three of such floats (tile.cuh), sums in f32 on
-// the tensor cores. Rounded to one part, activations would cost more precision than the weights have.
+// F16 and BF16 weights: rows as in the file, activations as sums of two or three of such floats
+// (tile.cuh), sums in f32 on the tensor cores. Rounded to one part, activations would cost more
+// precision than the weights have.
 //
-// The value of 256 columns is the sum of the parts' own, the smallest two first; each of them is one chain of tensor-core
-// steps of 16 columns from zero, at one token as at many. Rows are multiples of 16 long and stand 16 bytes apart more than
-// they are long in shared memory, which spreads them over banks.
+// The value of 256 columns is the sum of the parts' own, the smallest two first; each of them is
+// one chain of tensor-core steps of 16 columns from zero, at one token as at many. Rows are
+// multiples of 16 long and stand 16 bytes apart more than they are long in shared memory, which
+// spreads them over banks.
 
 #pragma once
 

@@ -2,9 +2,10 @@
 
 // Q2_K to Q6_K: blocks of 256 values with integer sub-scales, activations with one scale per 256.
 //
-// The value of 256 columns is (da * d) * P - (da * dmin) * N, each operation rounded to f32 as quant's own dot does it.
-// P, the sum over sub-blocks of scale * product, and N, that of minimum * sum of activations, are exact integers, so
-// sub-blocks may be taken in any order and quants may be multiplied by a power of two that a shift takes back.
+// The value of 256 columns is (da * d) * P - (da * dmin) * N, each operation rounded to f32 as
+// quant's own dot does it. P, the sum over sub-blocks of scale * product, and N, that of minimum *
+// sum of activations, are exact integers, so sub-blocks may be taken in any order and quants may be
+// multiplied by a power of two that a shift takes back.
 
 #pragma once
 
@@ -36,8 +37,9 @@ __device__ inline float scaled(float da, float d, int products) {
     return __fmul_rn(__fmul_rn(da, d), __int2float_rn(products));
 }
 
-// Minimums times sums on the tensor cores: 16 sub-blocks of 16, the sums' low bytes unsigned and high bytes signed.
-// `upper` and `lower` are the minimums of sub-blocks 4t to 4t + 3 of rows g and g + 8.
+// Minimums times sums on the tensor cores: 16 sub-blocks of 16, the sums' low bytes unsigned and
+// high bytes signed. `upper` and `lower` are the minimums of sub-blocks 4t to 4t + 3 of rows g and
+// g + 8.
 __device__ inline void minimum_products(int (&out)[4], uint32_t upper, uint32_t lower,
                                         const uint8_t *act_tile) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -71,7 +73,8 @@ struct AffineKQuant {
                 {h.z & 0x3F3F3F3F, (h.w >> 4 & 0x0F0F0F0F) | (h.z >> 2 & 0x30303030)}};
     }
 
-    // Sub-block s of four quants; `w` has its nibbles (the high ones if s is odd), `high_bits` its top bits in bits s.
+    // Sub-block s of four quants; `w` has its nibbles (the high ones if s is odd), `high_bits` its
+    // top bits in bits s.
     static __device__ uint32_t expand(uint32_t w, uint32_t high_bits, int s) {
         uint32_t q = (s % 2 ? w >> 4 : w) & 0x0F0F0F0F;
         if constexpr (BITS == 5) q |= (s < 4 ? high_bits << (4 - s) : high_bits >> (s - 4)) & 0x10101010;
@@ -210,12 +213,12 @@ using Q4_K = AffineKQuant<4>;
 using Q5_K = AffineKQuant<5>;
 static_assert(Q4_K::TILE_BYTES == 16 * 144 && Q5_K::TILE_BYTES == 16 * 176);
 
-// Q2_K, Q3_K and Q6_K: sixteen sub-blocks of 16. Run j (0 to 3) of 32 values of half h (0 or 1) shares its bytes with the
-// other runs of its half; half e of a run is sub-block 8h + 2j + e. `Layout` says where the bytes are:
-//   WORDS                    pieces that runs of half e are made of
-//   word_offset(row, h, e, i) where plane_offset i is in the tile
-//   expand(words, h, j)      four quants of run j, times 2^SHIFT
-//   header(tile, row)          scale, sub-scales (and minimums), a byte per sub-block
+// Q2_K, Q3_K and Q6_K: sixteen sub-blocks of 16. Run j (0 to 3) of 32 values of half h (0 or 1)
+// shares its bytes with the other runs of its half; half e of a run is sub-block 8h + 2j + e.
+// `Layout` says where the bytes are: WORDS                    pieces that runs of half e are made
+// of word_offset(row, h, e, i) where plane_offset i is in the tile expand(words, h, j)      four
+// quants of run j, times 2^SHIFT header(tile, row)          scale, sub-scales (and minimums), a
+// byte per sub-block
 template <class Layout>
 struct SubBlock16KQuant {
     static constexpr ActivationFormat ACTIVATION = ActivationFormat::Q8_K;

@@ -2,10 +2,10 @@
 
 // Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1: blocks of 32 values, activations with a scale per 32.
 //
-// The value of 256 columns is the f32 sum from zero, in ascending order of blocks, of
-//   fmaf(dot, d * da, sum), and for the _1 types then fmaf(m, s, sum),
-// where dot is the exact integer product. Quants that are centred in the file are multiplied by a power of two so that
-// centring is one xor; the scale takes the factor back, exactly.
+// The value of 256 columns is the f32 sum from zero, in ascending order of blocks, of fmaf(dot, d *
+// da, sum), and for the _1 types then fmaf(m, s, sum), where dot is the exact integer product.
+// Quants that are centred in the file are multiplied by a power of two so that centring is one xor;
+// the scale takes the factor back, exactly.
 
 #pragma once
 
@@ -26,7 +26,8 @@ struct LegacyQuant {
     static constexpr bool SIGNED = !MINIMUM;
     static constexpr float UNIT = MINIMUM || BITS == 8 ? 1.0f : BITS == 4 ? 1.0f / 16 : 1.0f / 8;
 
-    // Four quants as bytes: nibble HIGH of the bytes of `w`, and bits `at` to `at` + 3 of `high_bits`.
+    // Four quants as bytes: nibble HIGH of the bytes of `w`, and bits `at` to `at` + 3 of
+    // `high_bits`.
     template <bool HIGH>
     static __device__ uint32_t expand(uint32_t w, uint32_t high_bits, int at) {
         if constexpr (BITS == 8) return w;
@@ -72,7 +73,8 @@ struct LegacyQuant {
                                                    block % 4 * 4);
     }
 
-    // The value of one row's 256 columns for each of M tokens, whose act_rows stand `stride` bytes apart.
+    // The value of one row's 256 columns for each of M tokens, whose act_rows stand `stride` bytes
+    // apart.
     template <int M>
     static __device__ void dot(const uint8_t *tile, int row, const uint8_t *act_row, int stride,
                                float (&value)[M]) {
@@ -124,8 +126,9 @@ struct LegacyQuant {
         }
     }
 
-    // The values of MT tiles of 16 rows, `tile_stride` bytes apart, for NT act_tiles, `act_tile_stride` apart, given to
-    // `accumulate(mt, nt, i, value)` where i counts the four elements that the lane holds.
+    // The values of MT tiles of 16 rows, `tile_stride` bytes apart, for NT act_tiles,
+    // `act_tile_stride` apart, given to `accumulate(mt, nt, i, value)` where i counts the four
+    // elements that the lane holds.
     template <int MT, int NT, class Accumulate>
     static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *act_tile,
                                     int act_tile_stride, Accumulate accumulate) {

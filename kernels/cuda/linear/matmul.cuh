@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Five tokens and more: tensor cores. A block has WM x WN x WK warps; each computes MT row tiles by NT activation tiles.
+// Five tokens and more: tensor cores. A block has WM x WN x WK warps; each computes MT row tiles by
+// NT activation tiles.
 //
 //                      activation tiles (8 tokens x 256 columns)
 //                        NT        NT
@@ -22,16 +23,17 @@
 //                                       shared memory), and stores the output tile behind its last step
 //   Blocks walk over the steps of all their output tiles without a gap.
 //
-// The WK values of successive runs of 256 columns are added in ascending order: the order of matvec.cuh, whatever MT, NT, WM,
-// WN and WK are.
+// The WK values of successive runs of 256 columns are added in ascending order: the order of
+// matvec.cuh, whatever MT, NT, WM, WN and WK are.
 //
-// Limit: weight bytes over memory bandwidth up to about 64 tokens, then the operations around the tensor cores: per 16 x 8
-// x 32 step of 4,096 products, four multiply-adds of sub-scales (k-quants, half rate) or twelve f32 operations (legacy).
-// Measured on an H200, whose mma.sync makes 1,240 TOPS of 8-bit products: at 512 tokens Q4_K 265 to 290, Q8_0 220 to 235,
-// Q6_K 190 to 200 TOPS; instructions are issued in 60% of cycles, tensor cores busy in 25%. At 8 tokens Q8_0 3.4 and Q4_K
-// 2.5 TB/s of weights, at 32 tokens 2.1 and 1.3. BF16 at 8 tokens: 4.0 TB/s, and 1.8 while one warp started all copies, which
-// its lanes do one by one, at some 50 ns each.
-// Tried: warps of 32 x 64 (8 a block, 255 registers) and two blocks of 128 x 64 an SM were within 5% of 16 warps of 32 x 32.
+// Limit: weight bytes over memory bandwidth up to about 64 tokens, then the operations around the
+// tensor cores: per 16 x 8 x 32 step of 4,096 products, four multiply-adds of sub-scales (k-quants,
+// half rate) or twelve f32 operations (legacy). Measured on an H200, whose mma.sync makes 1,240
+// TOPS of 8-bit products: at 512 tokens Q4_K 265 to 290, Q8_0 220 to 235, Q6_K 190 to 200 TOPS;
+// instructions are issued in 60% of cycles, tensor cores busy in 25%. At 8 tokens Q8_0 3.4 and Q4_K
+// 2.5 TB/s of weights, at 32 tokens 2.1 and 1.3. BF16 at 8 tokens: 4.0 TB/s, and 1.8 while one warp
+// started all copies, which its lanes do one by one, at some 50 ns each. Tried: warps of 32 x 64 (8
+// a block, 255 registers) and two blocks of 128 x 64 an SM were within 5% of 16 warps of 32 x 32.
 
 #pragma once
 
@@ -46,7 +48,8 @@ struct BlockShape {
     static constexpr int ROW_TILES = MT * WM;
     static constexpr int ACT_TILES = NT * WN;
     static constexpr int ACT_TILE_BYTES = act_tile_bytes(Format::ACTIVATION);
-    // Rows as in the file are brought one by one; 16 bytes more between them spread them over the banks.
+    // Rows as in the file are brought one by one; 16 bytes more between them spread them over the
+    // banks.
     static constexpr bool ROWS = parts_of(Format::ACTIVATION) > 0;
     static constexpr int ROW_STRIDE = WK * Format::TILE_BYTES + 16;
     static constexpr int TILE_STRIDE = ROWS ? TILE_ROWS * ROW_STRIDE : WK * Format::TILE_BYTES;
@@ -75,9 +78,10 @@ __device__ void multiply(const LinearParams &params, int stages) {
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    // A thread brings one run of bytes of each stage: a row of floats or a tile of quants, WK * 256 columns of it, or a act_tile.
-    // SubBlock16KQuant go to the warps in rotate_pair: the copies of a warp's lanes start one after the other. Tiles and act_tiles beyond the
-    // matrix or the tokens are left as they are, and what is computed of them is not stored.
+    // A thread brings one run of bytes of each stage: a row of floats or a tile of quants, WK * 256
+    // columns of it, or a act_tile. SubBlock16KQuant go to the warps in rotate_pair: the copies of
+    // a warp's lanes start one after the other. Tiles and act_tiles beyond the matrix or the tokens
+    // are left as they are, and what is computed of them is not stored.
     constexpr int WARPS = WM * WN * WK,
                   WEIGHT_COPIES = Block::ROWS ? Block::ROW_TILES * TILE_ROWS : Block::ROW_TILES;
     static_assert(WEIGHT_COPIES + Block::ACT_TILES <= Block::THREADS);
@@ -196,7 +200,8 @@ __device__ void multiply(const LinearParams &params, int stages) {
         auto store_element = [&](int tile, int act_tile, int i, int l, float value) {
             int row = tile * TILE_ROWS + l / 4 + i / 2 * 8,
                 token = act_tile * ACT_TILE_TOKENS + l % 4 * 2 + i % 2;
-            // Row tiles of a group never reach into the next matrix: its rows are checked, not the group's.
+            // Row tiles of a group never reach into the next matrix: its rows are checked, not the
+            // group's.
             store_output(params, row_tile.matrix, first_row + row, first_token + token, value);
         };
         if constexpr (WK > 1) {

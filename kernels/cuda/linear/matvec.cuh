@@ -14,13 +14,14 @@
 //     dot products                      pair 0              pair 8    values of 256 columns go to shared memory
 //     epilogue                          a thread per row and token adds its values in ascending order of columns
 //
-// The activation rows of all tokens stand in shared memory for the whole block. The order of sums is that of matmul.cuh.
+// The activation rows of all tokens stand in shared memory for the whole block. The order of sums
+// is that of matmul.cuh.
 //
-// Limit: weight bytes over memory bandwidth (an H200 copies at 4.3 TB/s). Arithmetic is about 0.8 (Q4_K) instructions a
-// weight and token, where the bandwidth leaves time for 3.9.
-// Measured, one token, weights not in L2, in a graph: 4096 x 151936 93% (Q4_K 4.1, Q8_0 4.4, Q6_K 4.2 TB/s); 4096 x 12288
-// 71% (Q4_K 9.2 us) to 85% (Q8_0 14.6 us); 4096 x 4096 44% (5.0 us) to 68% (6.1 us): about 2.5 us of each launch are
-// its start, the activations and the last sums.
+// Limit: weight bytes over memory bandwidth (an H200 copies at 4.3 TB/s). Arithmetic is about 0.8
+// (Q4_K) instructions a weight and token, where the bandwidth leaves time for 3.9. Measured, one
+// token, weights not in L2, in a graph: 4096 x 151936 93% (Q4_K 4.1, Q8_0 4.4, Q6_K 4.2 TB/s); 4096
+// x 12288 71% (Q4_K 9.2 us) to 85% (Q8_0 14.6 us); 4096 x 4096 44% (5.0 us) to 68% (6.1 us): about
+// 2.5 us of each launch are its start, the activations and the last sums.
 
 #pragma once
 
@@ -33,7 +34,8 @@ constexpr int WARPS = MATVEC_WARPS;
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILES_PER_STAGE = MATVEC_TILES_PER_STAGE;
 
-// Row tiles whose values are collected before they are added: enough that every warp has a tile_pair.
+// Row tiles whose values are collected before they are added: enough that every warp has a
+// tile_pair.
 __device__ inline int tiles_per_batch(int pairs_per_row_tile) {
     return pairs_per_row_tile >= WARPS ? 1 : (WARPS + pairs_per_row_tile - 1) / pairs_per_row_tile;
 }
@@ -125,8 +127,8 @@ __device__ void multiply(const LinearParams &params, int stages) {
                 load_stage(tile_pair + stages * WARPS, stage);
             if (++stage == stages) stage = 0, phase ^= 1;
         }
-        // One barrier a batch is enough: a buffer is written again after the next one, which everybody reaches only when
-        // the sums below are done.
+        // One barrier a batch is enough: a buffer is written again after the next one, which
+        // everybody reaches only when the sums below are done.
         __syncthreads();
         for (int at = threadIdx.x; at < (batch_end - batch) * TILE_ROWS * M; at += THREADS) {
             int r = at % TILE_ROWS, m = at / TILE_ROWS % M, tile = at / TILE_ROWS / M;

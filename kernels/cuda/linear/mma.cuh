@@ -2,8 +2,8 @@
 
 // Tensor-core steps on 8-bit integers, and the loads that bring their load_fragments.
 //
-// A is 16 weight rows, B 8 tokens, C is [16 rows][8 tokens]: lane 4 g + t holds C[g][2t], C[g][2t + 1], C[g + 8][2t],
-// C[g + 8][2t + 1]. Sums are exact.
+// A is 16 weight rows, B 8 tokens, C is [16 rows][8 tokens]: lane 4 g + t holds C[g][2t], C[g][2t +
+// 1], C[g + 8][2t], C[g + 8][2t + 1]. Sums are exact.
 
 #pragma once
 
@@ -53,8 +53,8 @@ MMA_K16(mma16_u8, "u8", "s8")
 MMA_K16(mma16_u8_u8, "u8", "u8")
 #undef MMA_K16
 
-// An exact integer below 2^22 in magnitude, as an mma that starts at INT_BIAS leaves it, is a float's bits but for this:
-// one addition instead of a conversion at half rate.
+// An exact integer below 2^22 in magnitude, as an mma that starts at INT_BIAS leaves it, is a
+// float's bits but for this: one addition instead of a conversion at half rate.
 constexpr int INT_BIAS = 0x4B400000;
 __device__ inline float unbias(int sum) { return __int_as_float(sum) - 12582912.0f; }
 

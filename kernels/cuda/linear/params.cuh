@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What one launch of a linear layer works on: up to four matrices of one type that share their input.
+// What one launch of a linear layer works on: up to four matrices of one type that share their
+// input.
 
 #pragma once
 

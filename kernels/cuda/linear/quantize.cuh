@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Quantizer 256 values of one token, eight per lane of a warp, into a act_tile (tile.cuh), by quant's own rules:
-// Q8_0 and Q8_1 per 32 values (d = largest magnitude / 127, halves away from zero, d and d * sum rounded to f16), Q8_K per
-// 256 (the value of largest magnitude becomes -127, halves to even).
+// Quantizer 256 values of one token, eight per lane of a warp, into a act_tile (tile.cuh), by
+// quant's own rules: Q8_0 and Q8_1 per 32 values (d = largest magnitude / 127, halves away from
+// zero, d and d * sum rounded to f16), Q8_K per 256 (the value of largest magnitude becomes -127,
+// halves to even).
 //
-// Lane l has values 8 l to 8 l + 7; columns beyond the row are zero. Here, and not in quantize.cu, so that the kernels which
-// make activations can round them as well.
+// Lane l has values 8 l to 8 l + 7; columns beyond the row are zero. Here, and not in quantize.cu,
+// so that the kernels which make activations can round them as well.
 
 #pragma once
 

@@ -3,10 +3,10 @@
 //! Keys and values of all layers in one reserved range of anonymous memory: blocks that were never
 //! written cost nothing.
 //!
-//! A block holds all layers of one group one after the other (of which group, the caller that writes
-//! decides), each `keys[kv_head][dim][token]` then `values[kv_head][token][dim]`: attention reads
-//! 16 keys of one dimension, and 16 dimensions of one value, with one load. Behind each head of
-//! either stand its scales, if its type has some, `[scale][token]`.
+//! A block holds all layers of one group one after the other (of which group, the caller that
+//! writes decides), each `keys[kv_head][dim][token]` then `values[kv_head][token][dim]`: attention
+//! reads 16 keys of one dimension, and 16 dimensions of one value, with one load. Behind each head
+//! of either stand its scales, if its type has some, `[scale][token]`.
 
 use super::element::{Bf16, F16, F32, Q8_0Element, SCALE_BYTES, STORED_TOGETHER, Stored};
 use super::simd::{CACHE_LINE, Simd, SimdKernel};

@@ -10,8 +10,8 @@ pub fn runs_on(compute_capability: u32) -> bool {
     ARCHS.split(',').any(|arch| serves(arch.trim(), compute_capability))
 }
 
-/// `sm_90` is machine code for that major version from its minor version on, `sm_90a` for exactly that version, and
-/// `compute_90` is PTX for everything that is as new.
+/// `sm_90` is machine code for that major version from its minor version on, `sm_90a` for exactly
+/// that version, and `compute_90` is PTX for everything that is as new.
 fn serves(arch: &str, capability: u32) -> bool {
     let Some((kind, version)) = arch.split_once('_') else { return false };
     let number = version.trim_end_matches(|letter: char| letter.is_ascii_lowercase());

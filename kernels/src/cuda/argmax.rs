@@ -17,8 +17,8 @@ impl ArgmaxKernels {
         Self(LazyModule::new(device, "argmax", image!("argmax")))
     }
 
-    /// `out[r]` is the index of the largest of the `cols` values of row r, the lowest among equals. It
-    /// is [`NO_ARGMAX`] if the row holds a NaN, or if its largest value is infinite.
+    /// `out[r]` is the index of the largest of the `cols` values of row r, the lowest among equals.
+    /// It is [`NO_ARGMAX`] if the row holds a NaN, or if its largest value is infinite.
     pub fn rows(
         &self,
         stream: &Stream,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of attention.cu, attention_bf16.cu and attention_q8_0.cu: causal attention over the paged
-//! KV cache. [`super::backend`]'s plan decides which kernel computes which rows.
+//! Launcher of attention.cu, attention_bf16.cu and attention_q8_0.cu: causal attention over the
+//! paged KV cache. [`super::backend`]'s plan decides which kernel computes which rows.
 
 use ops::{AttentionSpec, KvType};
 use quant::layout::TILE_COLS;
@@ -28,8 +28,8 @@ pub struct AttentionKernels {
     q8_0: LazyModule,
 }
 
-/// Device addresses of a plan, and upper bounds of its counts. Grids have the size of the bounds, so
-/// that a captured launch serves every plan within them.
+/// Device addresses of a plan, and upper bounds of its counts. Grids have the size of the bounds,
+/// so that a captured launch serves every plan within them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionPlanAddress {
     /// Three counts: splits, merges, prefill tiles.
@@ -131,9 +131,10 @@ impl AttentionKernels {
     /// Computes all rows of a plan on the tensor cores.
     ///
     /// # Safety
-    /// The plan stands at its addresses, its query tiles name rows of `queries` and `out` and entries of
-    /// `tables`, every block that they lead to up to the tiles' last positions is mapped memory of the
-    /// shape that `layer` describes, and the partial results have room for all of the plan.
+    /// The plan stands at its addresses, its query tiles name rows of `queries` and `out` and
+    /// entries of `tables`, every block that they lead to up to the tiles' last positions is mapped
+    /// memory of the shape that `layer` describes, and the partial results have room for all of the
+    /// plan.
     pub unsafe fn paged(
         &self,
         stream: &Stream,
@@ -183,8 +184,8 @@ impl AttentionKernels {
             partial_weights: plan.partial_weights,
         };
         let launch = launch_shape((plan.splits_max, spec.kv_heads as u32, 1), shared_bytes);
-        // SAFETY: the arguments are valid by this function's contract; shared memory is laid out as the
-        // kernel divides it.
+        // SAFETY: the arguments are valid by this function's contract; shared memory is laid out as
+        // the kernel divides it.
         unsafe {
             launch_kernel(self.family(kind), split_kv_name(kind, spec.head_dim), stream, launch, &arguments)
         }
@@ -210,8 +211,8 @@ impl AttentionKernels {
                 AttentionMerge { partial_sums, partial_weights, merges, merge_count, heads, dim, out };
             let launch = launch_shape((plan.merges_max, spec.heads as u32, 1), 0);
             let name = kernel_name!("attention", "attention_merge");
-            // SAFETY: heads have at most 128 dimensions, one for a thread; the rest by this function's
-            // contract.
+            // SAFETY: heads have at most 128 dimensions, one for a thread; the rest by this
+            // function's contract.
             return unsafe { launch_kernel(&self.floats, name, stream, launch, &arguments) };
         };
         ensure_length(
@@ -267,19 +268,19 @@ impl AttentionKernels {
             out: out.address(),
         };
         let launch = launch_shape((plan.prefill_tiles_max, spec.kv_heads as u32, 1), shared_bytes);
-        // SAFETY: the arguments are valid by this function's contract; shared memory is laid out as the
-        // kernel divides it.
+        // SAFETY: the arguments are valid by this function's contract; shared memory is laid out as
+        // the kernel divides it.
         unsafe {
             launch_kernel(self.family(kind), prefill_name(kind, spec.head_dim), stream, launch, &arguments)
         }
     }
 
-    /// Computes the first `positions.len()` rows without tensor cores. Row r sees the keys up to its
-    /// position; its block ids begin at `table_starts[r]`.
+    /// Computes the first `positions.len()` rows without tensor cores. Row r sees the keys up to
+    /// its position; its block ids begin at `table_starts[r]`.
     ///
     /// # Safety
-    /// As for [`Self::paged`]: every block up to each row's position is mapped memory of the layer's
-    /// shape.
+    /// As for [`Self::paged`]: every block up to each row's position is mapped memory of the
+    /// layer's shape.
     pub unsafe fn scalar(
         &self,
         stream: &Stream,

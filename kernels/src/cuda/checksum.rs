@@ -25,8 +25,8 @@ impl ChecksumKernels {
         self.0.kernel(Self::KERNEL.as_c_str()).map(drop)
     }
 
-    /// Low and high half of the checksum of every piece of `bytes`, which begin at a multiple of 8. A
-    /// last piece of at most 240 bytes is not written: [`super::loading`] hashes it on the host.
+    /// Low and high half of the checksum of every piece of `bytes`, which begin at a multiple of 8.
+    /// A last piece of at most 240 bytes is not written: [`super::loading`] hashes it on the host.
     pub fn launch(
         &self,
         stream: &Stream,

@@ -23,8 +23,8 @@ impl EmbedKernels {
         Self(LazyModule::new(device, "embed", image!("embed")))
     }
 
-    /// `out[i] = table[tokens[i]]`, `[tokens, cols]`. `table` is in layout 1. The kernel skips a token
-    /// beyond the table: callers check tokens on the host.
+    /// `out[i] = table[tokens[i]]`, `[tokens, cols]`. `table` is in layout 1. The kernel skips a
+    /// token beyond the table: callers check tokens on the host.
     pub fn launch(
         &self,
         stream: &Stream,
@@ -67,8 +67,8 @@ impl EmbedKernels {
         if is_float {
             let name = kernel_name!("embed", "embed_float");
             let arguments = EmbedFloat { dtype, table, tokens, out, cols, rows };
-            // SAFETY: block (c, t) reads 256 columns of one row below `rows` and writes those of row t
-            // of `out`, inside lengths that were checked.
+            // SAFETY: block (c, t) reads 256 columns of one row below `rows` and writes those of
+            // row t of `out`, inside lengths that were checked.
             unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
         } else {
             let name = kernel_name!("embed", "embed_quantized");

@@ -3,8 +3,8 @@
 //! Launcher of experts.cu and experts_*.cu: a mixture of experts. The device decides which row goes
 //! through which expert.
 //!
-//! A pair is a (row, rank): pair p is rank p % used of row p / used. A slot is a pair's place in the
-//! order of experts.
+//! A pair is a (row, rank): pair p is rank p % used of row p / used. A slot is a pair's place in
+//! the order of experts.
 
 use ops::OpError;
 use quant::DType;
@@ -35,9 +35,9 @@ const GROUP_WORDS: usize = size_of::<ExpertGroup>() / size_of::<u32>();
 const MATMUL_STAGES_MAX: usize = 6;
 /// Shared memory that the device takes for every block.
 const BLOCK_SHARED_BYTES: usize = 1 << 10;
-/// Pairs per expert from which on tensor cores win. On an H200, 128 experts of Q4_K 2048 x 768, gate
-/// and up: two pairs take 81 us without them and 77 with, four 120 and 87, 32 687 and 138; of Q8_0 half
-/// a pair takes 64 and 55.
+/// Pairs per expert from which on tensor cores win. On an H200, 128 experts of Q4_K 2048 x 768,
+/// gate and up: two pairs take 81 us without them and 77 with, four 120 and 87, 32 687 and 138; of
+/// Q8_0 half a pair takes 64 and 55.
 const MATMUL_PAIRS_MIN: usize = 2;
 /// Bytes of the values that a matvec block collects before it adds them.
 const VALUES_BYTES_MAX: usize = 32 << 10;
@@ -62,7 +62,8 @@ impl PairGrouping {
         (pairs + padding).next_multiple_of(self.align())
     }
 
-    /// Words of [`ExpertRouting::groups`]: the pair of each slot, the groups, and the number of groups.
+    /// Words of [`ExpertRouting::groups`]: the pair of each slot, the groups, and the number of
+    /// groups.
     pub fn words(self, pairs: usize, count: usize) -> usize {
         self.slots(pairs, count) + GROUP_WORDS * self.groups_max(pairs, count) + 1
     }
@@ -197,8 +198,8 @@ impl ExpertKernels {
         Self { device: device.clone(), routing_kernels, products }
     }
 
-    /// Routes rows by `logits`, `[rows, count]`, through `used` experts each, then sorts their pairs by
-    /// expert.
+    /// Routes rows by `logits`, `[rows, count]`, through `used` experts each, then sorts their
+    /// pairs by expert.
     pub fn route(
         &self,
         stream: &Stream,
@@ -236,8 +237,8 @@ impl ExpertKernels {
         };
         let name = kernel_name!("experts", "expert_topk_softmax");
         let blocks = launch(rows.div_ceil(EXPERT_TOPK_ROWS), 32 * EXPERT_TOPK_ROWS as u32);
-        // SAFETY: a warp reads a row of `logits` and writes `used` values of the row; experts are below
-        // `count`.
+        // SAFETY: a warp reads a row of `logits` and writes `used` values of the row; experts are
+        // below `count`.
         unsafe { launch_kernel(&self.routing_kernels, name, stream, blocks, &topk) }
             .map_err(device_error(OP))?;
         let GroupAddress { sorted_pairs, groups, group_count } =
@@ -254,8 +255,8 @@ impl ExpertKernels {
             group_count,
         };
         let name = kernel_name!("experts", "expert_sort_pairs");
-        // SAFETY: all pairs with their padding fill at most `slots` words, and their groups are at most
-        // `groups_max`.
+        // SAFETY: all pairs with their padding fill at most `slots` words, and their groups are at
+        // most `groups_max`.
         unsafe { launch_kernel(&self.routing_kernels, name, stream, launch(1, EXPERT_SORT_THREADS), &sort) }
             .map_err(device_error(OP))
     }
@@ -305,14 +306,15 @@ impl ExpertKernels {
             kernel_name!("experts", "expert_quantize_q8_1"),
             kernel_name!("experts", "expert_quantize_q8_k"),
         ]);
-        // SAFETY: a warp reads 256 values of the row of a slot's pair, which is below `pairs` by this
-        // function's contract, and writes the slot's part of an activation tile.
+        // SAFETY: a warp reads 256 values of the row of a slot's pair, which is below `pairs` by
+        // this function's contract, and writes the slot's part of an activation tile.
         unsafe { launch_kernel(&self.routing_kernels, name, stream, launch, &arguments) }
             .map_err(device_error(OP))
     }
 
-    /// `stack.out = matrix of a slot's expert times the slot's row of x` on the tensor cores, for one or
-    /// two stacks of one shape. Outputs are in the order of pairs if `by_pair`, else of slots.
+    /// `stack.out = matrix of a slot's expert times the slot's row of x` on the tensor cores, for
+    /// one or two stacks of one shape. Outputs are in the order of pairs if `by_pair`, else of
+    /// slots.
     ///
     /// # Safety
     /// `of.groups` is what [`Self::route`] made, grouped as [`PairGrouping::Matmul`].
@@ -364,8 +366,8 @@ impl ExpertKernels {
         let blocks = output_tiles.min((resident.max(1) * self.device.multiprocessors()) as usize) as u32;
         let launch = LaunchConfig { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true };
         // SAFETY: experts of groups are below `count`, slots and pairs below their numbers by this
-        // function's contract, so tiles, activation tiles and outputs are read and written inside the
-        // lengths that were checked.
+        // function's contract, so tiles, activation tiles and outputs are read and written inside
+        // the lengths that were checked.
         unsafe { launch_kernel(&kernels.family, kernels.matmul, stream, launch, &ExpertMatmul { params }) }
             .map_err(device_error(OP))
     }
@@ -402,8 +404,8 @@ impl ExpertKernels {
         Ok((!is_empty).then_some(kernels))
     }
 
-    /// `stack.out[p] = matrix of pair p's expert times row p / pairs_per_token of x`, for one or two
-    /// stacks of one shape.
+    /// `stack.out[p] = matrix of pair p's expert times row p / pairs_per_token of x`, for one or
+    /// two stacks of one shape.
     ///
     /// # Safety
     /// `of.groups` is what [`Self::route`] made, grouped as [`PairGrouping::Matvec`].
@@ -448,8 +450,8 @@ impl ExpertKernels {
             overlaps_predecessor: true,
         };
         // SAFETY: experts of groups are below `count` and pairs below `pairs` by this function's
-        // contract, so tiles, activation tiles and outputs are read and written inside the lengths that
-        // were checked.
+        // contract, so tiles, activation tiles and outputs are read and written inside the lengths
+        // that were checked.
         unsafe { launch_kernel(&kernels.family, kernels.matvec, stream, launch, &ExpertMatvec { params }) }
             .map_err(device_error(OP))
     }
@@ -481,8 +483,8 @@ impl ExpertKernels {
         let (rows, cols, out) = (shape.rows() as i32, shape.cols() as i32, stack.out.address());
         let pairs_per_token = pairs_per_token as i32;
         let family = &self.routing_kernels;
-        // SAFETY: a warp reads a row of an expert's matrix and a row of `x`, inside lengths that were
-        // checked.
+        // SAFETY: a warp reads a row of an expert's matrix and a row of `x`, inside lengths that
+        // were checked.
         unsafe {
             match shape.dtype() {
                 DType::F32 => {

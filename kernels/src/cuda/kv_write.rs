@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of kv_write.cu: writes a step's keys and values to the KV cache. [`KvLayerAddress`] says
-//! where kernels find a layer of the cache.
+//! Launcher of kv_write.cu: writes a step's keys and values to the KV cache. [`KvLayerAddress`]
+//! says where kernels find a layer of the cache.
 
 use ops::KvType;
 
@@ -19,8 +19,8 @@ pub(super) fn q8_scale_bytes(head_dim: usize) -> usize {
     head_dim.div_ceil(SCALED_VALUES).next_multiple_of(2) * size_of::<u16>()
 }
 
-/// Bytes of the keys, or of the values, of one head in a block of `block_tokens` tokens; none if they
-/// do not fit 32 bits.
+/// Bytes of the keys, or of the values, of one head in a block of `block_tokens` tokens; none if
+/// they do not fit 32 bits.
 pub fn head_bytes(kind: KvType, head_dim: usize, block_tokens: usize) -> Option<u32> {
     /// Kernels copy scales in units of 4 bytes.
     const SCALES_ALIGN: usize = 4;
@@ -60,8 +60,8 @@ impl KvWriteKernels {
     /// Writes keys and values of `slots.len()` rows of `kv_heads` heads of `head_dim` values.
     ///
     /// # Safety
-    /// `layer` describes mapped memory of this shape and type, and the blocks of all `slots`, which are
-    /// on the device, lie in it. Nothing else uses these slots until the kernel has ended.
+    /// `layer` describes mapped memory of this shape and type, and the blocks of all `slots`, which
+    /// are on the device, lie in it. Nothing else uses these slots until the kernel has ended.
     #[expect(clippy::too_many_arguments, reason = "operands of one kernel, each of its own meaning")]
     pub unsafe fn launch(
         &self,

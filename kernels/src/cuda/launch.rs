@@ -25,8 +25,8 @@ impl<A> Clone for KernelName<A> {
 impl<A> Copy for KernelName<A> {}
 
 impl<A> KernelName<A> {
-    /// `name` ends with a zero byte. Panics, in a constant and so at build time, if `image` holds no
-    /// such kernel.
+    /// `name` ends with a zero byte. Panics, in a constant and so at build time, if `image` holds
+    /// no such kernel.
     pub(super) const fn new(image: &str, name: &'static str) -> Self {
         let Ok(name) = CStr::from_bytes_with_nul(name.as_bytes()) else {
             panic!("the name of a kernel must end with a zero byte");
@@ -77,8 +77,8 @@ const fn is_equal(a: &[u8], b: &[u8]) -> bool {
     true
 }
 
-/// `kernel_name!("norm", "rms_norm")`: a kernel of norm.cu. A name that nvcc did not compile fails the
-/// build of this crate.
+/// `kernel_name!("norm", "rms_norm")`: a kernel of norm.cu. A name that nvcc did not compile fails
+/// the build of this crate.
 macro_rules! kernel_name {
     ($image:expr, $name:expr) => {
         const { $crate::cuda::launch::KernelName::new($image, concat!($name, "\0")) }
@@ -98,7 +98,8 @@ pub(super) unsafe fn launch_kernel<A: KernelArguments>(
     arguments: &A,
 ) -> Result<(), CudaError> {
     let kernel = family.kernel(name.as_c_str())?;
-    // SAFETY: `A` has a field for each parameter of the kernel, in order and of the parameter's type:
-    // CHECK_SIGNATURE compared them when the kernel was compiled. The rest is the caller's contract.
+    // SAFETY: `A` has a field for each parameter of the kernel, in order and of the parameter's
+    // type: CHECK_SIGNATURE compared them when the kernel was compiled. The rest is the caller's
+    // contract.
     unsafe { kernel.launch(stream, launch, arguments.pointers().as_mut()) }
 }

@@ -26,8 +26,8 @@ const OP: &str = "linear";
 /// One matrix and where its product goes.
 pub struct MatrixProduct<'a> {
     pub shape: Tiles,
-    /// In layout 1, written before the stream's last synchronisation: kernels read weights before the
-    /// previous kernel of the stream has ended.
+    /// In layout 1, written before the stream's last synchronisation: kernels read weights before
+    /// the previous kernel of the stream has ended.
     pub tiles: DeviceView<'a, u8>,
     /// `[rows]`.
     pub bias: Option<DeviceView<'a, f32>>,
@@ -58,8 +58,8 @@ impl MatmulShape {
         if is_float16(dtype) { &Self::FLOATS } else { &Self::QUANTS }
     }
 
-    /// Bytes of a pipeline stage. `tile_bytes` is 0 for rows of 16-bit floats, which stand 16 bytes apart
-    /// in shared memory.
+    /// Bytes of a pipeline stage. `tile_bytes` is 0 for rows of 16-bit floats, which stand 16 bytes
+    /// apart in shared memory.
     fn stage_bytes(&self, tile_bytes: usize, act_tile_bytes: usize) -> usize {
         let tiles = match tile_bytes {
             0 => TILE_ROWS * (self.depth() * TILE_COLS * 2 + 16),
@@ -75,11 +75,12 @@ impl MatmulShape {
     }
 }
 
-/// More tokens than this use the tensor cores. On an H200, Q4_K 4096 x 12288: two tokens take 10.3 us
-/// by matvec and 12.6 by matmul, four 12.6 and 12.6; 12288 x 4096: 12.0 and 12.1, 15.8 and 12.1.
+/// More tokens than this use the tensor cores. On an H200, Q4_K 4096 x 12288: two tokens take 10.3
+/// us by matvec and 12.6 by matmul, four 12.6 and 12.6; 12288 x 4096: 12.0 and 12.1, 15.8 and 12.1.
 const MATVEC_TOKENS_MAX: usize = 3;
-/// For BF16 and up to 8 tokens, on an H200: 4096 x 151936 takes 318 us with BF16_SMALL and 445 with the
-/// usual shape, 4096 x 12288 28 and 41. Of 4096 x 4096, whose blocks would be too few, 26 and 15.
+/// For BF16 and up to 8 tokens, on an H200: 4096 x 151936 takes 318 us with BF16_SMALL and 445 with
+/// the usual shape, 4096 x 12288 28 and 41. Of 4096 x 4096, whose blocks would be too few, 26 and
+/// 15.
 const BF16_SMALL_WAVES: usize = 2;
 /// Bytes of copies in flight: 40 KiB per multiprocessor hide the latency of an H200's memory; two
 /// blocks share one. Four times as much changed no time by more than 10%.
@@ -132,8 +133,8 @@ impl LinearKernels {
             return LinearMethod::Matmul(small);
         }
         let [narrow @ .., wide, large] = MatmulShape::for_type(dtype);
-        // Large blocks do the most work for what they load. They pay if half of the device has a block
-        // and blocks are at least half full.
+        // Large blocks do the most work for what they load. They pay if half of the device has a
+        // block and blocks are at least half full.
         let blocks = row_tiles.div_ceil(large.row_tiles()) * tokens.div_ceil(large.tokens());
         if 2 * tokens > large.tokens() && 2 * blocks >= multiprocessors {
             return LinearMethod::Matmul(*large);
@@ -162,8 +163,8 @@ impl LinearKernels {
         }
     }
 
-    /// As [`Self::launch`], with a given method, for tests and benches. The tokens of a matvec method must
-    /// be those of `x`.
+    /// As [`Self::launch`], with a given method, for tests and benches. The tokens of a matvec
+    /// method must be those of `x`.
     pub fn launch_with(
         &self,
         stream: &Stream,
@@ -190,9 +191,9 @@ impl LinearKernels {
                 let name = matvec_name(dtype, tokens).ok_or_else(|| no_kernel(tokens))?;
                 let (launch, stages) =
                     self.matvec_launch(family, name, tokens, x, products).map_err(in_op)?;
-                // SAFETY: tiles, activation tiles and outputs have the lengths that the kernel derives from
-                // rows, col_tiles and tokens: `check_products` compared them. Shared memory is laid out as
-                // in linear/matvec.cuh from the same numbers.
+                // SAFETY: tiles, activation tiles and outputs have the lengths that the kernel
+                // derives from rows, col_tiles and tokens: `check_products` compared them. Shared
+                // memory is laid out as in linear/matvec.cuh from the same numbers.
                 unsafe { launch_kernel(family, name, stream, launch, &LinearMatvec { params, stages }) }
                     .map_err(device_error(OP))
             }
@@ -206,7 +207,8 @@ impl LinearKernels {
         }
     }
 
-    /// The launch and the number of pipeline stages, with shared memory as linear/matvec.cuh divides it.
+    /// The launch and the number of pipeline stages, with shared memory as linear/matvec.cuh
+    /// divides it.
     fn matvec_launch(
         &self,
         family: &LazyModule,

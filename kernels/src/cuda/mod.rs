@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The CUDA backend: kernels embedded as machine code, started through the driver API, which is loaded at run time.
+//! The CUDA backend: kernels embedded as machine code, started through the driver API, which is
+//! loaded at run time.
 //!
-//! The crate `cuda` owns devices, streams, buffers and kernels; here are the launchers, one per .cu file, which check shapes
-//! and are safe to call, and the backend that is made of them.
+//! The crate `cuda` owns devices, streams, buffers and kernels; here are the launchers, one per .cu
+//! file, which check shapes and are safe to call, and the backend that is made of them.
 
 mod abi;
 mod archs;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of naive.cu: attention and matrix products without tiles, in f64. The GPU tests compare the
-//! fast kernels with them.
+//! Launcher of naive.cu: attention and matrix products without tiles, in f64. The GPU tests compare
+//! the fast kernels with them.
 
 use ops::AttentionSpec;
 
@@ -18,8 +18,8 @@ impl NaiveKernels {
         Self(LazyModule::new(device, "naive", image!("naive")))
     }
 
-    /// Attention of consecutive tokens of one sequence, the first of them at `first_position`. Rows of
-    /// `keys` and `values` are those of positions 0, 1, ...
+    /// Attention of consecutive tokens of one sequence, the first of them at `first_position`. Rows
+    /// of `keys` and `values` are those of positions 0, 1, ...
     #[expect(clippy::too_many_arguments, reason = "operands of one kernel, each of its own meaning")]
     pub fn attention(
         &self,
@@ -62,8 +62,8 @@ impl NaiveKernels {
             scale,
             out: out.address(),
         };
-        // SAFETY: block (r, h) reads row r and the rows up to its position, and writes head h of row r,
-        // inside lengths that were checked.
+        // SAFETY: block (r, h) reads row r and the rows up to its position, and writes head h of
+        // row r, inside lengths that were checked.
         unsafe {
             launch_kernel(&self.0, kernel_name!("naive", "naive_attention"), stream, launch, &arguments)
         }
@@ -100,8 +100,8 @@ impl NaiveKernels {
             rows: rows as i32,
             out: out.address(),
         };
-        // SAFETY: a thread reads one row of `weights` and one of `x` and writes one value, inside lengths
-        // that were checked.
+        // SAFETY: a thread reads one row of `weights` and one of `x` and writes one value, inside
+        // lengths that were checked.
         unsafe { launch_kernel(&self.0, kernel_name!("naive", "naive_matmul"), stream, launch, &arguments) }
     }
 }

@@ -55,8 +55,9 @@ impl NormKernels {
                 kernel_name!("norm", "rms_norm_q8_k"),
             ]),
         };
-        // SAFETY: block r reads and writes `cols` values at r * cols, inside `x` and `out` by the checks
-        // above, and its token's part of the activation tiles. The kernel does not write `x`.
+        // SAFETY: block r reads and writes `cols` values at r * cols, inside `x` and `out` by the
+        // checks above, and its token's part of the activation tiles. The kernel does not write
+        // `x`.
         unsafe { launch_kernel(&self.0, name, stream, one_block_per_row(rows), &arguments) }
     }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of norm_rope_kv.cu: RMS norms and rotary embeddings of query and key heads, and the write
-//! of keys and values to the KV cache, in one pass.
+//! Launcher of norm_rope_kv.cu: RMS norms and rotary embeddings of query and key heads, and the
+//! write of keys and values to the KV cache, in one pass.
 
 use ops::KvType;
 
@@ -40,9 +40,9 @@ impl NormRopeKvKernels {
     }
 
     /// # Safety
-    /// `layer` describes mapped memory of this shape and type, and the blocks of all `slots`, which are
-    /// on the device, lie in it. Positions, slots, weights and frequencies were written before the
-    /// stream's last kernel was started.
+    /// `layer` describes mapped memory of this shape and type, and the blocks of all `slots`, which
+    /// are on the device, lie in it. Positions, slots, weights and frequencies were written before
+    /// the stream's last kernel was started.
     pub unsafe fn launch(
         &self,
         stream: &Stream,
@@ -98,8 +98,8 @@ impl NormRopeKvKernels {
             KvType::Q8_0 => kernel_name!("norm_rope_kv", "norm_rope_kv_write_q8_0"),
         };
         let arguments = NormRopeKvWrite { kv: layer, params };
-        // SAFETY: a warp works on one head of one row, inside lengths that were checked, and the slot
-        // of its row by this function's contract.
+        // SAFETY: a warp works on one head of one row, inside lengths that were checked, and the
+        // slot of its row by this function's contract.
         unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
     }
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Launcher of quantize.cu: converts activation rows to the format that a weight type is multiplied
-//! with (`DType::activation`): activation tiles of quants or of 16-bit floats, or f32 rows as they are.
+//! with (`DType::activation`): activation tiles of quants or of 16-bit floats, or f32 rows as they
+//! are.
 
 use ops::OpError;
 use quant::DType;
@@ -51,8 +52,8 @@ impl QuantizeKernels {
         Self(LazyModule::new(device, "quantize", image!("quantize")))
     }
 
-    /// `x` is `[tokens, cols]`. `out` is scratch memory at a multiple of 128 bytes, and may be longer
-    /// than needed.
+    /// `x` is `[tokens, cols]`. `out` is scratch memory at a multiple of 128 bytes, and may be
+    /// longer than needed.
     pub fn launch<'a>(
         &self,
         stream: &Stream,
@@ -109,8 +110,8 @@ impl QuantizeKernels {
                 let (tokens, cols) = (tokens as i32, cols as i32);
                 let arguments =
                     QuantizeActivations { x: x.address(), tokens, cols, act_tiles: out.address() };
-                // SAFETY: a warp reads 256 values of one row inside `x` and writes its token's part of
-                // one activation tile inside `out`: lengths and alignment were checked.
+                // SAFETY: a warp reads 256 values of one row inside `x` and writes its token's part
+                // of one activation tile inside `out`: lengths and alignment were checked.
                 unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
                     .map_err(device_error(OP))?;
             }

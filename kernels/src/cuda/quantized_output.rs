@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`QuantizedOutput`]: where a kernel that makes activations also quantises them, which saves another
-//! pass by quantize.cu.
+//! [`QuantizedOutput`]: where a kernel that makes activations also quantises them, which saves
+//! another pass by quantize.cu.
 
 use quant::DType;
 

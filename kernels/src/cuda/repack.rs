@@ -28,8 +28,8 @@ impl RepackKernels {
         self.0.kernel(Self::REPACK.as_c_str()).map(drop)
     }
 
-    /// `raw` holds rows as the file has them, at an even address. A loader calls this for parts of a
-    /// tensor that begin at a multiple of 16 rows.
+    /// `raw` holds rows as the file has them, at an even address. A loader calls this for parts of
+    /// a tensor that begin at a multiple of 16 rows.
     pub fn repack(
         &self,
         stream: &Stream,
@@ -49,8 +49,8 @@ impl RepackKernels {
             rows: shape.rows() as i32,
             tiles: tiles.address(),
         };
-        // SAFETY: block (c, r) writes tile r * col_tiles + c, inside `tiles`, and reads bytes of `raw`
-        // below rows * row_bytes: lengths were checked.
+        // SAFETY: block (c, r) writes tile r * col_tiles + c, inside `tiles`, and reads bytes of
+        // `raw` below rows * row_bytes: lengths were checked.
         unsafe { launch_kernel(&self.0, Self::REPACK, stream, launch, &arguments) }
     }
 

@@ -57,8 +57,8 @@ impl RopeKernels {
             head_dim: head_dim as i32,
             heads: heads as i32,
         };
-        // SAFETY: block r rotates pairs of the heads of row r. Both values of a pair lie in the head,
-        // since 2 * pairs <= head_dim.
+        // SAFETY: block r rotates pairs of the heads of row r. Both values of a pair lie in the
+        // head, since 2 * pairs <= head_dim.
         unsafe { launch_kernel(&self.0, kernel_name!("rope", "rope"), stream, launch, &arguments) }
     }
 }

@@ -24,13 +24,14 @@ pub const COLS_MAX: usize = SHORTLIST_SUMS_MAX * SHORTLIST_BLOCK;
 
 pub struct ShortlistKernels(LazyModule);
 
-/// u64 words of work space: first the results of all rows, then what one kernel leaves for the next.
+/// u64 words of work space: first the results of all rows, then what one kernel leaves for the
+/// next.
 pub fn work_words(rows: usize, cols: usize) -> usize {
     rows * (RESULT_WORDS + 1 + cols.div_ceil(SHORTLIST_BLOCK) + SHORTLIST_CANDIDATES_MAX) + rows.div_ceil(2)
 }
 
-/// One row's parameters as the kernels read them: temperature, whether a token is drawn, and the low
-/// and high half of the uniform random number.
+/// One row's parameters as the kernels read them: temperature, whether a token is drawn, and the
+/// low and high half of the uniform random number.
 pub fn draw_param_words(params: &DrawParams) -> [u32; DRAW_PARAM_WORDS] {
     let uniform = params.uniform.unwrap_or(0.0).to_bits();
     [
@@ -93,7 +94,8 @@ impl ShortlistKernels {
 
         let name = kernel_name!("shortlist", "shortlist_group_max");
         let each = launch(SHORTLIST_GROUPS / SHORTLIST_THREADS as usize, rows);
-        // SAFETY: block (b, r) reads values of row r and writes its group maxima from b * THREADS on.
+        // SAFETY: block (b, r) reads values of row r and writes its group maxima from b * THREADS
+        // on.
         unsafe { launch_kernel(&self.0, name, stream, each, &ShortlistGroupMax { x, cols, groups })? };
 
         let name = kernel_name!("shortlist", "shortlist_threshold");
@@ -105,8 +107,9 @@ impl ShortlistKernels {
         let name = kernel_name!("shortlist", "shortlist_collect");
         let arguments = ShortlistCollect { x, cols, draw_params, thresholds, counts, candidates, sums };
         let each = launch(blocks.div_ceil(SHORTLIST_SUMS), rows);
-        // SAFETY: block (b, r) reads row r, its parameters and threshold, adds to its count, and writes
-        // its candidates below CANDIDATES_MAX and its sums from b * SUMS on, as far as there are.
+        // SAFETY: block (b, r) reads row r, its parameters and threshold, adds to its count, and
+        // writes its candidates below CANDIDATES_MAX and its sums from b * SUMS on, as far as there
+        // are.
         unsafe { launch_kernel(&self.0, name, stream, each, &arguments)? };
 
         let name = kernel_name!("shortlist", "shortlist_sort_and_draw");

@@ -46,7 +46,8 @@ impl SiluKernels {
             let vectors = values / VECTOR;
             let arguments = SiluAndMul { gate, up, out, vectors: vectors as u64 };
             let name = kernel_name!("silu_and_mul", "silu_and_mul");
-            // SAFETY: a thread has one vector below `vectors`. Tensors begin at multiples of 256 bytes.
+            // SAFETY: a thread has one vector below `vectors`. Tensors begin at multiples of 256
+            // bytes.
             unsafe { launch_kernel(&self.0, name, stream, launch(vectors), &arguments) }
         } else {
             let arguments = SiluAndMulScalar { gate, up, out, values: values as u64 };

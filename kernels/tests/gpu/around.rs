@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Times of the kernels around the large products, at the shapes of qwen3-8b: norm.cu, silu_and_mul.cu, rope.cu, quantize.cu,
-//! gather.cu, embed.cu, norm_rope_kv.cu and kv_write.cu. What they read was often written just before and is in the L2 cache, here as
-//! in a step, so rates of few rows are beyond the memory's.
+//! Times of the kernels around the large products, at the shapes of qwen3-8b: norm.cu,
+//! silu_and_mul.cu, rope.cu, quantize.cu, gather.cu, embed.cu, norm_rope_kv.cu and kv_write.cu.
+//! What they read was often written just before and is in the L2 cache, here as in a step, so rates
+//! of few rows are beyond the memory's.
 
 use anyhow::{Context, Result};
 use kernels::cuda::embed::EmbedKernels;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! attention.cu against `ops::Reference`, and against itself: the same bits however rows are cut into steps, whatever
-//! shares a step, and however the cache is cut into blocks (I5).
+//! attention.cu against `ops::Reference`, and against itself: the same bits however rows are cut
+//! into steps, whatever shares a step, and however the cache is cut into blocks (I5).
 
 use std::ops::Range;
 
@@ -15,9 +15,10 @@ use crate::TestGpu;
 use crate::ops::{close, filled, values};
 use crate::random::TestRng;
 
-/// Queries and weights are rounded to f16 on the tensor cores, in a cache of bf16 to that, which has 8 bits instead of 11; of
-/// q8_0, scale times byte as well. Scores reach hundreds here: worked out in f64 over draws like these, such rounding alone is
-/// off by up to 2e-3 (f16) and 7e-3 (q8_0).
+/// Queries and weights are rounded to f16 on the tensor cores, in a cache of bf16 to that, which
+/// has 8 bits instead of 11; of q8_0, scale times byte as well. Scores reach hundreds here: worked
+/// out in f64 over draws like these, such rounding alone is off by up to 2e-3 (f16) and 7e-3
+/// (q8_0).
 fn tile_tolerance(kind: KvType) -> f32 {
     match kind {
         KvType::F32 => PLAIN_TOLERANCE,
@@ -217,8 +218,8 @@ fn stored(kind: KvType, head_dim: usize, x: &[f32]) -> Vec<f32> {
     }
 }
 
-/// Long contexts of several heads, against naive.cu: the split-KV and the prefill kernel at positions
-/// where splits have several tiles.
+/// Long contexts of several heads, against naive.cu: the split-KV and the prefill kernel at
+/// positions where splits have several tiles.
 pub(crate) fn long_contexts_match_the_naive_kernel(gpu: &TestGpu) -> Result<()> {
     let mut rng = TestRng::new(18);
     let naive = NaiveKernels::new(&gpu.device);
@@ -257,7 +258,8 @@ pub(crate) fn long_contexts_match_the_naive_kernel(gpu: &TestGpu) -> Result<()> 
     Ok(())
 }
 
-/// Values near the ends of what a type stores, and keys so small that only their number tells them from nothing.
+/// Values near the ends of what a type stores, and keys so small that only their number tells them
+/// from nothing.
 pub(crate) fn it_has_the_range_of_its_type(gpu: &TestGpu) -> Result<()> {
     let mut random = TestRng::new(17);
     for (kind, factors) in
@@ -481,7 +483,8 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-/// Seconds of one layer's attention of `rows` sequences with the last `chunk` tokens of `context` each.
+/// Seconds of one layer's attention of `rows` sequences with the last `chunk` tokens of `context`
+/// each.
 fn measure(
     gpu: &TestGpu,
     heads: usize,

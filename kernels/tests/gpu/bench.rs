@@ -6,7 +6,8 @@ use kernels::cuda::Event;
 
 use crate::TestGpu;
 
-/// Seconds of one call of `work`, the best of several replays of `calls` calls, which are given their number.
+/// Seconds of one call of `work`, the best of several replays of `calls` calls, which are given
+/// their number.
 pub(crate) fn time(
     gpu: &TestGpu,
     calls: usize,
@@ -17,8 +18,9 @@ pub(crate) fn time(
     gpu.stream.synchronize()?;
     let graph = gpu.stream.capture::<anyhow::Error>(|| (0..calls).try_for_each(&mut work))?;
     let (start, end) = (Event::timed(&gpu.device)?, Event::timed(&gpu.device)?);
-    // SAFETY: `work` allocates nothing (a capture would refuse it), so what it uses was there before; it is borrowed by `work`
-    // until this function ends, and each replay has ended before the next and before that.
+    // SAFETY: `work` allocates nothing (a capture would refuse it), so what it uses was there
+    // before; it is borrowed by `work` until this function ends, and each replay has ended before
+    // the next and before that.
     let launch = || unsafe { graph.launch() };
     launch()?;
     let mut best = f64::INFINITY;

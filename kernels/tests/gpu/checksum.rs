@@ -70,7 +70,8 @@ pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
     whole_model(gpu, &checksums)
 }
 
-/// All tensors of qwen3-8b in Q4_K_M, as the verifier of a model sums them up: from its first call until the sums are there.
+/// All tensors of qwen3-8b in Q4_K_M, as the verifier of a model sums them up: from its first call
+/// until the sums are there.
 fn whole_model(gpu: &TestGpu, checksums: &ChecksumKernels) -> anyhow::Result<()> {
     const LAYERS: usize = 36;
     /// Of a tensor in the model's memory.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! I5 on whole models: the logits of a sequence are the same bits however its tokens came to be computed. One list of cases; each is
-//! another way to bring the same tokens through the model.
+//! I5 on whole models: the logits of a sequence are the same bits however its tokens came to be
+//! computed. One list of cases; each is another way to bring the same tokens through the model.
 
 use std::ops::Range;
 use std::path::Path;
@@ -22,10 +22,12 @@ const BLOCKS: usize = 64;
 const MODELS: [&str; 6] =
     ["llama.Q8_0", "llama.Q4_0", "llama-linear.F16", "llama-linear.BF16", "qwen3.Q4_K_M", "qwen3moe-q.Q2_K"];
 
-/// Those that the sanitizers look at: activations of both widths of blocks, heads with and without norms.
+/// Those that the sanitizers look at: activations of both widths of blocks, heads with and without
+/// norms.
 const SMALL: [&str; 2] = ["llama.Q8_0", "qwen3.Q4_K_M"];
 
-/// What keys and values are stored as; first what the sanitizers look at, which has kernels of all types but f32.
+/// What keys and values are stored as; first what the sanitizers look at, which has kernels of all
+/// types but f32.
 const KV_TYPES: [&str; 4] = ["f16,0=q8_0,1=bf16", "f32", "f16", "q8_0"];
 
 /// Some tokens of one sequence in a step.
@@ -148,7 +150,8 @@ const COMPUTE_PATHS: [(&str, ComputePath); 8] = [
         Ok(rows)
     }),
     ("with drafts in the batch", |run, tokens, other| {
-        // Rows behind the first of a step look at it and at each other; what was drafted wrongly is written over.
+        // Rows behind the first of a step look at it and at each other; what was drafted wrongly is
+        // written over.
         let table = blocks(0);
         let mut rows = run.one(&table, tokens, 0..30)?;
         let mut at = 30;

@@ -109,7 +109,8 @@ pub(crate) fn they_are_those_of_the_reference(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-/// Gate and up of a layer of qwen3-30b-a3b: experts' matrices that are read, at the rate of the memory and of integers.
+/// Gate and up of a layer of qwen3-30b-a3b: experts' matrices that are read, at the rate of the
+/// memory and of integers.
 pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
     const COUNT: usize = 128;
     const USED: usize = 8;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What one launch does for several ops (backend/fusion.rs), against the same ops each by itself: the same bits everywhere. OpRunner are
-//! collected until a caller waits, so waiting behind each keeps them apart.
+//! What one launch does for several ops (backend/fusion.rs), against the same ops each by itself:
+//! the same bits everywhere. OpRunner are collected until a caller waits, so waiting behind each
+//! keeps them apart.
 
 use std::ops::Range;
 
@@ -44,7 +45,8 @@ impl OpRunner {
         filled(&mut self.cuda, rows, cols, &host)
     }
 
-    /// Weights of a norm: so small that 32 values behind a gate sum up to less than f16's largest, which Q8_1's sums are.
+    /// Weights of a norm: so small that 32 values behind a gate sum up to less than f16's largest,
+    /// which Q8_1's sums are.
     fn vector(&mut self, len: usize) -> Weight<Cuda> {
         let values: Vec<f32> = self.random.values(len).iter().map(|value| value / 20.0).collect();
         weight(DType::F32, &[len], bytemuck::cast_slice(&values))
@@ -155,7 +157,8 @@ struct AttentionBlock {
 }
 
 const BLOCK_TOKENS: usize = 16;
-/// Tokens that sequences have before the first step. From position 2,048 on a split of attention has more than one tile.
+/// Tokens that sequences have before the first step. From position 2,048 on a split of attention
+/// has more than one tile.
 const BEFORE: [usize; 2] = [2_100, 3];
 /// Decode rows, short runs beside them, and a run for the chunk kernel.
 const STEPS: [&[(usize, Range<usize>)]; 3] =

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! kv_write.cu and norm_rope_kv.cu: a cache holds the bytes that the host's rounding gives, where kernels look for them, and nothing
-//! else is written.
+//! kv_write.cu and norm_rope_kv.cu: a cache holds the bytes that the host's rounding gives, where
+//! kernels look for them, and nothing else is written.
 
 use anyhow::{Result, ensure};
 use kernels::cuda::Buffer;

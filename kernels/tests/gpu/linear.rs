@@ -229,7 +229,8 @@ pub(crate) fn every_method_gives_the_canonical_bits(gpu: &TestGpu) -> anyhow::Re
     Ok(())
 }
 
-/// Floats have no order that a host could repeat: the sums inside a tensor core are its own. So near, not equal.
+/// Floats have no order that a host could repeat: the sums inside a tensor core are its own. So
+/// near, not equal.
 pub(crate) fn floats_are_near_the_reference(gpu: &TestGpu) -> anyhow::Result<()> {
     let linear = LinearKernels::new(&gpu.device);
     let mut random = TestRng::new(9);
@@ -251,7 +252,8 @@ pub(crate) fn floats_are_near_the_reference(gpu: &TestGpu) -> anyhow::Result<()>
                         let expected =
                             (weights.iter().zip(x).fold(0.0, dot) + f64::from(case.bias[r])) as f32;
                         let found = found[t * rows + r];
-                        // 2^-19 of the largest that the product could be: rows of weights have norm sqrt(cols).
+                        // 2^-19 of the largest that the product could be: rows of weights have norm
+                        // sqrt(cols).
                         let tolerance = 2e-6 * norm * (cols as f32).sqrt() + 1e-6;
                         ensure!(
                             (found - expected).abs() <= tolerance,
@@ -311,7 +313,8 @@ pub(crate) fn products_match_the_naive_kernel(gpu: &TestGpu) -> anyhow::Result<(
             for method in methods(dtype, tokens) {
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
                 input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
-                // Sums of Q8_1 blocks are rounded to f16 where types have minimums; all else is f32.
+                // Sums of Q8_1 blocks are rounded to f16 where types have minimums; all else is
+                // f32.
                 let has_minimum = matches!(dtype, DType::Q4_1 | DType::Q5_1);
                 let relative = if has_minimum { 5e-4 } else { 1e-5 };
                 for (at, (found, expected)) in out.to_host(&gpu.stream)?.iter().zip(&expected).enumerate() {

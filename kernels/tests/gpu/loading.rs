@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! loading/ against quant::layout and xxhash on the host; and how fast the device takes what is brought to it.
+//! loading/ against quant::layout and xxhash on the host; and how fast the device takes what is
+//! brought to it.
 
 use std::time::{Duration, Instant};
 

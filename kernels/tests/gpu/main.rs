@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Tests and measurements of the CUDA kernels, for a machine with a GPU and without Rust: one executable.
+//! Tests and measurements of the CUDA kernels, for a machine with a GPU and without Rust: one
+//! executable.
 //!
 //!   gpu tests [FILTER]     correctness; without a GPU it says so and succeeds
 //!   gpu small [FILTER]     the same on smaller shapes, for compute-sanitizer, which makes kernels slow

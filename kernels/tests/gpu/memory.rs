@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What a worker takes of the device beside its context and cache: as memory that is no longer free, as the backend counts it,
-//! and as a plan predicts it.
+//! What a worker takes of the device beside its context and cache: as memory that is no longer
+//! free, as the backend counts it, and as a plan predicts it.
 //!
-//! Each case runs in a process of its own, like a worker: what the driver keeps of one would be found free by the next.
+//! Each case runs in a process of its own, like a worker: what the driver keeps of one would be
+//! found free by the next.
 
 use std::process::Command;
 
@@ -64,7 +65,8 @@ pub(crate) fn one(gpu: &TestGpu, index: &str) -> Result<()> {
     let tables: Vec<Vec<u32>> = (0..64).map(|row| (16 * row..16 * row + 16).collect()).collect();
     let whole: Vec<_> = tables.iter().map(|table| (table, 0, step_tokens / 64)).collect();
     let one: Vec<u32> = (0..1024).collect();
-    // Prompts of one sequence and of many, then steps of as many sizes as there are graphs, and what is read of them.
+    // Prompts of one sequence and of many, then steps of as many sizes as there are graphs, and
+    // what is read of them.
     step(&mut cuda, &mut *model, &mut kv, &[(&one, 0, step_tokens)], StepOutput::Best, &mut logits)?;
     for rows in [64, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64] {
         let mut parts = whole.clone();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! ShortlistKernels of rows of logits: those of the device against the body that `ops` gives them, bit by bit.
+//! ShortlistKernels of rows of logits: those of the device against the body that `ops` gives them,
+//! bit by bit.
 
 use anyhow::{Result, ensure};
 use kernels::cuda::shortlist::{self, ShortlistKernels};
@@ -29,7 +30,8 @@ fn weighing(random: &mut TestRng) -> DrawParams {
     DrawParams { temperature, uniform: Some(uniform).filter(|_| !random.bits().is_multiple_of(5)) }
 }
 
-/// Rows of all kinds: smooth, of few values, sure of a token, with much or little ruled out, and broken.
+/// Rows of all kinds: smooth, of few values, sure of a token, with much or little ruled out, and
+/// broken.
 fn row(random: &mut TestRng, kind: usize, cols: usize) -> Vec<f32> {
     let mut row: Vec<f32> = random.values(cols).into_iter().map(|value| 3.0 * value).collect();
     let mut at = || (random.bits() % cols as u64) as usize;
@@ -81,7 +83,8 @@ pub(crate) fn they_are_those_of_the_host(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-/// The device may leave the best ones out where too many are equal to or near the last of them; never what it can tell.
+/// The device may leave the best ones out where too many are equal to or near the last of them;
+/// never what it can tell.
 fn ensure_same_len(what: &str, row: &[f32], found: &Shortlist, expected: &Shortlist) -> Result<()> {
     ensure!(
         found.drawn() == expected.drawn(),

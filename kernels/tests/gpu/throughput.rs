@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Tokens per second of whole models with random weights: the shapes that PERFORMANCE compares with other engines.
+//! Tokens per second of whole models with random weights: the shapes that PERFORMANCE compares with
+//! other engines.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -98,7 +99,8 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-/// Steps whose tokens are drawn: by rows of logits that are read, by shortlists, and the best ones for comparison.
+/// Steps whose tokens are drawn: by rows of logits that are read, by shortlists, and the best ones
+/// for comparison.
 pub(crate) fn sampled(gpu: &TestGpu) -> Result<()> {
     for (preset, mix, name) in [
         (&MODEL_PRESETS[0], QuantMix::Q4KM, "qwen3-8b Q4_K_M"),
@@ -241,7 +243,8 @@ pub(crate) enum StepOutput {
     Logits,
     /// Its best token, found on the device.
     Best,
-    /// What a sampler needs of its logits, found on the device; a token is drawn there from all of them.
+    /// What a sampler needs of its logits, found on the device; a token is drawn there from all of
+    /// them.
     ShortlistKernels,
 }
 
@@ -385,7 +388,8 @@ pub(crate) fn weights(gpu: &TestGpu, preset: &ModelPreset, mix: QuantMix) -> Res
     Ok(table)
 }
 
-/// TestRng values in one group of rows, copied to all others: speed does not depend on their being different.
+/// TestRng values in one group of rows, copied to all others: speed does not depend on their being
+/// different.
 fn matrix(gpu: &TestGpu, random: &mut TestRng, dtype: DType, dims: Vec<usize>) -> Result<Weight<Cuda>> {
     let (cols, rows) = (dims[0], dims[1..].iter().product());
     let shape = Tiles::new(dtype, cols, rows)?;

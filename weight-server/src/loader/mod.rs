@@ -4,8 +4,8 @@
 //! and exits.
 //!
 //! The loader gets a connected hand-off socket as its standard input, and the open model files
-//! through it. It needs no path, no network and no privilege, so it enters a sandbox before it reads
-//! the first byte of a file. For a GPU it creates the driver's context before that; `sandbox`
+//! through it. It needs no path, no network and no privilege, so it enters a sandbox before it
+//! reads the first byte of a file. For a GPU it creates the driver's context before that; `sandbox`
 //! describes what stays accessible. The memory of a load is held by descriptors only: if the loader
 //! or the weight-server dies, nothing is left.
 //!
@@ -104,8 +104,8 @@ pub fn run() -> Result<(), LoaderError> {
         Ok(loaded) => hand_over(&connection, &loaded),
         Err(error) => report_failure(&connection, &error),
     };
-    // The exit of the process releases a context in 40 ms; the driver's own release takes 70 ms, and
-    // callers wait for this exit.
+    // The exit of the process releases a context in 40 ms; the driver's own release takes 70 ms,
+    // and callers wait for this exit.
     std::mem::forget(prepared);
     result
 }
@@ -130,7 +130,8 @@ fn load(
             match wait.recv_timeout(PROGRESS_INTERVAL) {
                 Ok(result) => return Ok(result),
                 Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {}
-                // The sender is dropped without a result: the thread panicked. Joining passes that on.
+                // The sender is dropped without a result: the thread panicked. Joining passes that
+                // on.
                 Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => match worker.join() {
                     Err(panic) => std::panic::resume_unwind(panic),
                     Ok(()) => return Ok(Err(ModelLoadError::Read(TensorReadError::Cancelled))),

@@ -14,8 +14,9 @@ use crate::token_channel::TokenChannel;
 
 /// Commands that may wait for the end of a step. Further requests are refused.
 pub(super) const COMMANDS_MAX: usize = 256;
-/// Subscribers to KV cache events. Each one may hold one update: at most a key of 33 bytes for every
-/// block of the cache. Each one also sends commands that the engine loop handles between steps.
+/// Subscribers to KV cache events. Each one may hold one update: at most a key of 33 bytes for
+/// every block of the cache. Each one also sends commands that the engine loop handles between
+/// steps.
 pub(super) const KV_SUBSCRIBERS_MAX: usize = 16;
 /// The poll interval while every request is paused or waits for its grammar mask. It bounds the
 /// cost of a lost wake-up ([`EngineWaker::wake`](super::EngineWaker::wake)).

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Generate: the tokens do not depend on other requests; refusals; clients that leave or read slowly.
+//! Generate: the tokens do not depend on other requests; refusals; clients that leave or read
+//! slowly.
 
 use std::path::Path;
 use std::time::Duration;
@@ -12,8 +13,8 @@ use tonic::Code;
 use crate::figures::{FIGURES, NO_NUMBERS};
 use crate::harness::{Generated, WorkerFixture, fleet, fleet_with};
 
-/// llama.cpp's greedy output for the demo model. Ends at the first step whose two highest logits are
-/// closer than `GAP`.
+/// llama.cpp's greedy output for the demo model. Ends at the first step whose two highest logits
+/// are closer than `GAP`.
 struct RecordedOutput {
     prompt: Vec<u32>,
     tokens: Vec<u32>,

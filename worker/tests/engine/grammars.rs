@@ -91,7 +91,8 @@ async fn an_invalid_grammar_is_refused_with_its_field() {
 const BREAKS: &str = r#"start: perm::0x0
 perm::_: "" %if is_ones([0:3]) | perm::set_bit(0) %if bit_clear(0) | "b" perm::set_bit(1) %if bit_clear(1)"#;
 
-/// The thread is lost and the worker keeps serving, in release builds (abort on panic) and in tests.
+/// The thread is lost and the worker keeps serving, in release builds (abort on panic) and in
+/// tests.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_grammar_that_panics_the_compiler_fails_only_its_own_request() {
     let (_directory, _weight_server, mut worker) = fleet().await;

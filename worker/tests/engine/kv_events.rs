@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! KV cache events: several subscribers, subscribers that reconnect, and subscribers that do not read.
+//! KV cache events: several subscribers, subscribers that reconnect, and subscribers that do not
+//! read.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -81,8 +82,8 @@ async fn block_tokens(worker: &mut WorkerFixture) -> usize {
     worker.metadata().await.unwrap().0.kv_block_tokens as usize
 }
 
-/// Runs a request. Returns the keys of its full blocks: all tokens of prompt and output are computed
-/// except the last.
+/// Runs a request. Returns the keys of its full blocks: all tokens of prompt and output are
+/// computed except the last.
 async fn run(worker: &mut WorkerFixture, prompt: &[u32], salt: &str) -> HashSet<Bytes> {
     let block_tokens = block_tokens(worker).await;
     let request = wire::GenerateRequest { cache_salt: salt.into(), ..worker.greedy(prompt, 40) };

@@ -139,8 +139,8 @@ async fn a_score_whose_client_is_gone_is_cancelled() {
     assert_eq!(status.code(), Code::InvalidArgument, "{status}");
 }
 
-/// Scored tokens are not cached, so an idle worker frees their KV blocks. The blocks of a prompt stay
-/// cached.
+/// Scored tokens are not cached, so an idle worker frees their KV blocks. The blocks of a prompt
+/// stay cached.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_idle_worker_releases_kv_cache_memory() {
     let (_directory, _weight_server, mut worker) = fleet().await;

@@ -9,8 +9,8 @@
 //! # Invariants
 //! 1. Mappings lie inside of the range and do not overlap; each holds one whole allocation.
 //! 2. The range owns its mappings: it unmaps each of them, whole, before it frees the addresses.
-//! 3. A caller that gives an address of it to a kernel keeps the range alive until that work has ended.
-//!    `unmap` and drop rely on this.
+//! 3. A caller that gives an address of it to a kernel keeps the range alive until that work has
+//!    ended. `unmap` and drop rely on this.
 
 use std::collections::BTreeMap;
 

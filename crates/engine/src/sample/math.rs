@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Logarithm and exponential of f64, made of additions, multiplications and divisions only: the C library's differ between
-//! machines in the last bit, and a token may hang on it (I5).
+//! Logarithm and exponential of f64, made of additions, multiplications and divisions only: the C
+//! library's differ between machines in the last bit, and a token may hang on it (I5).
 
 use std::f64::consts::{LN_2, SQRT_2};
 
-/// Natural logarithm of a finite positive number, within 4 units in the last place of the larger of it and 1.
+/// Natural logarithm of a finite positive number, within 4 units in the last place of the larger of
+/// it and 1.
 pub(super) fn ln(x: f64) -> f64 {
     /// Terms of the series below: |s| <= 0.1716, so the next one is under 2^-53.
     const TERMS: u32 = 11;
@@ -27,7 +28,8 @@ pub(super) fn ln(x: f64) -> f64 {
     exponent as f64 * LN_2 + 2.0 * s * series
 }
 
-/// `e^x` for any finite `x` whose result is a normal number, else 0 or infinity; relative error under 2^-45 times `1 + |x|`.
+/// `e^x` for any finite `x` whose result is a normal number, else 0 or infinity; relative error
+/// under 2^-45 times `1 + |x|`.
 pub(super) fn exp(x: f64) -> f64 {
     /// Beyond, the result is no normal number.
     const LIMIT: f64 = 708.0;

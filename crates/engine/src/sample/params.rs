@@ -13,7 +13,8 @@ use sampling_params::{
 pub struct SamplingParams {
     /// 0 takes the token of the highest logit after bias and penalties, the lowest id among equals.
     pub temperature: f32,
-    /// With it, the temperature moves between `temperature` minus and plus this, with the entropy of what is left.
+    /// With it, the temperature moves between `temperature` minus and plus this, with the entropy
+    /// of what is left.
     pub dynatemp_range: f32,
     /// Above 1 the temperature stays low longer as entropy rises.
     pub dynatemp_exponent: f32,
@@ -21,13 +22,15 @@ pub struct SamplingParams {
     pub top_n_sigma: f32,
     /// Keep the k most probable tokens; 0 keeps all.
     pub top_k: u32,
-    /// Keep the tokens whose surprise is nearest to the expected one, until they reach this probability; 1 is off.
+    /// Keep the tokens whose surprise is nearest to the expected one, until they reach this
+    /// probability; 1 is off.
     pub typical_p: f32,
     /// Keep the fewest most probable tokens that together reach this probability.
     pub top_p: f32,
     /// Keep tokens of at least this share of the highest probability.
     pub min_p: f32,
-    /// How often XTC acts: it drops all tokens of at least `xtc_threshold` but the least probable of them.
+    /// How often XTC acts: it drops all tokens of at least `xtc_threshold` but the least probable
+    /// of them.
     pub xtc_probability: f32,
     /// Above 0.5 no two tokens can reach it: off.
     pub xtc_threshold: f32,
@@ -69,14 +72,16 @@ pub enum MirostatVersion {
 pub struct DryParams {
     pub multiplier: f32,
     pub base: f32,
-    /// DryRepetitions shorter than this cost nothing; the penalty of longer ones is `multiplier * base^(length - allowed_length)`.
+    /// DryRepetitions shorter than this cost nothing; the penalty of longer ones is `multiplier *
+    /// base^(length - allowed_length)`.
     pub allowed_length: u32,
     /// How many of the last tokens of prompt and output are looked at; `None`: all.
     pub last_n: Option<u32>,
     pub breakers: DryBreakers,
 }
 
-/// Token sequences that no repetition reaches across. The router makes them from words, since it has the vocabulary.
+/// Token sequences that no repetition reaches across. The router makes them from words, since it
+/// has the vocabulary.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DryBreakers {
     /// Sorted. A breaker by itself, and never lowered.

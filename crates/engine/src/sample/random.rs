@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Random numbers without a state: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+//! Random numbers without a state: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy
+//! as 1, 2, 3", 2011).
 //!
-//! A number is a function of (seed, choice, position, purpose), so a resumed, preempted or moved request draws the same.
+//! A number is a function of (seed, choice, position, purpose), so a resumed, preempted or moved
+//! request draws the same.
 
 /// What a number is drawn for; one position may need several that do not depend on each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -93,7 +93,8 @@ pub(crate) fn drafter(
 ) -> Box<dyn Drafter<Reference>> {
     let guess = match kind {
         0 => return Box::new(PromptLookup::default()),
-        // The model itself: it checks each step that it is given, and is right wherever a request is greedy.
+        // The model itself: it checks each step that it is given, and is right wherever a request
+        // is greedy.
         1 => return Box::new(DraftModel::new(Box::new(FakeModel::new(config)), config.step_tokens, 0.2)),
         2 => Guess::Right,
         3 => Guess::Wrong,

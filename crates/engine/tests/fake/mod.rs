@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A model that costs nothing and notices every mistake in a step, and an oracle that knows its output without an engine.
+//! A model that costs nothing and notices every mistake in a step, and an oracle that knows its
+//! output without an engine.
 //!
-//! Its "keys and values" of a token are a hash of all tokens up to it, made from what the cache holds for the token
-//! before. So a wrong block, slot, position, order or a block that is shared wrongly changes logits or fails at once.
+//! Its "keys and values" of a token are a hash of all tokens up to it, made from what the cache
+//! holds for the token before. So a wrong block, slot, position, order or a block that is shared
+//! wrongly changes logits or fails at once.
 
 use engine::sample::draw::SampleContext;
 use engine::sample::history::History;

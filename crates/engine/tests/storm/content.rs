@@ -11,8 +11,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 impl Storm {
-    /// Does to the cells what a model does to the cache, in its order: copies, then all keys of the step, then all reads.
-    /// States are read before any is written: sequences run side by side.
+    /// Does to the cells what a model does to the cache, in its order: copies, then all keys of the
+    /// step, then all reads. States are read before any is written: sequences run side by side.
     pub(super) fn compute(&mut self) {
         let bt = self.limits.block_tokens;
         for copy in &self.scheduler.plan().copies {
@@ -102,8 +102,8 @@ impl Storm {
         }
     }
 
-    /// A block that is written may be held by another only if that other found it by its content, in this very step:
-    /// then both have the same tokens up to its end.
+    /// A block that is written may be held by another only if that other found it by its content,
+    /// in this very step: then both have the same tokens up to its end.
     fn check_sharing(&mut self, writers: &HashMap<BlockId, (SequenceId, usize, usize)>) {
         let bt = self.limits.block_tokens;
         for (&other, theirs) in &self.live {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Two who follow the pool's events: one often, one so seldom that the log does not reach back to what it knows. Whatever
-//! happened between two looks, they know then what the pool finds.
+//! Two who follow the pool's events: one often, one so seldom that the log does not reach back to
+//! what it knows. Whatever happened between two looks, they know then what the pool finds.
 //!
 //! They have random numbers of their own: what a seed does is the same without them.
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What could be found is not computed: against what the pool's events tell, and the rows of others in the same step.
+//! What could be found is not computed: against what the pool's events tell, and the rows of others
+//! in the same step.
 
 use super::content::reads;
 use super::{Storm, StormRequest};
@@ -54,8 +55,8 @@ impl CachedKeys {
 }
 
 impl Storm {
-    /// Of the step that was just planned: each admitted sequence begins behind the longest prefix that could be found, and
-    /// not with a block that one before it is about to compute.
+    /// Of the step that was just planned: each admitted sequence begins behind the longest prefix
+    /// that could be found, and not with a block that one before it is about to compute.
     pub(super) fn check_nothing_is_recomputed(&mut self) {
         if !self.limits.prefix_cache {
             return;
@@ -80,7 +81,8 @@ impl Storm {
         }
     }
 
-    /// Blocks of the longest prefix from which every group can go on, with at least one token left to compute.
+    /// Blocks of the longest prefix from which every group can go on, with at least one token left
+    /// to compute.
     fn cached_blocks(&self, live: &StormRequest, names: &HashSet<BlockKey>) -> usize {
         let bt = self.limits.block_tokens;
         let hashes: Vec<BlockHash> =
@@ -94,7 +96,8 @@ impl Storm {
         (0..=(live.tokens.len() - 1) / bt).rev().find(is_cached).unwrap_or(0)
     }
 
-    /// One before it in rank has rows in this step, has not computed that block of the same text, and will.
+    /// One before it in rank has rows in this step, has not computed that block of the same text,
+    /// and will.
     fn is_computed_before(&self, sequence_id: SequenceId, block: usize) -> bool {
         let end = (block + 1) * self.limits.block_tokens;
         self.prompts_before(sequence_id)

@@ -2,8 +2,8 @@
 
 //! Drafts before a step, tokens after it: what the engine does between the scheduler and a model.
 //!
-//! The text goes on with its likely token as often as the seed says, and so often drafts are right. Beside the engine's
-//! bookkeeping of drafts the storm keeps its own.
+//! The text goes on with its likely token as often as the seed says, and so often drafts are right.
+//! Beside the engine's bookkeeping of drafts the storm keeps its own.
 
 use super::{Storm, StormRequest, StormRng, next_key};
 use crate::draft::depth::DraftingCost;
@@ -149,7 +149,8 @@ impl Storm {
         }
     }
 
-    /// The next token of a sequence whose last row is computed: drawn, and with a constraint sometimes later.
+    /// The next token of a sequence whose last row is computed: drawn, and with a constraint
+    /// sometimes later.
     fn put_out(&mut self, sequence_id: SequenceId, step: usize) {
         let Some(live) = self.live.get_mut(&sequence_id) else { return };
         if live.constrained && self.random.one_in(2) {

@@ -28,7 +28,8 @@ impl Storm {
         self.scheduler.sequence(sequence_id).unwrap().state
     }
 
-    /// Those who have entered the queue: each older one that lives may be served before, once for each time it enters.
+    /// Those who have entered the queue: each older one that lives may be served before, once for
+    /// each time it enters.
     pub(super) fn notice_waits(&mut self) {
         let enters = |(sequence_id, live): &(&SequenceId, &StormRequest)| {
             live.wait.is_none() && self.state(**sequence_id) == SequenceState::Waiting

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Attention over the paged KV cache: constants of the tensor-core kernels, entries of a step's plan,
-//! and the kernels' parameters.
+//! Attention over the paged KV cache: constants of the tensor-core kernels, entries of a step's
+//! plan, and the kernels' parameters.
 
 use super::kv::KvLayerAddress;
 
@@ -16,7 +16,8 @@ abi! {
         const ATTENTION_WARPS: usize = 4;
         /// Stages of the KV pipeline, where a block has more than one tile.
         const ATTENTION_STAGES: usize = 2;
-        /// 16-bit values between rows in shared memory: 16-byte vectors of a column fall into different banks.
+        /// 16-bit values between rows in shared memory: 16-byte vectors of a column fall into
+        /// different banks.
         const ATTENTION_PAD: usize = 8;
         /// The same between rows of bytes.
         const ATTENTION_PAD_BYTES: usize = 16;

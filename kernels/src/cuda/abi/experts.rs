@@ -23,7 +23,8 @@ abi! {
         const EXPERT_MATVEC_WARPS: usize = 8;
         /// Weight tiles that a warp of expert_matvec_* takes at a time.
         const EXPERT_MATVEC_TILES: usize = 2;
-        /// Warps of a block of expert_matmul_*, one row tile each. A multiprocessor has two such blocks.
+        /// Warps of a block of expert_matmul_*, one row tile each. A multiprocessor has two such
+        /// blocks.
         const EXPERT_MATMUL_WARPS: usize = 8;
         /// Activation tiles of a group of expert_matmul_*.
         const EXPERT_MATMUL_ACT_TILES: usize = 8;
@@ -61,7 +62,8 @@ abi! {
             row_tiles: i32,
         }
 
-        /// The activation tiles are those of slots. Without sorted pairs, outputs are those of slots too.
+        /// The activation tiles are those of slots. Without sorted pairs, outputs are those of
+        /// slots too.
         struct ExpertMatmulParams [80 bytes] {
             common: ExpertParams,
             stacks: i32,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`SharedHeader`]: a table of the interface as data, and the CUDA header that build.rs makes of it.
+//! [`SharedHeader`]: a table of the interface as data, and the CUDA header that build.rs makes of
+//! it.
 
 use std::ffi::c_void;
 use std::fmt::Write;

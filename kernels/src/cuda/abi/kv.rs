@@ -14,9 +14,9 @@ abi! {
         const NORM_ROPE_HEAD_DIM_MAX: usize = 256;
     }
     structs {
-        /// Where the keys and values of one layer stand. The cache is one address range that grows in
-        /// units. A unit holds 2^unit_shift blocks of all layers; each layer's part of it is contiguous.
-        /// A block's part of a layer is [kv head][keys, values][token][dim].
+        /// Where the keys and values of one layer stand. The cache is one address range that grows
+        /// in units. A unit holds 2^unit_shift blocks of all layers; each layer's part of it is
+        /// contiguous. A block's part of a layer is [kv head][keys, values][token][dim].
         #[derive(Debug, PartialEq, Eq, Hash)]
         struct KvLayerAddress [40 bytes] {
             base: u64 as "uint8_t *",

@@ -37,8 +37,8 @@ abi! {
             /// Column tiles of 256 columns.
             col_tiles: i32,
             tokens: i32,
-            /// The activation tile of tokens 8 t to 8 t + 7 and columns 256 c to 256 c + 255 has index
-            /// t * col_tiles + c.
+            /// The activation tile of tokens 8 t to 8 t + 7 and columns 256 c to 256 c + 255 has
+            /// index t * col_tiles + c.
             act_tiles: u64 as "const uint8_t *",
         }
     }
@@ -85,8 +85,8 @@ impl MatmulShape {
         Self::new([1, 2], [2, 2, 4]),
         Self::new([2, 4], [4, 4, 1]),
     ];
-    /// 16-bit floats use the tensor cores from one token on, so that there is one order of sums. Their
-    /// stages are larger, so their blocks are smaller.
+    /// 16-bit floats use the tensor cores from one token on, so that there is one order of sums.
+    /// Their stages are larger, so their blocks are smaller.
     pub(crate) const FLOATS: [Self; 4] = [
         Self::new([1, 1], [2, 1, 2]),
         Self::new([1, 2], [2, 1, 2]),

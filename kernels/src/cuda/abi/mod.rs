@@ -11,7 +11,8 @@
 //!
 //! Three checks fail the build when the two sides disagree:
 //!
-//! 1. The header asserts the size of each struct and the offset of each field as Rust lays them out.
+//! 1. The header asserts the size of each struct and the offset of each field as Rust lays them
+//!    out.
 //! 2. `CHECK_SIGNATURE` (kernels/cuda/signature.cuh) compares a kernel's parameter types with the
 //!    table. `kernels/tests/kernel_sources.rs` finds kernels without that line.
 //! 3. [`kernel_name!`](super::launch) refuses a name that nvcc did not compile into the image.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! `abi!`: one table of the interface. It makes Rust items and the [`SharedHeader`](super::SharedHeader) from the
-//! same lines, so neither can be changed alone.
+//! `abi!`: one table of the interface. It makes Rust items and the
+//! [`SharedHeader`](super::SharedHeader) from the same lines, so neither can be changed alone.
 
 /// ```text
 /// abi! {

@@ -32,8 +32,8 @@ struct HostWeight {
 
 impl WeightData {
     /// # Safety
-    /// `len` bytes at `address` are readable by kernels of the backend's device as long as `owner` lives, and it ends only
-    /// when the work that was given them has ended.
+    /// `len` bytes at `address` are readable by kernels of the backend's device as long as `owner`
+    /// lives, and it ends only when the work that was given them has ended.
     pub unsafe fn on_device(address: u64, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
         Self(WeightLocation::Device { range: ByteRange { address, len }, owner })
     }
@@ -43,8 +43,8 @@ impl WeightData {
 impl From<memory::device::DeviceTensor> for WeightData {
     fn from(tensor: memory::device::DeviceTensor) -> Self {
         let (address, len) = (tensor.address(), tensor.bytes as usize);
-        // SAFETY: the tensor's bytes are mapped for the device as long as the value lives. The backend keeps owners until
-        // it has waited for the work that was given their addresses.
+        // SAFETY: the tensor's bytes are mapped for the device as long as the value lives. The
+        // backend keeps owners until it has waited for the work that was given their addresses.
         unsafe { Self::on_device(address, len, Arc::new(tensor)) }
     }
 }

@@ -196,8 +196,9 @@ impl CudaKv {
                 }
                 let (_, address) = self.layer(OP, layer)?;
                 let (source, target) = (address.of_block(from), address.of_block(to));
-                // SAFETY: both are whole blocks of this layer, distinct, and in mapped memory: a written block is, and
-                // `prepare` maps the other. The caller keeps the memory until the work has ended.
+                // SAFETY: both are whole blocks of this layer, distinct, and in mapped memory: a
+                // written block is, and `prepare` maps the other. The caller keeps the memory until
+                // the work has ended.
                 unsafe { stream.enqueue_copy_on_device(target, source, address.block_bytes as usize) }
                     .map_err(device_error(OP))?;
             }

@@ -160,8 +160,9 @@ impl Cuda {
     /// Adds a command whose memory lives: its ranges belong to this value, or to tensors and
     /// weights whose owners were kept.
     fn push(&mut self, command: KernelCommand) {
-        // SAFETY: ops make ranges of tensors, weights, tables of angles, caches and scratch memory, and keep the owners of the
-        // first three; caches and scratch memory go only after the device was waited for. Lengths and indices were checked.
+        // SAFETY: ops make ranges of tensors, weights, tables of angles, caches and scratch memory,
+        // and keep the owners of the first three; caches and scratch memory go only after the
+        // device was waited for. Lengths and indices were checked.
         unsafe { self.recorder.push(command) };
     }
 

@@ -20,8 +20,8 @@ pub(super) const SPLITS_MAX: u32 = 32;
 /// the device idle there.
 const PREFILL_TOKENS_MIN: usize = 64;
 
-// SAFETY: repr(C) structs of u32 alone, and so without padding (the assertions below); all zeros are
-// valid values.
+// SAFETY: repr(C) structs of u32 alone, and so without padding (the assertions below); all zeros
+// are valid values.
 unsafe impl bytemuck::Zeroable for QueryTile {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for QueryTile {}

@@ -61,8 +61,9 @@ impl Readback {
             }
             for (slot, piece) in self.slots.iter_mut().zip(&pieces) {
                 let staging = &mut slot.staging.as_mut_slice()[..piece.len()];
-                // SAFETY: the source by this function's contract; `staging` has the length, and nobody touches it before
-                // the copy has ended: what it held before has been taken by the end of the round or call before.
+                // SAFETY: the source by this function's contract; `staging` has the length, and
+                // nobody touches it before the copy has ended: what it held before has been taken
+                // by the end of the round or call before.
                 unsafe { stream.enqueue_copy_to_host(staging, from) }?;
                 slot.arrived.record(stream)?;
                 from += size_of_val(staging) as u64;

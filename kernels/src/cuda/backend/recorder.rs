@@ -92,7 +92,8 @@ impl Recorder {
     }
 
     /// # Safety
-    /// As [`KernelSet::enqueue`], where memory needs to live only as long as the owners given with [`Self::keep`].
+    /// As [`KernelSet::enqueue`], where memory needs to live only as long as the owners given with
+    /// [`Self::keep`].
     pub(super) unsafe fn push(&mut self, command: KernelCommand) {
         self.pending.list.push(command);
     }
@@ -139,8 +140,9 @@ impl Recorder {
             self.graphs.iter().position(|graph| graph.hash == hash && graph.commands == self.pending)
         {
             let captured = self.graphs.remove(at);
-            // SAFETY: the contract of `push` for a list equal to the captured one: the owners of this step's addresses, which
-            // are those of the graph, are kept until the work has been waited for.
+            // SAFETY: the contract of `push` for a list equal to the captured one: the owners of
+            // this step's addresses, which are those of the graph, are kept until the work has been
+            // waited for.
             let launched = unsafe { captured.graph.launch() }.map_err(device_error("graph"));
             self.graphs.push(captured);
             return launched;

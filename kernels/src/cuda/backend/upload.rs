@@ -48,7 +48,8 @@ impl StepUpload {
         }
         fill(&mut self.staging.as_mut_slice()[..words]);
         let (address, staging) = (self.address(), &self.staging.as_slice()[..words]);
-        // SAFETY: the device buffer has room; the staging buffer is not touched before `copied`, and freed after it.
+        // SAFETY: the device buffer has room; the staging buffer is not touched before `copied`,
+        // and freed after it.
         unsafe { stream.enqueue_copy_to_device(address, staging) }?;
         self.copied.record(stream)
     }

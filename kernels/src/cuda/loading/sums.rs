@@ -125,8 +125,9 @@ pub fn sum_all(
 pub fn verify(device: &Device, tensors: &[DeviceTensor]) -> Result<Vec<Vec<u128>>, CudaError> {
     device.bind()?;
     let view = |tensor: &DeviceTensor| {
-        // SAFETY: the tensor's bytes are mapped for reading as long as it lives, which is beyond `sum_all`; that waits for
-        // all work it gives, here and, where it fails, by dropping its buffers.
+        // SAFETY: the tensor's bytes are mapped for reading as long as it lives, which is beyond
+        // `sum_all`; that waits for all work it gives, here and, where it fails, by dropping its
+        // buffers.
         unsafe { DeviceView::from_raw(tensor.address(), tensor.bytes as usize) }
     };
     sum_all(&ChecksumKernels::new(device), device, &tensors.iter().map(view).collect::<Vec<_>>())

@@ -195,9 +195,9 @@ impl<'m> ModelUpload<'m> {
         let carry = (start % PIECE_BYTES as u64) as usize;
         let staging = &mut self.staging[slot.index];
         let address = staging.memory.view().address() + PIECE_BYTES as u64;
-        // SAFETY: the staging buffer has room for a part behind the carry, and all work on its last one ended before the slot
-        // came out of its ring. The slot's memory is pinned and not touched before `done`, which its ring waits for; so does
-        // dropping the slot.
+        // SAFETY: the staging buffer has room for a part behind the carry, and all work on its last
+        // one ended before the slot came out of its ring. The slot's memory is pinned and not
+        // touched before `done`, which its ring waits for; so does dropping the slot.
         unsafe { self.copies.enqueue_copy_to_device(address, source) }?;
         staging.copied.record(&self.copies)?;
         staging.stream.wait(&staging.copied)?;
@@ -240,7 +240,8 @@ impl<'m> ModelUpload<'m> {
         }
         let raw = self.raw.read(&self.staging[0].stream)?;
         let view = |target: &UploadTarget| {
-            // SAFETY: inside of the model, which this value borrows; `sum_all` waits for the work that it gives.
+            // SAFETY: inside of the model, which this value borrows; `sum_all` waits for the work
+            // that it gives.
             unsafe { DeviceView::from_raw(target.address, target.tiles.bytes()) }
         };
         let views: Vec<DeviceView<'_, u8>> = self.targets.iter().map(view).collect();
@@ -311,8 +312,8 @@ fn lay_out(
         (first / TILE_ROWS * tiles.row_tile_bytes(), part.bytes(), Some(part))
     };
     debug_assert!(offset + bytes <= tiles.bytes(), "a part is inside of its tensor");
-    // SAFETY: inside of the tensor's place, which lies in an allocation of the model that the upload borrows; parts of a
-    // tensor do not overlap.
+    // SAFETY: inside of the tensor's place, which lies in an allocation of the model that the
+    // upload borrows; parts of a tensor do not overlap.
     let mut to = unsafe { DeviceViewMut::from_raw(target.address + offset as u64, bytes) };
     match part {
         Some(part) => repack.repack(stream, &part, raw, &mut to)?,
