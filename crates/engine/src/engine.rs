@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! [`Engine`]: owns the model and joins admission, scheduler, drafts, batch, sampler and outputs.
-//!
-//! Longer than 600 lines: the engine joins its parts in one place, and every method needs most of
-//! its fields.
 
 mod maintenance;
 

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 //! What the engine reports and releases between steps: statistics, KV cache events, memory and the
 //! integrity check.
 

@@ -39,9 +39,6 @@
 //! 3. Equal prompts are computed once. A sequence with the prompt of a running leader waits for a
 //!    fork. When the prompt is computed, both continue from the same logits and share all blocks.
 //!    The sequence that first writes into a shared last block copies it (`StepPlan::copies`).
-//!
-//! Longer than 600 lines: one state machine, whose methods share the invariants of all of its
-//! fields.
 
 use crate::kv::block_pool::BlockPool;
 use crate::kv::group::KvGroupKind;

@@ -1,5 +1,7 @@
-//! Draft tokens in the step plan: rows are added after scheduling, and accepted or rolled back after
-//! the step.
+// SPDX-License-Identifier: Apache-2.0
+
+//! Draft tokens in the step plan: rows are added after scheduling, and accepted or rolled back
+//! after the step.
 
 use super::{Scheduler, expect_sequence};
 use crate::schedule::sequence_id::SequenceId;
