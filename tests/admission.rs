@@ -263,7 +263,7 @@ fn a_request_beyond_the_whole_cache_is_refused_with_the_numbers() {
     let (status, text) = http.post("/v1/completions", &json!({"prompt": vec![5; 100], "max_tokens": 414}));
     let error: Value = serde_json::from_str(&text).unwrap();
     assert_eq!((status, &error["error"]["code"]), (400, &json!("kv_budget_exceeded")), "{text}");
-    for word in ["514 tokens", "need 33 KV blocks of 16 tokens", "is 32;"] {
+    for word in ["514 tokens", "need 33 KV blocks of 16 tokens", "has 32;"] {
         assert!(text.contains(word), "{text} lacks {word}");
     }
     fleet.stop();

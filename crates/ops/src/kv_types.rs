@@ -167,7 +167,7 @@ mod tests {
             ("f16,-1=q8_0", "is not LAYER=TYPE"),
             ("f16,70000=q8_0", "is not LAYER=TYPE"),
             ("f16,1=int8", "\"int8\" is not a KV cache type"),
-            ("f16,0-3=q8_0,3=f32", "two types of keys and values are given for layer 3"),
+            ("f16,0-3=q8_0,3=f32", "two KV cache types are given for layer 3"),
             ("f16,5=q8_0,5=q8_0", "given for layer 5"),
             ("f16,5=f16,5=q8_0", "given for layer 5"),
         ] {
