@@ -2,13 +2,11 @@
 
 //! The README's table of what works, against what the executable says it can do.
 
-use crate::harness::{ballast, demo_7m, text};
-use std::path::Path;
+use crate::harness::{ballast, demo_7m, in_tree, text};
 
 /// The second cell of the README's row that begins with `area`.
 fn readme_row(area: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../README.md");
-    let readme = std::fs::read_to_string(path).unwrap();
+    let readme = std::fs::read_to_string(in_tree("README.md")).unwrap();
     let begin = format!("| {area} |");
     let row = readme.lines().find(|line| line.starts_with(&begin)).expect(area);
     row[begin.len()..].split('|').next().unwrap().trim().to_owned()
