@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Requests with a constraint: what it does not allow is never put out, it hears of every token in
-//! order, and its end is the request's; whatever the batch, preemption or a resume.
+//! Requests with a constraint (structured output).
+//!
+//! The engine never outputs a disallowed token, passes every token to the constraint in order, and
+//! ends the request with the constraint. Batch neighbours, preemption and resumes change none of
+//! this.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -20,8 +23,8 @@ use std::time::Duration;
 
 const END: u32 = 49;
 
-/// After an odd token only even ones and the other way round, END after four, and nothing after
-/// `length`.
+/// Allows an even token after an odd one and the reverse, and END after four tokens. The grammar is
+/// complete at `length` tokens.
 struct Alternating {
     length: usize,
     output: Vec<u32>,
@@ -110,7 +113,7 @@ fn constrained_output_is_the_same_alone_and_under_pressure() {
             }
             other => panic!("{other:?}"),
         }
-        // Cut anywhere and sent again: the rest is the same.
+        // A stream that is resumed at any cut continues with the same tokens.
         for cut in [1, alone.tokens.len() / 2, alone.tokens.len()] {
             let mut resumed = request.clone();
             resumed.prompt.extend(&alone.tokens[..cut]);
@@ -125,7 +128,7 @@ fn constrained_output_is_the_same_alone_and_under_pressure() {
     assert!(reasons.iter().all(|&count| count > 2), "both ends are seen: {reasons:?}");
 }
 
-/// Where only the end is left, it comes, however short the output is.
+/// If only the end token is allowed, the request ends, even below `min_tokens`.
 #[test]
 fn the_end_of_the_grammar_comes_before_min_tokens() {
     struct OnlyEnd;
@@ -161,8 +164,7 @@ fn a_constraint_that_fails_ends_its_own_request_only() {
     assert_eq!(answers[&engine::RequestId(2)].tokens.len(), 12);
 }
 
-/// Says `Later` for a while after each token: so many times as `delay` has for the length of the
-/// output.
+/// Returns `Pending` after each token, `delay(output length)` times.
 struct Tardy {
     constraint: Box<dyn Constraint>,
     output: usize,
@@ -192,14 +194,14 @@ impl Constraint for Tardy {
     }
 }
 
-/// Opened by the test.
+/// Returns `Pending` after four tokens until the test opens it.
 struct Gated {
     constraint: Box<dyn Constraint>,
     open: Arc<AtomicBool>,
     output: usize,
 }
 
-/// Lets four tokens pass before.
+/// A [`Gated`] constraint and its switch.
 fn gated(length: usize) -> (Option<Box<dyn Constraint>>, Arc<AtomicBool>) {
     let open = Arc::new(AtomicBool::new(false));
     let constraint = Alternating::boxed(length, &[]).unwrap();
@@ -238,7 +240,7 @@ fn a_request_with_a_pending_mask_waits_alone_and_samples_the_same() {
     }
     let mut out = Vec::new();
     let mut step = |engine: &mut Engine<Reference>| engine.step(Duration::ZERO, &mut out).unwrap();
-    // The prompt's row gives the first token; the fifth is late.
+    // The prompt's last row gives the first token. The mask of the fifth token is pending.
     for _ in 0..5 {
         step(&mut engine);
     }
@@ -262,8 +264,8 @@ fn a_request_with_a_pending_mask_waits_alone_and_samples_the_same() {
     assert_eq!((engine.stats().deferred_rows, engine.stats().kv_blocks_used), (1, 0));
 }
 
-/// Late now and then, short of blocks, and with equal prompts that are forked: every token is the
-/// same.
+/// Masks are pending at some tokens, blocks are scarce, and equal prompts are forked. Every token
+/// stays the same.
 #[test]
 fn pending_masks_change_no_token_under_memory_pressure() {
     let mut requests: Vec<Request> =
@@ -315,7 +317,7 @@ fn a_request_with_a_pending_mask_ends_by_cancellation_deadline_or_mask_timeout()
     assert_eq!(engine.stats().kv_blocks_used, used - 2, "its own blocks are free at once");
     step(&mut engine, 5, &mut out);
     assert_eq!(engine.stats().running, 1);
-    // A request that has ended draws nothing, even if another request has its id now.
+    // The engine draws no token for an ended request, even if a new request has the same id.
     engine.submit(request(4, vec![1, 2], 12)).unwrap();
     gates.iter().for_each(|open| open.store(true, Ordering::Relaxed));
     while engine.has_work() {
@@ -329,7 +331,7 @@ fn a_request_with_a_pending_mask_ends_by_cancellation_deadline_or_mask_timeout()
     assert_eq!(answers[&engine::RequestId(3)], alone(&alternating(3, 5, 10), Alternating::boxed(25, &[])));
     assert_eq!(answers[&engine::RequestId(4)], fake::oracle(&request(4, vec![1, 2], 12)));
 
-    /// Never there, and after 30 looks says so.
+    /// Returns `Pending` 30 times, then a timeout.
     struct Lost(usize);
     impl Constraint for Lost {
         fn token_mask(&mut self) -> Result<TokenMask<'_>, ConstraintError> {

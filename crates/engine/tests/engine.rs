@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What a caller of the engine can rely on beside equal tokens: refusals, ends, cancellation,
-//! scoring, failures.
+//! Tests of the engine's interface except token equality: refusals, ends of requests, cancellation,
+//! scoring, failed steps.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -111,7 +111,7 @@ fn impossible_configurations_are_refused() {
         refused(EngineConfig { step_tokens: 63, running_max: 64, ..config() }),
         EngineConfigError::StepBelowRunning { step_tokens: 63, running_max: 64 }
     );
-    // One block of 4 tokens is 4 * 2 * 4 * 4 = 128 bytes.
+    // One block: 4 tokens * 2 (key and value) * 4 values * 4 bytes = 128 bytes.
     assert_eq!(
         refused(EngineConfig { kv: KvBudget::Bytes(255), ..config() }),
         EngineConfigError::BudgetTooSmall { budget_bytes: 255, needed_bytes: 256 }
@@ -196,7 +196,7 @@ fn open_ended_output_stops_at_the_context_or_the_budget() {
         engine.submit(open.clone()).unwrap();
         finish(&run_out(&mut engine), 1).unwrap()
     };
-    // The last token of 121 needs no room in a cache of 120.
+    // The cache holds 120 tokens. The 121st is only sampled, so it needs no slot.
     assert_eq!(
         length(120),
         (FinishReason::Length, TokenUsage { prompt_tokens: 10, output_tokens: 111, cached_tokens: 0 })
@@ -216,7 +216,7 @@ fn a_stop_token_ends_the_output_and_is_not_part_of_it() {
     let answer = &answers(run_out(&mut engine))[&RequestId(1)];
     assert_eq!(answer.tokens, free.tokens[..first]);
     assert_eq!(answer.reason, Some(FinishReason::Stop(stop)));
-    // With min_tokens it is not drawn before.
+    // Before `min_tokens`, the sampler never draws the stop token.
     request.stop.min_tokens = 20;
     engine.submit(request).unwrap();
     let answer = &answers(run_out(&mut engine))[&RequestId(1)];
@@ -237,7 +237,7 @@ fn an_equal_prompt_is_found_in_the_cache() {
 
 #[test]
 fn scoring_reports_every_position_once_despite_preemption() {
-    // A request of higher rank takes the blocks away in the middle.
+    // A request of higher rank preempts the score request in the middle.
     let config = EngineConfig { kv: KvBudget::Tokens(48), step_tokens: 4, running_max: 2, ..config() };
     let mut engine = engine(&config);
     let tokens: Vec<u32> = (0..30).collect();
@@ -311,7 +311,7 @@ fn a_failed_step_ends_its_requests_and_only_those() {
     assert_eq!((error.rows, error.requests), (20, 2));
     assert_eq!(finish(&out, 1).unwrap().0, FinishReason::StepFailed);
     assert_eq!(finish(&out, 2).unwrap().0, FinishReason::StepFailed);
-    // The prompt of the third is that of the first, whose blocks were never filled.
+    // The third prompt equals the first, whose blocks the failed step did not fill.
     let rest = run_out(&mut engine);
     assert!(rest.contains(&EngineOutput::Admitted { id: RequestId(3), cached_tokens: 0 }));
     assert_eq!(answers(rest)[&RequestId(3)], oracle(&waiting));
@@ -325,8 +325,8 @@ fn parameters_are_checked_in_the_open_too() {
     );
 }
 
-/// Steps that are told to have taken 10 ms a row: prompts may add 100 ms, or the least number of
-/// rows that is worth a step.
+/// The test reports 10 ms per row. So prefill may lengthen a step by 100 ms, or by the lowest row
+/// limit.
 #[test]
 fn streams_go_on_while_a_long_prompt_is_computed() {
     let config = EngineConfig { step_tokens: 128, ..config() };
@@ -348,7 +348,7 @@ fn streams_go_on_while_a_long_prompt_is_computed() {
     }
     assert_eq!(step(&mut engine), (3, 2));
     assert_eq!(step(&mut engine), (2, 2));
-    // Nobody waits for a token: the prompt has all rows.
+    // No sequence decodes, so the prompt gets all rows.
     assert!(engine.cancel(RequestId(1), &mut Vec::new()) && engine.cancel(RequestId(2), &mut Vec::new()));
     engine.submit(endless(3, (0..130).map(|i| i * 3 % 7).collect())).unwrap();
     assert_eq!(step(&mut engine), (128, 0));

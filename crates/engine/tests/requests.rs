@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The whole engine, with a model that notices every mistake, under seeded requests that come and
-//! are cancelled, held, scored, overdue and lost with their step, with and without drafts. After
-//! each step its books are checked: blocks, lists, names, deadlines and places in the queue; and
-//! who follows the cache's events knows what it holds.
+//! Random requests against the whole engine, with a fake model that detects every mistake in a
+//! step.
+//!
+//! Seeded requests arrive and are scored, paused, cancelled, overdue or lost in a failed step, with
+//! and without drafts. After each step, the engine checks its integrity: blocks, lists, block keys,
+//! deadlines, queue positions. A subscriber to KV cache events checks that it knows the cached
+//! blocks.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -43,7 +46,7 @@ impl RequestRng {
 }
 
 struct ActiveRequest {
-    /// What is generated, or a count of tokens to be scored.
+    /// The request to generate, or the number of tokens to score.
     wanted: Result<Request, usize>,
     deadline: Option<Duration>,
     answer: GenerationResult,
@@ -63,13 +66,13 @@ struct EngineHarness {
     random: RequestRng,
     engine: Engine<Reference>,
     fail_after: Arc<AtomicUsize>,
-    /// What may be asked for: drafters know the answers.
+    /// Requests that may arrive. The drafters know their answers.
     requests: Vec<Request>,
     live: BTreeMap<RequestId, ActiveRequest>,
     now: Duration,
     out: Vec<EngineOutput>,
     ends: Ends,
-    /// Blocks that events have told of, and the number of the next one.
+    /// Cached blocks according to the events.
     cached: HashSet<BlockKey>,
     next_event: u64,
 }
@@ -198,8 +201,8 @@ impl EngineHarness {
         assert_eq!(self.cached, cached);
     }
 
-    /// The last output of a request: all that it was promised, or the first part of it and a
-    /// reason.
+    /// Checks a request's last output. The request has its complete answer, or the beginning of the
+    /// answer and a reason.
     fn end(&mut self, output: EngineOutput, failed: bool) {
         let EngineOutput::Finished { id, reason, .. } = output else { return };
         let ActiveRequest { wanted, deadline, answer, scored } = self.live.remove(&id).unwrap();
@@ -240,7 +243,7 @@ fn apply(events: Vec<KvCacheEvent>, cached: &mut HashSet<BlockKey>) {
     }
 }
 
-/// Heads of two common texts with a tail of their own.
+/// The prompt begins with a part of one of two common texts and ends with its own tail.
 fn some_request(random: &mut RequestRng, id: u64) -> Request {
     let (text, common) = (random.below(2), random.below(25));
     let mut prompt: Vec<u32> = (0..common).map(|place| ((place * 7 + text) % VOCAB) as u32).collect();
@@ -262,7 +265,7 @@ fn some_request(random: &mut RequestRng, id: u64) -> Request {
 fn every_request_ends_once_and_as_promised() {
     let mut total = Ends::default();
     for seed in 0..SEEDS {
-        // A failure names its seed.
+        // Names the seed of a failure.
         let ends = std::panic::catch_unwind(|| EngineHarness::new(seed).run());
         let ends = ends.unwrap_or_else(|_| panic!("seed {seed}"));
         total.whole += ends.whole;

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Logarithm and exponential of f64, made of additions, multiplications and divisions only: the C
-//! library's differ between machines in the last bit, and a token may hang on it (I5).
+//! Logarithm and exponential of f64, from additions, multiplications and divisions only.
+//!
+//! The C library's functions differ between machines in the last bit. One bit may decide a token,
+//! and tokens must be equal on every machine (I5).
 
 use std::f64::consts::{LN_2, SQRT_2};
 
-/// Natural logarithm of a finite positive number, within 4 units in the last place of the larger of
-/// it and 1.
+/// Natural logarithm of a finite positive number. The error is at most 4 units in the last place of
+/// the larger of the result and 1.
 pub(super) fn ln(x: f64) -> f64 {
-    /// Terms of the series below: |s| <= 0.1716, so the next one is under 2^-53.
+    /// Terms of the series below. |s| <= 0.1716, so the next term is under 2^-53.
     const TERMS: u32 = 11;
     debug_assert!(x > 0.0 && x.is_finite());
     let bits = x.to_bits();
@@ -28,12 +30,12 @@ pub(super) fn ln(x: f64) -> f64 {
     exponent as f64 * LN_2 + 2.0 * s * series
 }
 
-/// `e^x` for any finite `x` whose result is a normal number, else 0 or infinity; relative error
-/// under 2^-45 times `1 + |x|`.
+/// `e^x` for finite `x`. If the result is not a normal number, it is 0 or infinity. The relative
+/// error is under 2^-45 times `1 + |x|`.
 pub(super) fn exp(x: f64) -> f64 {
-    /// Beyond, the result is no normal number.
+    /// Beyond this, the result is not a normal number.
     const LIMIT: f64 = 708.0;
-    /// |r| <= 0.347: the next term is under 2^-53.
+    /// Terms of the series. |r| <= 0.347, so the next term is under 2^-53.
     const TERMS: u32 = 14;
     if x > LIMIT {
         return f64::INFINITY;
@@ -77,7 +79,7 @@ mod tests {
         assert!((pow(2.0, 0.5) - SQRT_2).abs() < 1e-14 && (pow(0.25, 2.0) - 0.0625).abs() < 1e-15);
     }
 
-    /// Digests computed with Python's floats, operation by operation.
+    /// The expected digests were computed with Python's floats, operation by operation.
     #[test]
     fn results_are_the_same_bits_everywhere() {
         let digest = |value: fn(u32) -> f64| {

@@ -8,90 +8,98 @@ use sampling_params::{
     REPETITION_PENALTY, TEMPERATURE, TOP_N_SIGMA, TOP_P, TYPICAL_P, XTC_PROBABILITY, XTC_THRESHOLD,
 };
 
-/// The defaults sample from the model's own distribution. `sampler` lists the order of processing.
+/// Sampling parameters of one request. The defaults sample from the model's own distribution. The
+/// module `sampler` lists the steps in order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
-    /// 0 takes the token of the highest logit after bias and penalties, the lowest id among equals.
+    /// 0 selects the highest logit after bias and penalties. Among equal logits, the lowest id
+    /// wins.
     pub temperature: f32,
-    /// With it, the temperature moves between `temperature` minus and plus this, with the entropy
-    /// of what is left.
+    /// Dynamic temperature: the temperature moves between `temperature` minus this and
+    /// `temperature` plus this, by the entropy of the remaining tokens.
     pub dynatemp_range: f32,
-    /// Above 1 the temperature stays low longer as entropy rises.
+    /// Exponent of the dynamic temperature. Above 1, the temperature stays low longer as entropy
+    /// rises.
     pub dynatemp_exponent: f32,
-    /// Keep tokens whose logit is within this many standard deviations of the highest; 0 keeps all.
+    /// Keeps tokens whose logit is within this many standard deviations of the highest; 0 keeps
+    /// all.
     pub top_n_sigma: f32,
-    /// Keep the k most probable tokens; 0 keeps all.
+    /// Keeps the k most probable tokens; 0 keeps all.
     pub top_k: u32,
-    /// Keep the tokens whose surprise is nearest to the expected one, until they reach this
+    /// Keeps the tokens whose surprise is nearest to the expected surprise, until they reach this
     /// probability; 1 is off.
     pub typical_p: f32,
-    /// Keep the fewest most probable tokens that together reach this probability.
+    /// Keeps the fewest most probable tokens that together reach this probability.
     pub top_p: f32,
-    /// Keep tokens of at least this share of the highest probability.
+    /// Keeps tokens of at least this share of the highest probability.
     pub min_p: f32,
-    /// How often XTC acts: it drops all tokens of at least `xtc_threshold` but the least probable
-    /// of them.
+    /// Probability that XTC acts on a token. XTC removes all tokens that have at least the
+    /// probability `xtc_threshold`, except the least probable of them.
     pub xtc_probability: f32,
-    /// Above 0.5 no two tokens can reach it: off.
+    /// Above 0.5, XTC is off: no two tokens can both reach the threshold.
     pub xtc_threshold: f32,
-    /// Draws in place of everything from `top_n_sigma` to `xtc`, and of the dynamic temperature.
+    /// Replaces penalties, DRY, the filters from `top_n_sigma` to XTC, and the dynamic temperature.
     pub mirostat: Option<MirostatParams>,
-    /// Divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
+    /// Divides positive logits and multiplies negative logits of tokens in prompt or output; 1 is
+    /// off.
     pub repetition_penalty: f32,
-    /// Subtracted from logits of tokens in the output.
+    /// Subtracted once from the logit of each token in the output.
     pub presence_penalty: f32,
-    /// Subtracted from a token's logit for each time it is in the output.
+    /// Subtracted from a token's logit for each of its occurrences in the output.
     pub frequency_penalty: f32,
     pub dry: Option<DryParams>,
-    /// Added to logits before everything else; each token at most once.
+    /// Added to logits before penalties and filters. Each token has at most one bias.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Equal seeds give equal output. The router draws a seed if the request has none.
+    /// Equal seeds give equal output. If the request has no seed, the router draws one.
     pub seed: u64,
 }
 
-/// Keeps the surprise of the drawn tokens near a target (Basu et al., "MirostatParams", 2021).
+/// Mirostat: keeps the surprise of the sampled tokens near a target (Basu et al., "Mirostat",
+/// 2021).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MirostatParams {
     pub version: MirostatVersion,
     /// Target surprise in bits.
     pub tau: f32,
-    /// Share of the last token's error by which the bound moves.
+    /// Share of the last token's error by which the bound on surprise moves.
     pub eta: f32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MirostatVersion {
-    /// Estimates the exponent of Zipf's law and keeps the k best.
+    /// Estimates the exponent of Zipf's law and keeps the k most probable tokens.
     One,
-    /// Keeps what is less surprising than the bound.
+    /// Keeps tokens whose surprise is below the bound.
     Two,
 }
 
-/// "Don't repeat yourself": lowers tokens that would prolong a repetition of what is there already.
+/// DRY ("don't repeat yourself"): lowers tokens that would prolong a repetition in prompt and
+/// output.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DryParams {
     pub multiplier: f32,
     pub base: f32,
-    /// DryRepetitions shorter than this cost nothing; the penalty of longer ones is `multiplier *
-    /// base^(length - allowed_length)`.
+    /// Shortest repetition with a penalty. The penalty is `multiplier * base^(length -
+    /// allowed_length)`.
     pub allowed_length: u32,
-    /// How many of the last tokens of prompt and output are looked at; `None`: all.
+    /// DRY looks for repetitions in this many of the last tokens of prompt and output; `None` means
+    /// all.
     pub last_n: Option<u32>,
     pub breakers: DryBreakers,
 }
 
-/// Token sequences that no repetition reaches across. The router makes them from words, since it
-/// has the vocabulary.
+/// DRY sequence breakers: no repetition extends across one of these token sequences. The router
+/// derives them from words, since the router has the vocabulary.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DryBreakers {
-    /// Sorted. A breaker by itself, and never lowered.
+    /// Breakers of one token, sorted. DRY never lowers them.
     singles: Vec<u32>,
-    /// Of two or more tokens, sorted.
+    /// Breakers of two or more tokens, sorted.
     sequences: Vec<Vec<u32>>,
 }
 
 impl DryBreakers {
-    /// Empty sequences break nothing and are left out.
+    /// Drops empty sequences.
     pub fn new(sequences: impl IntoIterator<Item = Vec<u32>>) -> Self {
         let (mut singles, mut longer) = (Vec::new(), Vec::new());
         for sequence in sequences {
@@ -112,7 +120,7 @@ impl DryBreakers {
         self.singles.binary_search(&token).is_ok()
     }
 
-    /// Those that begin with `token`.
+    /// Breakers of two or more tokens that begin with `token`.
     pub(crate) fn starting_with(&self, token: u32) -> &[Vec<u32>] {
         let start = self.sequences.partition_point(|sequence| sequence[0] < token);
         let rest = &self.sequences[start..];
@@ -157,7 +165,7 @@ impl SamplingParams {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
-    /// Whether bias and penalties raise no logit. DRY never does.
+    /// Whether bias and penalties raise no logit. DRY never raises one.
     pub(crate) fn only_lowers(&self) -> bool {
         self.logit_bias.is_empty()
             && self.repetition_penalty >= 1.0
@@ -165,7 +173,7 @@ impl SamplingParams {
             && self.frequency_penalty >= 0.0
     }
 
-    /// Ranges are those of the OpenAI API where it has the parameter.
+    /// Checks every parameter. If the OpenAI API has the parameter, the range is the API's.
     pub fn check(&self, vocab_size: usize) -> Result<(), SamplingParamError> {
         check_float(&TEMPERATURE, self.temperature)?;
         check_float(&DYNATEMP_RANGE, self.dynatemp_range)?;
@@ -211,7 +219,8 @@ impl DryParams {
         check_float(&DRY_MULTIPLIER, self.multiplier)?;
         check_float(&DRY_BASE, self.base)?;
         if self.allowed_length == 0 {
-            // One repeated token is a repetition of length 1: at 0 every token would be one.
+            // One repeated token is a repetition of length 1. At 0, every token would count as a
+            // repetition.
             let (field, max) = ("dry_allowed_length", u32::MAX as f32);
             return Err(SamplingParamError::Range { field, value: 0.0, min: 1.0, max });
         }
@@ -240,14 +249,15 @@ impl DryParams {
     }
 }
 
-/// Entries; the OpenAI API takes 300. Bounds the work per token.
+/// Entries of `logit_bias`. The OpenAI API allows 300. The limit bounds the work per token.
 pub(crate) const LOGIT_BIAS_MAX: usize = sampling_params::LOGIT_BIAS_ENTRIES_MAX;
-/// Of more than one token; a word gives some for each token that its beginning may hide in.
+/// Breakers of more than one token. A word yields several, one for each token that its beginning
+/// may hide in.
 const DRY_SEQUENCES_MAX: usize = 65_536;
-/// As in llama.cpp.
+/// Tokens of one breaker, as in llama.cpp.
 const DRY_SEQUENCE_TOKENS_MAX: usize = 20;
 
-/// A parameter that is not a number in its range.
+/// A sampling parameter is outside its range.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SamplingParamError {
     #[error("{field} is {value}, allowed are {min} to {max}")]
@@ -271,7 +281,7 @@ fn check_float(parameter: &FloatParameter, value: f32) -> Result<(), SamplingPar
     }
 }
 
-/// NaN is in no range.
+/// Refuses NaN: it is in no range.
 fn range(field: &'static str, value: f32, min: f32, max: f32) -> Result<(), SamplingParamError> {
     if (min..=max).contains(&value) {
         Ok(())
@@ -294,7 +304,7 @@ mod tests {
 
     type Change = fn(&mut SamplingParams, f32);
 
-    /// Every figure, with a value below and one above its range.
+    /// Every float parameter, with one value below its range and one above.
     const FIGURES: [(&str, Change, f32, f32); 16] = [
         ("temperature", |p, v| p.temperature = v, -0.1, 2.1),
         ("dynatemp_range", |p, v| p.dynatemp_range = v, -0.1, 2.1),

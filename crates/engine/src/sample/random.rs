@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Random numbers without a state: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy
-//! as 1, 2, 3", 2011).
+//! Random numbers for sampling: Philox4x32-10, a counter-based generator without state (Salmon et
+//! al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 //!
-//! A number is a function of (seed, choice, position, purpose), so a resumed, preempted or moved
-//! request draws the same.
+//! Each number is a function of (seed, choice, position, purpose). So a request draws the same
+//! numbers after a resume, a preemption or a move to another worker.
 
-/// What a number is drawn for; one position may need several that do not depend on each other.
+/// Purpose of a number. One position may need several independent numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum RandomPurpose {
     Token = 0,
-    /// Whether XTC acts.
+    /// Decides whether XTC acts.
     Xtc = 1,
 }
 
-/// The request's part of the key.
+/// The request's part of the generator's key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RandomStream {
     pub seed: u64,
@@ -23,7 +23,7 @@ pub struct RandomStream {
 }
 
 impl RandomStream {
-    /// Uniform in `[0, 1)`, a multiple of 2^-53.
+    /// Draws a number uniform in `[0, 1)`, a multiple of 2^-53.
     pub fn uniform(self, position: u64, purpose: RandomPurpose) -> f64 {
         let counter = [position as u32, (position >> 32) as u32, self.choice, purpose as u32];
         let words = philox(counter, [self.seed as u32, (self.seed >> 32) as u32]);
@@ -53,7 +53,7 @@ fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
 mod tests {
     use super::*;
 
-    /// Known answers that come with the authors' Random123 library.
+    /// The known answers come with the authors' Random123 library.
     #[test]
     fn philox_gives_the_published_answers() {
         let ones = u32::MAX;
@@ -81,7 +81,7 @@ mod tests {
         }
     }
 
-    /// 100 cells, 99 degrees of freedom: 148.2 is the 0.1% point.
+    /// Chi-squared test with 100 cells, thus 99 degrees of freedom: 148.2 is the 0.1% point.
     #[test]
     fn consecutive_positions_are_uniform() {
         let mut cells = [0_u32; 100];
