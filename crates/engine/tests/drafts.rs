@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What drafts do beside not changing a token: steps saved, blocks given back, prefixes found,
-//! failures survived.
+//! Tests of speculative decoding, except token equality: saved steps, released blocks, prefix cache
+//! hits, failing drafters.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -35,7 +35,8 @@ fn engine(config: &EngineConfig, drafter: Box<dyn Drafter<Reference>>) -> Engine
     Engine::with_drafter(Box::new(FakeModel::new(config)), drafter, Reference::new(), config).unwrap()
 }
 
-/// Steps that the requests take, and what the engine counted.
+/// Runs the requests and checks their answers. Returns the number of steps and the engine's
+/// counters.
 fn run(config: &EngineConfig, requests: &[Request], guess: Guess) -> (u64, EngineStats) {
     let mut engine = engine(config, Box::new(Scripted::new(guess, requests)));
     for request in requests {
@@ -62,7 +63,7 @@ fn right_drafts_save_steps_and_are_counted_by_place() {
     assert!(drafted < 20, "{drafted} steps");
     assert_eq!(stats.drafts.drafted, stats.drafts.accepted);
     assert_eq!(stats.output_tokens, 180);
-    // Every token is the draw of a decode's row or of a drafted one.
+    // Each output token comes from a decode row or from a draft row.
     assert!(stats.drafts.accepted_tokens() > 120 && stats.drafts.accepted[0] >= stats.drafts.accepted[5]);
 }
 
@@ -71,7 +72,7 @@ fn wrong_drafts_are_given_up() {
     let requests = three(150);
     let (steps, stats) = run(&config(), &requests, Guess::Wrong);
     assert_eq!((steps, stats.drafts.accepted_tokens()), (150, 0));
-    // At first some of the depth allowed, later a probe now and then.
+    // The engine drafts at some depth at first. Later, it only probes now and then.
     assert!(stats.drafts.drafted_tokens() < 100, "{:?}", stats.drafts);
 }
 
@@ -109,7 +110,8 @@ fn blocks_hold_no_more_than_tokens_after_each_step() {
     }
 }
 
-/// What wrong drafts left in a block is not found by their text, what right ones left is.
+/// Blocks filled by accepted drafts are cached. No block is cached under the text of rejected
+/// drafts.
 #[test]
 fn the_prefix_cache_holds_what_was_put_out_and_nothing_else() {
     let first = request(0, vec![1, 2, 3], 60);
@@ -118,8 +120,8 @@ fn the_prefix_cache_holds_what_was_put_out_and_nothing_else() {
         let mut engine = engine(&config(), drafter(kind, &config(), std::slice::from_ref(&first)));
         engine.submit(first.clone()).unwrap();
         run_out(&mut engine);
-        // The same text again, as a prompt: all of its blocks but the one of its last token are
-        // there.
+        // The same text arrives as a prompt. All its blocks are cached, except the block of its
+        // last token.
         let again = request(1, whole.clone(), 3);
         engine.submit(again.clone()).unwrap();
         let out = run_out(&mut engine);
@@ -135,7 +137,7 @@ fn the_prefix_cache_holds_what_was_put_out_and_nothing_else() {
 
 #[test]
 fn drafts_never_preempt_and_take_no_row_of_others() {
-    // Eight decodes of a step of 9 rows: one row is left for drafts.
+    // Eight decodes in a step of 9 rows leave one row for drafts.
     let config = EngineConfig { running_max: 8, step_tokens: 9, ..config() };
     let requests: Vec<Request> = (0..8).map(|id| request(id, vec![id as u32; 5], 30)).collect();
     let mut engine = engine(&config, Box::new(Scripted::new(Guess::Right, &requests)));
@@ -157,8 +159,8 @@ fn drafts_never_preempt_and_take_no_row_of_others() {
     let got = answers(out);
     requests.iter().for_each(|request| assert_eq!(got[&request.id], oracle(request)));
 
-    // Two sequences of 30 computed tokens fill the cache's 16 blocks at their ends: drafts take no
-    // neighbour's.
+    // At their ends, two sequences of 30 computed tokens fill the 16 blocks of the cache. Drafts
+    // must not take a block from the other sequence.
     let tight = EngineConfig { kv: KvBudget::Tokens(64), ..config };
     let requests: Vec<Request> = (0..2).map(|id| request(id, vec![id as u32; 5], 26)).collect();
     for guess in [Guess::Right, Guess::Wrong] {
@@ -167,7 +169,7 @@ fn drafts_never_preempt_and_take_no_row_of_others() {
     }
 }
 
-/// A stop token, `max_tokens` and a hold in the middle of right drafts end there.
+/// A stop token or `max_tokens` in the middle of right drafts ends the output there.
 #[test]
 fn an_end_inside_a_draft_is_the_end() {
     let free = oracle(&request(1, vec![1, 2, 3], 40));
@@ -187,7 +189,7 @@ fn an_end_inside_a_draft_is_the_end() {
 
 #[test]
 fn text_that_repeats_itself_is_drafted_from_itself() {
-    // Greedy, with the next token of the text favoured: the model repeats its prompt for a while.
+    // Greedy sampling with a strong bias for token 3: the model repeats that token.
     let prompt: Vec<u32> = (0..24).map(|i| i % 6).collect();
     let sampling = SamplingParams { logit_bias: vec![(3, 50.0)], ..SamplingParams::greedy() };
     let request = Request { sampling, ..request(1, prompt, 50) };
@@ -198,7 +200,7 @@ fn text_that_repeats_itself_is_drafted_from_itself() {
     assert!(engine.stats().steps < 25, "{} steps", engine.stats().steps);
 }
 
-/// The draft model is the model: greedy drafts are right from the first on.
+/// The draft model equals the model, so every greedy draft is right.
 #[test]
 fn a_draft_model_is_fed_each_token_once_and_finds_what_others_left() {
     let config = config();
@@ -215,13 +217,14 @@ fn a_draft_model_is_fed_each_token_once_and_finds_what_others_left() {
     assert_eq!(answer, &oracle(&first));
     let stats = engine.stats();
     assert_eq!(stats.drafts.drafted, stats.drafts.accepted, "its own drafts are wrong");
-    // Four steps of the prompt, then some five tokens each.
+    // Four steps for the prompt, then about five tokens per step.
     assert!(stats.steps <= 4 + 10, "{} steps", stats.steps);
-    // Every token but those of the last step: once.
+    // The draft model computes each token once, except the tokens of the last step.
     let fed = rows.swap(0, Ordering::Relaxed);
     assert!((90..100).contains(&fed), "{fed} rows");
 
-    // Its text as a prompt: the draft model has it in the blocks that are found.
+    // The first request's text arrives as a prompt. The cached blocks also hold the draft model's
+    // keys and values.
     let second = greedy(2, [&first.prompt[..], &answer.tokens[..30]].concat(), 7);
     engine.submit(second.clone()).unwrap();
     assert_eq!(answers(run_out(&mut engine))[&RequestId(2)], oracle(&second));

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The chain against llama.cpp's own samplers: which tokens are left of a row, and how probable
-//! each is.
+//! Compares the sampler with llama.cpp's samplers: which tokens of a row remain, and how probable
+//! each of them is.
 //!
-//! The fixture was written by `bench/src/bin/sampler_goldens.rs`. A draw is a step function of a
-//! number that anyone can compute ([`RandomStream`]): each step is tried from both sides, so a
-//! token too many or too few or a probability that is off by more than [`TOLERANCE`] gives another
-//! token than expected.
+//! `bench/src/bin/sampler_goldens.rs` wrote the fixture. The sampled token is a step function of
+//! one random number, and the test computes that number with [`RandomStream`]. The test probes each
+//! step of the function from both sides. A missing token, an extra token or a probability that is
+//! off by more than [`TOLERANCE`] gives an unexpected token.
 //!
-//! What differs on purpose is in [`DEVIATIONS`]; of tokens of equal logits, the test says which;
-//! XTC always or never acts here, since the number that decides it is ours.
+//! - [`DEVIATIONS`] lists the intended differences.
+//! - Among tokens of equal logits, the test chooses those that remain.
+//! - XTC always or never acts here, since the random number that decides it is not llama.cpp's.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -23,18 +24,20 @@ use std::str::FromStr;
 
 const FIXTURE: &str = include_str!("data/llama_samplers.txt");
 const SEED: u64 = 7;
-/// How far a running sum of probabilities may be off. llama.cpp's are sums of f32, of up to 100
-/// tokens: 100 roundings of 2^-24 are 6e-6, and its temperature, logits and exponentials are off by
-/// some units in the last place, as ours are.
+/// Largest error of a running sum of probabilities. llama.cpp sums up to 100 tokens in f32: 100
+/// roundings of 2^-24 are 6e-6. On both sides, temperature, logits and exponentials are off by some
+/// units in the last place.
 const TOLERANCE: f64 = 1e-5;
-/// Positions to choose from: two next to each other differ by 1e-6, the furthest by less than 2e-5.
+/// Positions to choose from. Neighbouring random numbers differ by 1e-6, and by less than 2e-5 in
+/// the worst case.
 const POSITIONS: usize = 1 << 20;
-/// The fixture has no token below it, so that each is seen.
+/// Every token in the fixture has a higher probability, so that the probes hit it.
 const RAREST: f64 = 9e-5;
-/// Ours is another on purpose; why is in the head of `sampler/mod.rs`.
+/// Cases in which the sampler differs on purpose. The head of `src/sample/sampler.rs` gives the
+/// reasons.
 const DEVIATIONS: [&str; 3] = ["greedy", "prompt", "ruled-out"];
 
-/// Options of one case, and what is left of the row, for each token that is drawn.
+/// Options of one case, and the remaining tokens of the row for each sampled token.
 struct SamplerCase {
     text: &'static str,
     row: &'static str,
@@ -44,7 +47,7 @@ struct SamplerCase {
 
 #[derive(Clone)]
 struct ExpectedSample {
-    /// In order of rising id.
+    /// Remaining tokens with their probabilities, in order of rising id.
     left: Vec<(u32, f64)>,
     drawn: Option<u32>,
 }
@@ -112,7 +115,8 @@ impl SamplerCase {
         }
     }
 
-    /// `None`: our draws are what llama.cpp leaves; else what is not.
+    /// Returns `None` if the sampled tokens are those that llama.cpp leaves, else the first
+    /// difference.
     fn difference(&self, logits: &[f32], probe: &Probe) -> Option<String> {
         let params = self.params();
         assert_eq!(params.check(logits.len()), Ok(()), "{}", self.text);
@@ -145,9 +149,9 @@ impl ExpectedSample {
         Self { left, drawn }
     }
 
-    /// When a filter's border falls between equal logits, llama.cpp's sort decides which of them
-    /// stay, which no order promises. With us it is those of lowest id; behind XTC, which drops the
-    /// best first, those of highest.
+    /// If a filter's border falls between equal logits, llama.cpp's sort decides which of them
+    /// stay. No order is guaranteed there. This sampler keeps those of lowest id. Behind XTC, which
+    /// removes the best first, it keeps those of highest id.
     fn of_lowest_ids(&self, logits: &[f32], highest: bool) -> Self {
         let mut left = self.left.clone();
         for at in 0..left.len() {
@@ -164,7 +168,7 @@ impl ExpectedSample {
     }
 }
 
-/// Positions in the order of the numbers that are drawn there.
+/// Positions, sorted by the random numbers that are drawn there.
 struct Probe(Vec<(f64, usize)>);
 
 impl Probe {
@@ -176,7 +180,7 @@ impl Probe {
         Self(numbers)
     }
 
-    /// Where the first number above `low` is drawn and the last below `high`.
+    /// Positions of the first number from `low` on and of the last number below `high`.
     fn ends(&self, low: f64, high: f64) -> [usize; 2] {
         let first = self.0.partition_point(|&(number, _)| number < low);
         let last = self.0.partition_point(|&(number, _)| number < high) - 1;
@@ -184,7 +188,7 @@ impl Probe {
         [self.0[first].1, self.0[last].1]
     }
 
-    /// A position at which `token` is drawn.
+    /// A position at which the sampler draws `token`.
     fn position_of(&self, left: &[(u32, f64)], token: u32) -> usize {
         let before: f64 =
             left.iter().take_while(|&&(id, _)| id != token).map(|(_, probability)| probability).sum();
@@ -244,7 +248,7 @@ fn what_is_left_of_a_row_is_what_llama_cpp_leaves() {
     assert!(cases.iter().filter(same).count() > 200);
 }
 
-/// One that no longer differs is not to be called a deviation.
+/// Every case that is marked as a deviation still differs.
 #[test]
 fn what_deviates_by_name_does() {
     let (rows, cases) = fixture();

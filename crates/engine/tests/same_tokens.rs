@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Invariant I5 on a model that notices every mistake: whatever the batch, chunks, KV pressure,
-//! sharing, order of arrival, drafts and resumes in the middle, each request's tokens and
-//! log-probabilities are those of the oracle, bit for bit.
+//! Invariant I5 on a fake model that detects every mistake in a step.
+//!
+//! The tokens and log-probabilities of each request equal the oracle's, bit for bit. They do not
+//! depend on batch neighbours, chunked prefill, KV cache pressure, shared blocks, order of arrival,
+//! drafts or resumes.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -32,14 +34,16 @@ fn config() -> impl Strategy<Value = EngineConfig> {
                 running_max,
                 prefix_cache,
                 draft_depth_max: depth,
-                // The longest request takes 60 tokens; most of the time several want that much.
+                // No request needs more than 60 tokens. In most cases, several requests compete for
+                // the cache.
                 ..EngineConfig::new(KvBudget::Tokens((kv_blocks * block_tokens).max(62)))
             }
         },
     )
 }
 
-/// What remembers earlier draws or needs more than one random number.
+/// Parameters that depend on earlier tokens or need a second random number, and the less common
+/// filters.
 fn more_params() -> impl Strategy<Value = SamplingParams> {
     let dry = (0.1..2.0_f32, 1.0..2.0_f32, 1..4_u32, prop::option::of(0..40_u32), 0..VOCAB as u32).prop_map(
         |(multiplier, base, allowed_length, last_n, breaker)| DryParams {
@@ -102,7 +106,8 @@ fn params() -> impl Strategy<Value = SamplingParams> {
         })
 }
 
-/// Prompts are heads of two common texts with a tail of their own, so that prefixes are shared.
+/// Each prompt begins with a part of one of two common texts and ends with its own tail. So
+/// requests share prefixes.
 fn one_request() -> impl Strategy<Value = Request> {
     let prompt = (0..2_u32, 0..30_usize, prop::collection::vec(0..VOCAB as u32, 1..8));
     let stop = (1..20_u32, 0..8_u32, prop::collection::vec(0..VOCAB as u32, 0..3));
@@ -129,13 +134,13 @@ fn one_request() -> impl Strategy<Value = Request> {
     )
 }
 
-/// How requests come and go, and what drafts for them.
+/// When requests arrive, resume and pause, and which drafter serves them.
 struct SubmissionSchedule {
     /// Steps between one arrival and the next.
     gaps: Vec<usize>,
-    /// Requests whose stream is cut after so many tokens and resumed.
+    /// For each request: after how many tokens its stream is cut and resumed.
     cuts: Vec<Option<usize>>,
-    /// Whether the first request is held in a step.
+    /// For each step: whether the first request is paused.
     held: Vec<bool>,
     kind: usize,
 }
@@ -181,7 +186,7 @@ fn served_as_if_alone(
         for output in out.drain(..) {
             got.get_mut(&id_of(&output)).unwrap().take(output);
         }
-        // A resume: cancelled here, sent again with what came so far.
+        // Resume: the test cancels the request and submits it again with its output so far.
         for (index, request) in requests.iter().enumerate() {
             let answer = got.get_mut(&request.id).unwrap();
             if cuts.get(&request.id).is_some_and(|&cut| cut <= answer.tokens.len())
@@ -221,8 +226,8 @@ proptest! {
         served_as_if_alone(&config, numbered(requests), plan)?;
     }
 
-    /// Choices of one prompt come at once, so that they are forked; they differ in all that is not
-    /// the prompt.
+    /// The choices of a prompt arrive together, so that the scheduler forks them. They differ in
+    /// everything but the prompt.
     #[test]
     fn choices_of_one_prompt_do_not_depend_on_each_other(
         config in config(),
@@ -244,7 +249,7 @@ proptest! {
     }
 }
 
-/// The pressure above is real: this case preempts, shares and cuts prompts.
+/// A fixed case with KV cache pressure, in which the engine preempts, evicts and shares blocks.
 #[test]
 fn pressure_preempts_and_answers_stay_the_same() {
     let config = EngineConfig {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Distributions of drawn tokens against a chain written the long way: f64, one full sort, nothing
-//! clever.
+//! Compares the distributions of sampled tokens with a reference chain: f64, one full sort, no
+//! shortcuts.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -25,7 +25,7 @@ fn sample(sampler: &mut Sampler, logits: &[f32], params: &SamplingParams, positi
     sampler.sample(logits, &draw(params, position), &mut fresh(params)).unwrap()
 }
 
-/// Softmax of the logits of `kept` over a temperature.
+/// Softmax of the logits of `kept` at a temperature.
 fn softmax(logits: &[f32], kept: &[usize], temperature: f64) -> Vec<f64> {
     let max = kept.iter().map(|&id| f64::from(logits[id])).fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> =
@@ -38,14 +38,14 @@ fn entropy(probabilities: &[f64]) -> f64 {
     probabilities.iter().filter(|&&p| p > 0.0).map(|p| -p * p.ln()).sum()
 }
 
-/// All tokens, most probable first.
+/// All possible tokens, most probable first.
 fn ranked(logits: &[f32]) -> Vec<usize> {
     let mut ids: Vec<usize> = (0..logits.len()).filter(|&id| logits[id] > f32::NEG_INFINITY).collect();
     ids.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
     ids
 }
 
-/// Probability of every token. XTC acts or does not.
+/// Probability of every token after the reference chain. `xtc` says whether XTC acts.
 fn chain(logits: &[f32], params: &SamplingParams, xtc: bool) -> Vec<f64> {
     let mut kept = ranked(logits);
     if params.top_n_sigma > 0.0 {
@@ -109,7 +109,7 @@ fn expected(logits: &[f32], params: &SamplingParams) -> Vec<f64> {
     with.iter().zip(without).map(|(with, without)| chance * with + (1.0 - chance) * without).collect()
 }
 
-/// What mirostat draws from at this bound.
+/// The distribution that mirostat samples from at the bound `mu`.
 fn mirostat_expected(logits: &[f32], params: &SamplingParams, mu: f64) -> Vec<f64> {
     let temperature = f64::from(params.temperature);
     let mut kept = ranked(logits);
@@ -137,12 +137,12 @@ fn mirostat_expected(logits: &[f32], params: &SamplingParams, mu: f64) -> Vec<f6
     probabilities
 }
 
-/// 2,500 logits in some disorder, the probability falling over a few hundred of them.
+/// 2,500 logits in mixed order. The probability falls over a few hundred of them.
 fn wide_logits() -> Vec<f32> {
     (0..2500_u32).map(|id| -((id.wrapping_mul(7919) % 2500) as f32) * 0.012).collect()
 }
 
-/// A few likely tokens of different probability before the same tail.
+/// A few likely tokens of different probability, then the same tail.
 fn peaked_logits() -> Vec<f32> {
     let mut logits = wide_logits();
     for (at, peak) in [6.0, 5.5, 5.2, 4.0, 3.0].into_iter().enumerate() {
@@ -151,8 +151,8 @@ fn peaked_logits() -> Vec<f32> {
     logits
 }
 
-/// The chi-squared statistic of `draws` tokens, cells below 8 expected draws put together, as a
-/// z-score (Wilson and Hilferty). Keyed draws make the result the same in every run.
+/// The chi-squared statistic of `draws` tokens as a z-score (Wilson and Hilferty). Cells below 8
+/// expected draws are merged. Random numbers are keyed, so the result is the same in every run.
 fn z_score(probabilities: &[f64], draws: usize, mut token_at: impl FnMut(usize) -> u32) -> f64 {
     let mut counts = vec![0_usize; probabilities.len()];
     for position in 0..draws {
@@ -193,7 +193,7 @@ fn drawn_tokens_follow_the_distribution() {
         SamplingParams { temperature: 1.8, ..base.clone() },
         SamplingParams { top_k: 40, ..base.clone() },
         SamplingParams { top_p: 0.9, ..base.clone() },
-        // Needs more candidates than are sorted at first.
+        // This case needs more candidates than the sampler sorts at first.
         SamplingParams { top_p: 0.5, temperature: 1.3, ..base.clone() },
         SamplingParams { min_p: 0.1, ..base.clone() },
         SamplingParams { top_k: 300, top_p: 0.8, min_p: 0.2, temperature: 0.6, ..base.clone() },
@@ -232,12 +232,13 @@ fn mirostat_draws_from_what_its_bound_leaves_and_comes_to_its_target() {
     let logits = peaked_logits();
     for version in [MirostatVersion::One, MirostatVersion::Two] {
         for temperature in [1.0, 1.7] {
-            // The distribution itself has 2.8 bits and more: it can be reached.
+            // The distribution itself has at least 2.8 bits, so mirostat can reach the target.
             let tau = 2.2;
             let mirostat = Some(MirostatParams { version, tau, eta: 0.1 });
             let params = SamplingParams { mirostat, temperature, seed: 5, ..SamplingParams::default() };
             let mut sampler = Sampler::default();
-            // A fresh history each time: the bound is that of the first token, twice the target.
+            // With a fresh history for each draw, the bound is that of a first token: twice the
+            // target.
             let first = |position| sample(&mut sampler, &logits, &params, position);
             let z = z_score(&mirostat_expected(&logits, &params, 4.4), 20_000, first);
             assert!(z.abs() < 3.3, "{version:?} at {temperature}: {z}");
@@ -252,15 +253,15 @@ fn mirostat_draws_from_what_its_bound_leaves_and_comes_to_its_target() {
                     surprise -= probabilities[token as usize].log2() / 3_000.0;
                 }
             }
-            // Measured over the whole softmax, not over what was left: above the target by what was
-            // cut off.
+            // The test measures the surprise over the whole softmax, mirostat over the remaining
+            // tokens. The mean exceeds the target by the surprise of the truncation.
             let off = surprise - f64::from(tau);
             assert!((-0.1..1.6).contains(&off), "{version:?} at {temperature}: {surprise} bits");
         }
     }
 }
 
-/// As llama.cpp: logit bias, temperature, mirostat, and nothing else.
+/// As in llama.cpp, mirostat follows logit bias and temperature only.
 #[test]
 fn with_mirostat_neither_penalties_nor_dry_nor_filters_are_looked_at() {
     for version in [MirostatVersion::One, MirostatVersion::Two] {
@@ -340,7 +341,7 @@ fn the_distribution_test_sees_what_is_off_by_a_fifth() {
     assert!(z_of(&logits, &expected(&logits, &sharper), &dynamic) > 5.0);
 }
 
-/// Every option there is, each within its range.
+/// All sampling parameters, each within its range.
 fn any_params() -> impl Strategy<Value = SamplingParams> {
     let half_off = |off: f32, on: std::ops::Range<f32>| prop_oneof![Just(off), on];
     let mirostat = prop_oneof![
@@ -395,7 +396,7 @@ fn any_params() -> impl Strategy<Value = SamplingParams> {
     })
 }
 
-/// Few distinct values: ties are everywhere. Some tokens are impossible, never all.
+/// Few distinct values, so that ties are frequent. Some tokens are impossible, but never all.
 fn any_logits() -> impl Strategy<Value = Vec<f32>> {
     let logit = prop_oneof![4 => (-20..20_i8).prop_map(|v| f32::from(v) / 3.0), 1 => Just(f32::NEG_INFINITY)];
     prop::collection::vec(logit, 1..200).prop_map(|mut logits| {
@@ -411,7 +412,7 @@ proptest! {
     fn no_token_outside_the_kept_set_is_drawn(logits in any_logits(), params in any_params()) {
         let params = SamplingParams { mirostat: None, dry: None, ..params };
         let tempered = |params: &SamplingParams| SamplingParams { temperature: 1.0, dynatemp_range: 0.0, ..params.clone() };
-        // Rounding may move the border of a filter by a token of the same or the next logit.
+        // Rounding may move a filter's border by one token of the same or the next logit.
         let near = SamplingParams {
             top_n_sigma: if params.top_n_sigma > 0.0 { params.top_n_sigma + 1e-5 } else { 0.0 },
             typical_p: (params.typical_p + 1e-5).min(1.0),
@@ -432,15 +433,14 @@ proptest! {
                 let best = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
                 prop_assert_eq!(token, logits.iter().position(|&logit| logit == best).unwrap());
             } else {
-                // Ties at typical's border are broken by f32 rounding of equal distances.
+                // At typical's border, f32 rounding of equal distances decides ties.
                 prop_assert!(possible[token] > 0.0 || params.typical_p < 1.0, "token {}", token);
             }
             prop_assert!(logits[token] > f32::NEG_INFINITY);
         }
     }
 
-    /// Neither an option nor a tie nor an impossible token leads to a panic, an error or an
-    /// impossible draw.
+    /// No parameter, tie or impossible token causes a panic, an error or an impossible draw.
     #[test]
     fn the_only_possible_token_is_drawn_whatever_the_options(
         params in any_params(), size in 1..300_usize, at in any::<prop::sample::Index>(), value in -1e30..1e30_f32,
@@ -451,7 +451,7 @@ proptest! {
         prop_assert_eq!(sample(&mut Sampler::default(), &logits, &params, 3), at as u32);
     }
 
-    /// The buffers carry nothing from one draw to the next.
+    /// The sampler's buffers carry no state from one draw to the next.
     #[test]
     fn a_draw_does_not_depend_on_earlier_draws(
         params in any_params(), other in any_params(), position in 0..100_000_usize,
@@ -551,8 +551,8 @@ fn broken_logits_are_refused_and_extremes_are_not() {
     assert_eq!(sample(&[1.0, 2.0, 0.0], &narrow), Ok(1));
 }
 
-/// Top-k takes k, and k is more than there are: the entropy that dynamic temperature follows stays
-/// the same.
+/// If k exceeds the number of possible tokens, top-k removes none. The entropy that the dynamic
+/// temperature follows stays the same.
 #[test]
 fn a_dynamic_temperature_does_not_count_what_is_ruled_out() {
     let mut logits = peaked_logits()[..100].to_vec();

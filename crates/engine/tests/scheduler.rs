@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Facts about single steps of the scheduler, most of them from vLLM's behaviour.
+//! Tests of single scheduler steps. Most of the expected behaviour is vLLM's.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -26,7 +26,7 @@ fn limits() -> SchedulerLimits {
     }
 }
 
-/// Distinct from every other prompt of another `seed`.
+/// A prompt that shares no token with the prompts of other seeds.
 fn prompt(seed: u32, len: usize) -> Vec<u32> {
     (0..len as u32).map(|i| seed * 1000 + i).collect()
 }
@@ -46,13 +46,13 @@ fn add_as(
     scheduler.add(NewSequence { kind, priority, tenant: 0, tokens, tokens_max, scope })
 }
 
-/// One step in which every finished prompt gets a token; returns (slot, first row, rows) of each
-/// chunk.
+/// Runs one step and returns (sequence id, first row, rows) of each chunk. Each chunk that ends its
+/// sequence's tokens gets a new token.
 fn step(scheduler: &mut Scheduler) -> Vec<(SequenceId, usize, usize)> {
     step_beside(scheduler, usize::MAX)
 }
 
-/// The same, with so many rows of prompts beside decodes.
+/// Like [`step`], with a limit on prefill rows while sequences decode.
 fn step_beside(scheduler: &mut Scheduler, beside: usize) -> Vec<(SequenceId, usize, usize)> {
     let chunks: Vec<ScheduledChunk> = scheduler.schedule(beside).chunks.clone();
     scheduler.commit();
@@ -70,7 +70,7 @@ fn decodes_come_before_prompts_in_progress() {
     let mut scheduler = Scheduler::new(SchedulerLimits { step_tokens: 10, ..limits() }, 100);
     let long = add(&mut scheduler, prompt(1, 30), 40);
     let short = add(&mut scheduler, prompt(2, 3), 40);
-    // The row that nobody else wants goes to the long prompt.
+    // The long prompt gets the rows that the short prompt does not need.
     assert_eq!(step(&mut scheduler), [(long, 0, 7), (short, 0, 3)]);
     assert_eq!(step(&mut scheduler), [(short, 3, 1), (long, 7, 9)]);
 }
@@ -91,7 +91,7 @@ fn a_short_prompt_does_not_wait_for_all_of_a_long_one() {
     assert_eq!(step(&mut scheduler), [(long, 0, 64)], "alone it has all rows");
     let short = add(&mut scheduler, prompt(2, 20), 40);
     assert_eq!(step(&mut scheduler), [(long, 64, 44), (short, 0, 20)]);
-    // Nor for two of them.
+    // A short prompt does not wait for two long prompts either.
     let other = add(&mut scheduler, prompt(3, 900), 901);
     let third = add(&mut scheduler, prompt(4, 12), 13);
     assert_eq!(step(&mut scheduler), [(short, 20, 1), (long, 108, 35), (other, 0, 16), (third, 0, 12)]);
@@ -121,7 +121,8 @@ fn prompts_get_so_many_rows_as_streams_can_bear() {
     assert_eq!(rows(&mut scheduler, 24), [(long, 39, 64)], "nobody decodes");
 }
 
-/// Whatever part of the prefix a step can hold, it is computed once, and kept once.
+/// However small the part of the prefix that fits in a step, the prefix is computed once and stored
+/// once.
 #[test]
 fn requests_with_a_common_prefix_wait_for_the_one_that_computes_it() {
     const PREFIX: usize = 128;
@@ -184,7 +185,8 @@ fn a_sequence_that_waits_for_a_prefix_is_skipped_until_its_oldest_first_turn() {
         went_first = others.iter().filter(|&&sequence_id| !waits(&scheduler, sequence_id)).count();
         step(&mut scheduler);
     }
-    // Of a turn's admissions the leader was the first, and the last goes by age.
+    // The leader took the first of `OLDEST_FIRST_EVERY` admissions, and the last one takes the
+    // oldest sequence.
     assert_eq!(went_first, OLDEST_FIRST_EVERY as usize - 2);
     assert!(scheduler.sequence(follower).unwrap().rank.is_promoted());
     let chunk = scheduler.plan().chunks.iter().find(|chunk| chunk.sequence_id == follower).unwrap();
@@ -268,7 +270,8 @@ fn the_tail_of_a_finished_sequence_is_evicted_before_its_head() {
     step(&mut scheduler);
     scheduler.remove(first);
     assert_eq!(scheduler.pool().cached_blocks(), 3);
-    // Takes the block without a hash and one with: the last.
+    // The second prompt takes the block without a block key and one cached block, the last of the
+    // first prompt.
     let other = add(&mut scheduler, prompt(2, 8), 9);
     step(&mut scheduler);
     scheduler.remove(other);
@@ -284,7 +287,8 @@ fn free_blocks_of_a_prefix_hit_count_against_the_free_blocks() {
     scheduler.remove(first);
     let holder = add(&mut scheduler, prompt(2, 7), 9);
     assert_eq!(step(&mut scheduler), [(holder, 0, 7)]);
-    // Three blocks are free and all three hold its prefix; it needs one more than these.
+    // Three blocks are free, and all three hold the prefix of the new sequence. The sequence needs
+    // a fourth block.
     let needs_four = add(&mut scheduler, prompt(1, 13), 14);
     assert_eq!(step(&mut scheduler), [(holder, 7, 1)]);
     scheduler.remove(holder);
@@ -308,7 +312,8 @@ fn admission_counts_what_prompts_in_progress_still_need() {
     let mut scheduler = Scheduler::new(SchedulerLimits { step_tokens: 12, ..limits() }, 10);
     let first = add(&mut scheduler, prompt(1, 30), 31);
     let second = add(&mut scheduler, prompt(2, 12), 13);
-    // 8 rows took 2 of 10 blocks, but 6 more are spoken for: 3 do not fit in the 2 left.
+    // The first 8 rows took 2 of 10 blocks, and the rest of that prompt needs 6 more. The second
+    // prompt needs 3 blocks, but only 2 are left.
     assert_eq!(step(&mut scheduler), [(first, 0, 12)]);
     scheduler.remove(second);
     let third = add(&mut scheduler, prompt(3, 8), 9);
@@ -320,7 +325,7 @@ fn admission_leaves_a_block_for_each_sequence_that_will_grow() {
     let mut scheduler = Scheduler::new(limits(), 4);
     let grows = add(&mut scheduler, prompt(1, 5), 20);
     step(&mut scheduler);
-    // 2 blocks are free, one of them for the growth of the first.
+    // Two blocks are free. The scheduler keeps one of them for the growth of the running sequence.
     add(&mut scheduler, prompt(2, 8), 9);
     assert_eq!(step(&mut scheduler), [(grows, 5, 1)]);
 }
@@ -335,7 +340,7 @@ fn the_last_running_sequence_is_preempted_and_keeps_its_place() {
     for _ in 0..4 {
         assert_eq!(step(&mut scheduler).len(), 2);
     }
-    // Each holds 3 of the 6 blocks, and the first is at a block border.
+    // Each sequence holds 3 of the 6 blocks, and the first sequence needs a new block.
     assert_eq!(step(&mut scheduler), [(first, 12, 1)]);
     assert_eq!(scheduler.plan().preempted, 1);
     assert_eq!(
@@ -397,11 +402,12 @@ fn a_preempted_sequence_returns_its_rows_and_names_nothing() {
     for position in 3..7 {
         assert_eq!(step(&mut scheduler), [(younger, position, 1)]);
     }
-    // The younger took a block that was meant for the older, and is about to fill it.
+    // The younger sequence took a block that the older one needs. The next row would fill that
+    // block.
     scheduler.set_paused(older, false);
     assert_eq!(step(&mut scheduler), [(older, 8, 8)]);
     assert_eq!((scheduler.plan().rows, scheduler.plan().decode_rows, scheduler.plan().preempted), (8, 0, 1));
-    // The block that was not filled is taken first, and was not cached.
+    // The older sequence takes the unfilled block first. That block was never cached.
     assert_eq!((scheduler.pool().cached_blocks(), scheduler.pool().evictions()), (1, 0));
 }
 
@@ -419,7 +425,7 @@ fn rows_of_a_preempted_sequence_go_to_others_of_the_same_step() {
     }
     scheduler.set_paused(older, false);
     scheduler.set_paused(middle, false);
-    // The younger had one of the 8 rows until the older took its blocks.
+    // The younger sequence had one of the 8 rows until the older one took its blocks.
     assert_eq!(step(&mut scheduler), [(older, 4, 4), (middle, 4, 4)]);
     assert_eq!(scheduler.plan().preempted, 1);
 }
@@ -457,8 +463,8 @@ fn scoring_is_bounded_and_does_not_block_others() {
     assert!(scheduler.plan().chunks[1].outputs == ChunkOutputs::All);
 }
 
-/// What it found may be filled by the step that admits it: if that fails, it has to be among the
-/// lost.
+/// The step that admits a sequence may also fill the blocks of its prefix cache hit. If that step
+/// fails, the sequence must fail too. So even a paused sequence gets rows in that step.
 #[test]
 fn a_held_sequence_gets_the_rows_of_its_admission() {
     let mut scheduler = Scheduler::new(limits(), 100);
@@ -502,7 +508,8 @@ fn removal_in_every_state_gives_all_blocks_back() {
     );
 }
 
-/// One step; every row with an output gets its token, forks of it too. How many rows it had.
+/// Runs one step and returns its rows. Each row with an output gets a token, and each fork of that
+/// row gets one too.
 fn step_with_forks(scheduler: &mut Scheduler) -> usize {
     let rows = scheduler.schedule(usize::MAX).rows;
     scheduler.commit();
@@ -521,7 +528,8 @@ fn equal_prompts_are_computed_once_and_the_last_block_is_copied_on_write() {
     assert_eq!(step_with_forks(&mut scheduler), 10, "the prompt once");
     assert_eq!((scheduler.plan().forked.len(), scheduler.running_count()), (3, 4));
     assert_eq!(scheduler.pool().used_blocks(), 3, "all four share all blocks");
-    // Three copy, the last one to write has the block for itself.
+    // Three sequences copy the last block. The fourth sequence then is the only user of the
+    // original.
     assert_eq!(step_with_forks(&mut scheduler), 4);
     assert_eq!((scheduler.plan().copies.len(), scheduler.pool().used_blocks()), (3, 6));
     let tables: Vec<_> = sequence_ids
@@ -563,7 +571,7 @@ fn a_window_gives_back_what_it_has_left_behind() {
     let sequence_id = add(&mut scheduler, prompt(1, 12), 40);
     step(&mut scheduler);
     assert_eq!(scheduler.pool().used_blocks(), 3);
-    // From position 12 on, positions 7 and later are read.
+    // The row at position 12 reads positions 7 and later.
     step(&mut scheduler);
     assert_eq!(scheduler.sequence(sequence_id).unwrap().table()[0], 0);
     assert_eq!((scheduler.pool().used_blocks(), scheduler.pool().cached_blocks()), (3, 1));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A token drawn from a row's shortlist is the token drawn from the row, whatever the parameters:
-//! where the list does not show it, it says so.
+//! A token sampled from a row's shortlist equals the token sampled from the whole row, with any
+//! parameters. If the shortlist does not determine the token, the sampler says so.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -13,7 +13,7 @@ use ops::softmax::SoftmaxWeights;
 use ops::{SHORTLIST_LEN, Shortlist};
 use proptest::prelude::*;
 
-/// Prompt, output so far, and tokens that are ruled out.
+/// Prompt, output so far, and forbidden tokens.
 #[derive(Clone, Debug, Default)]
 struct HistoryInputs {
     prompt: Vec<u32>,
@@ -23,7 +23,7 @@ struct HistoryInputs {
 
 impl HistoryInputs {
     fn history(&self, params: &SamplingParams) -> History {
-        // As good as any that a frame may have carried.
+        // An arbitrary mirostat bound, as a token frame may carry it.
         let bytes = if params.mirostat.is_some() { &4.0_f32.to_le_bytes()[..] } else { &[] };
         History::new(params, &self.prompt, &self.output, &SamplerState::from_bytes(bytes).unwrap()).unwrap()
     }
@@ -33,7 +33,8 @@ impl HistoryInputs {
     }
 }
 
-/// The token of the row itself, if there is one, and that of its shortlist.
+/// Samples from the row and from its shortlist. `None` means that the row has no possible token, or
+/// that the shortlist does not determine the token.
 fn both(
     logits: &[f32],
     params: &SamplingParams,
@@ -51,7 +52,7 @@ fn both(
     (sampler.sample(logits, &draw, &mut history).ok(), short)
 }
 
-/// Half of the time `off`.
+/// Yields `off` half of the time.
 fn sometimes<T: Clone + std::fmt::Debug + 'static>(
     off: T,
     on: impl Strategy<Value = T> + 'static,
@@ -87,8 +88,8 @@ prop_compose! {
     }
 }
 
-/// Smooth ones, ones of few values so that ties are everywhere, and ones with tokens that are ruled
-/// out.
+/// Three kinds of rows: smooth logits, few distinct values with many ties, and rows with impossible
+/// tokens.
 fn any_logits() -> impl Strategy<Value = Vec<f32>> {
     let some = |logit: BoxedStrategy<f32>| prop::collection::vec(logit, 1..1500);
     prop_oneof![
@@ -102,7 +103,7 @@ fn any_logits() -> impl Strategy<Value = Vec<f32>> {
     })
 }
 
-/// Of the best tokens above all, so that penalties change who is best.
+/// The history holds mainly the best tokens, so that penalties change which token is best.
 fn any_past(logits: &[f32]) -> impl Strategy<Value = HistoryInputs> + use<> {
     let mut ids: Vec<u32> = (0..logits.len() as u32).collect();
     ids.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]));
@@ -131,10 +132,10 @@ proptest! {
     }
 }
 
-/// Those that most requests have.
+/// Parameters that most requests use.
 #[test]
 fn common_parameters_are_served_by_the_list() {
-    // 20,000 tokens of which the best few are likely, as of a model that knows what it says.
+    // 20,000 tokens of which a few are likely, like a row of a confident model.
     let logits: Vec<f32> = (0..20_000_u32)
         .map(|id| {
             let noise = (id.wrapping_mul(2_654_435_761) >> 8) as f32 / 16_777_216.0;
@@ -189,7 +190,7 @@ fn what_weighs_every_token_needs_the_row() {
         let weighing = past.draw(&params, 3).weighing(20_000, &past.history(&params));
         assert_eq!(weighing, None, "{params:?}");
     }
-    // Equal logits: a shortlist is a small part of what top-p keeps.
+    // With equal logits, the shortlist is a small part of the tokens that top-p keeps.
     let params = SamplingParams { top_p: 0.9, ..base };
     assert_eq!(both(&[1.0; 5000], &params, &HistoryInputs::default(), 3).1, None);
 }

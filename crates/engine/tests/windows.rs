@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Models whose layers see different parts of the past: a table for each group of layers, blocks
-//! behind a window given back while their sequence runs, and the same answers whatever was given
-//! back, shared, preempted or drafted.
+//! Models whose layers have different attention spans, with one block table per KV cache group.
+//!
+//! The engine releases blocks behind a window while their sequence runs. Answers do not depend on
+//! releases, shared blocks, preemption or drafts.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -25,14 +26,14 @@ fn window(tokens: usize) -> AttentionSpan {
     AttentionSpan::Window { tokens }
 }
 
-/// Keeps, for each group, the hash of all tokens up to the one in a place, and looks for each row
-/// at everything that the group sees: that of a wrong block, or of one that was given back too
-/// early, is another one or not there.
+/// A model that stores, for each group and slot, the hash of all tokens up to it. For each row, the
+/// model reads every position in the group's span. A wrong block, or one that was released too
+/// early, gives another hash or none.
 struct Windows {
     layers: Vec<KvLayer>,
     groups: Vec<AttentionSpan>,
     block_tokens: usize,
-    /// By KV slot: group, and hash of the tokens up to it.
+    /// By KV slot: the group, and the hash of the tokens up to it.
     cells: HashMap<u32, (usize, u64)>,
 }
 
@@ -104,7 +105,8 @@ impl Model<Reference> for Windows {
                 );
                 table[position / tokens] * tokens as u32 + (position % tokens) as u32
             };
-            // What is before this row, by the first group; it must see the last position at least.
+            // The hash of the tokens before this row, from the first group. If that group's span
+            // excludes the previous position, the hash is 0.
             let before = position.checked_sub(1).map_or(0, |last| {
                 match self.groups[0].first_position(position) <= last {
                     true => self.cells[&sequence_id(0, last)].1,
@@ -157,7 +159,7 @@ fn prompt(text: u32, len: u32) -> Vec<u32> {
     (0..len).map(|place| (place * 7 + text * place / 9) % VOCAB as u32).collect()
 }
 
-/// Blocks that one sequence holds in a step which brings it to `end` tokens, `rows` of them new.
+/// Blocks that one sequence holds in a step that computes its last `rows` tokens up to `end`.
 fn held(groups: &[AttentionSpan], end: usize, rows: usize, block_tokens: usize) -> usize {
     let blocks =
         |span: &AttentionSpan| end.div_ceil(block_tokens) - span.first_position(end - rows) / block_tokens;
@@ -176,7 +178,8 @@ fn blocks_behind_a_window_are_free_while_their_sequence_runs() {
         let rows = engine.step(Duration::ZERO, &mut out).unwrap().rows;
         computed += rows;
         if engine.has_work() {
-            // Blocks are left behind when one is taken: of each window one more at most.
+            // A group releases blocks only when it takes one. So each of the 3 windows may hold one
+            // block more.
             let expected = held(&spans, computed, rows, 4);
             let used = engine.stats().kv_blocks_used;
             assert!(
@@ -187,7 +190,7 @@ fn blocks_behind_a_window_are_free_while_their_sequence_runs() {
         }
     }
     assert_eq!(computed, 50 + 119);
-    // One table of 43 blocks, and of the others what the longest chunk needs.
+    // The full group needs 43 blocks, and each window what the longest chunk needs.
     assert!(most <= 43 + 2 * 7 + 13, "{most} blocks");
     assert!(engine.stats().kv_blocks_used == 0);
     engine.check_integrity().unwrap();
@@ -197,20 +200,21 @@ fn blocks_behind_a_window_are_free_while_their_sequence_runs() {
 fn a_long_sequence_needs_a_budget_for_its_full_layers_only() {
     let spans = [window(6), FULL, window(6), window(6), window(6), window(6)];
     let block_bytes = engine(&spans, &config()).stats().kv_block_bytes as u64;
-    // Of 300 tokens, all 75 blocks of one group, and of five groups what a window and the largest
-    // step take.
+    // For 300 tokens, the full group needs all 75 blocks. Each of the five windows needs the blocks
+    // of its window and of the largest step.
     let blocks = 75 + 5 * (2 + 6 + 1);
     let tight = EngineConfig { kv: KvBudget::Bytes((blocks + 1) * block_bytes), ..config() };
     let mut engine = engine(&spans, &tight);
     engine.submit(request(1, prompt(0, 40), 261)).unwrap();
-    // It finds the first one's beginning, and that costs it nothing in the windows.
+    // The second request hits the prefix of the first one. That hit costs no blocks in the window
+    // groups.
     engine.submit(request(2, prompt(0, 40), 261)).unwrap();
     let refused = engine.submit(request(3, prompt(0, 40), 262)).unwrap_err();
     let RefuseReason::NeverFits { tokens, needed, block_tokens: 4, blocks: budget } = refused else {
         panic!("{refused}");
     };
     assert_eq!((tokens, needed as u64, budget as u64), (301, blocks + 1, blocks));
-    // A request without a length gets what fits.
+    // A request without `max_tokens` continues until the budget is used.
     let mut open = request(4, prompt(1, 3), 1);
     open.stop.max_tokens = None;
     engine.submit(open).unwrap();
@@ -233,7 +237,7 @@ fn a_budget_in_tokens_is_for_these_tokens_however_short_their_sequences_are() {
     assert_eq!(groups(&[window(9), FULL, window(9), FULL]), (2, 200));
 }
 
-/// One request at a time, with room for everything.
+/// Runs one request at a time, with enough blocks, without prefix cache and drafts.
 fn alone(
     spans: &[AttentionSpan],
     config: &EngineConfig,
@@ -290,8 +294,8 @@ fn answers_do_not_depend_on_pressure_chunks_shared_blocks_or_drafts() {
             .map(|id| request(id as u64, prompts[id / 2].clone(), 1 + random.below(60) as u32))
             .collect();
         let expected = alone(spans, &config, &requests);
-        // The least that the longest of them needs when it is alone: one block less, and it is
-        // refused.
+        // The fewest blocks that the longest request needs alone. With one block less, the engine
+        // refuses that request.
         let longest =
             requests.iter().max_by_key(|r| r.prompt.len() as u32 + r.stop.max_tokens.unwrap()).unwrap();
         let block_bytes = engine(spans, &config).stats().kv_block_bytes as u64;
@@ -354,7 +358,7 @@ fn a_draft_model_keeps_everything_or_does_not_draft() {
             Ok(_) => panic!("{spans:?} with drafts of {of_draft:?} is not refused"),
         }
     }
-    // Where a layer keeps everything, the draft's keys and values lie beside it.
+    // If a layer of the model has full attention, the draft model shares that layer's block table.
     let spans = [FULL, window(8)];
     let requests: Vec<Request> = (0..6).map(|id| request(id, prompt(id as u32 / 2, 30), 40)).collect();
     let expected = alone(&spans, &config(), &requests);
