@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What others feel while a prompt of 2,048 tokens is computed: how long a short prompt that comes
-//! just after it waits for its first token, and how long streams wait between theirs; with prompts
-//! bounded beside decodes, as engines do it, and without, in turns. On the larger demo model, or
-//! the GGUF files named as arguments.
+//! Measures how a prompt of 2,048 tokens delays other requests.
+//!
+//! 1. How long a short prompt that arrives just after it waits for its first token.
+//! 2. How long running streams wait between tokens.
+//!
+//! The benchmark alternates between engines with `max_prefill_stall`, which caps prefill while
+//! sequences decode, and without it. It uses the larger demo model, or the GGUF files named as
+//! arguments.
 
 #![expect(clippy::unwrap_used, reason = "a benchmark that cannot run says so by panicking")]
 #![expect(clippy::print_stdout, reason = "it reports there")]
@@ -18,10 +22,10 @@ const THREADS: usize = 2;
 const ROUNDS: usize = 3;
 const LONG: usize = 2_048;
 const SHORT: usize = 64;
-/// Streams that run beside, and how many tokens they have put out when the long prompt comes.
+/// Numbers of streams that decode. Each stream has `WARM_UP` tokens when the long prompt arrives.
 const STREAMS: [usize; 3] = [0, 4, 16];
 const WARM_UP: usize = 16;
-/// Ids of the long and the short one; streams count from 0.
+/// Ids of the long and the short request. The ids of streams count from 0.
 const LONG_ID: RequestId = RequestId(1_000);
 const SHORT_ID: RequestId = RequestId(1_001);
 
@@ -36,21 +40,21 @@ fn engine(file: &ModelFile, streams: usize, is_bounded: bool) -> Engine<Cpu> {
     Engine::new(model, backend, &config).unwrap()
 }
 
-/// Tokens without meaning; what a model makes of them takes as long as anything else.
+/// Arbitrary tokens: the model takes the same time for any text.
 fn request(id: RequestId, tokens: usize, max_tokens: usize) -> Request {
     let token = |place: usize| ((id.0 as usize * 7_919 + place * 104_729) % 8_000) as u32 + 100;
     let prompt = (0..tokens).map(token).collect();
     Request { sampling: SamplingParams::greedy(), ..Request::new(id, prompt, max_tokens as u32) }
 }
 
-/// One engine and its clock.
+/// An engine and its clock.
 struct BenchEngine {
     engine: Engine<Cpu>,
     start: Instant,
 }
 
 impl BenchEngine {
-    /// Which requests got a token in the next step.
+    /// Runs one step and returns the requests that got a token.
     fn step(&mut self) -> Vec<RequestId> {
         let mut out = Vec::new();
         let now = self.start.elapsed();
@@ -66,7 +70,7 @@ impl BenchEngine {
 struct Waits {
     short: Vec<Duration>,
     long: Vec<Duration>,
-    /// Between tokens of the streams, before the long prompt came and while it was computed.
+    /// Times between tokens of the streams: before the long prompt arrived, and during its prefill.
     alone: Vec<Duration>,
     beside: Vec<Duration>,
     longest: Vec<Duration>,
@@ -115,7 +119,7 @@ fn round(run: &mut BenchEngine, streams: usize, waits: &mut Waits) {
     assert!(run.engine.reset_prefix_cache());
 }
 
-/// In milliseconds.
+/// Median in milliseconds.
 fn median(times: &mut [Duration]) -> f64 {
     times.sort();
     times.get(times.len() / 2).map_or(0.0, |time| time.as_secs_f64() * 1e3)
@@ -132,7 +136,7 @@ fn report(path: &Path) {
         for number in 0..=ROUNDS {
             for (_, run, waits) in &mut sides {
                 round(run, streams, waits);
-                // The first round wrote to memory for the first time.
+                // The first round does not count, since it writes to memory for the first time.
                 if number == 0 {
                     *waits = Waits::default();
                 }

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What it saves that equal prefixes are computed and kept once, on the demo models: a burst of
-//! requests that share 2,048 tokens, with sharing on and off in turns; and how many sequences fit
-//! one budget in blocks, against a reserved context for each.
+//! Measures what sharing of equal prefixes saves, on the demo models.
 //!
-//! What sharing can save depends on the rows that each request needs for itself: beside the times
-//! stands the bound, the rows without sharing by those with it, as if each row took as long. (Rows
-//! behind a long context take longer than those of its prefix on average; what they share of it is
-//! read for several of them at once.)
+//! 1. A burst of requests that share 2,048 tokens, with sharing on and off in turns.
+//! 2. How many sequences fit one budget in blocks, against a reserved context for each.
+//!
+//! The rows that each request needs for itself limit what sharing can save. So the output has a
+//! bound beside the times: rows without sharing divided by rows with sharing, as if each row took
+//! equally long. Two effects are not in this bound. A row behind a long context takes longer than
+//! an average row of its prefix. The backend reads the shared part of that context for several rows
+//! at once.
 
 #![expect(clippy::unwrap_used, reason = "a benchmark that cannot run says so by panicking")]
 #![expect(clippy::print_stdout, reason = "it reports there")]
@@ -20,8 +22,8 @@ use std::time::{Duration, Instant};
 const THREADS: usize = 2;
 const ROUNDS: usize = 3;
 const PREFIX: usize = 2_048;
-/// Tokens of its own and of output of each request: a question and an answer, and what a first
-/// token takes.
+/// Own prompt tokens and output tokens of each request: a question with its answer, and the time to
+/// a first token.
 const SHAPES: [(usize, usize); 2] = [(32, 16), (8, 1)];
 
 fn engine(file: &ModelFile, config: &EngineConfig) -> Engine<Cpu> {
@@ -36,12 +38,12 @@ fn request(id: u64, prompt: Vec<u32>, max_tokens: usize) -> Request {
     Request { sampling: SamplingParams::greedy(), ..Request::new(RequestId(id), prompt, max_tokens as u32) }
 }
 
-/// Tokens without meaning; what a model makes of them takes as long as anything else.
+/// Arbitrary tokens: the model takes the same time for any text.
 fn token(seed: usize, place: usize) -> u32 {
     ((seed * 7919 + place * 104_729) % 8_000) as u32 + 100
 }
 
-/// Wall time of a burst of `count` requests, and the most bytes of keys and values that they held.
+/// Runs a burst of `count` requests. Returns its wall time and the most bytes of KV cache in use.
 fn burst(file: &ModelFile, count: usize, (own, output): (usize, usize), share: bool) -> (Duration, usize) {
     let config = EngineConfig {
         prefix_cache: share,
@@ -87,7 +89,7 @@ fn sharing(name: &str, file: &ModelFile, shape: (usize, usize)) {
             bytes = (shared.1, own.1);
         }
         let (on, off) = (median(on), median(off));
-        // The last token of output is drawn and not computed.
+        // The last output token is sampled, but not computed.
         let rows = shape.0 + shape.1 - 1;
         println!(
             "{name}: {count} requests of {PREFIX} + {} tokens, {} out: {on:.2} s shared, {off:.2} s not: {:.1} times, at \
@@ -103,8 +105,8 @@ fn sharing(name: &str, file: &ModelFile, shape: (usize, usize)) {
     }
 }
 
-/// Sequences of 32 to 287 tokens of prompt and 64 of output that run at once before one has to
-/// wait.
+/// Reports how many sequences run at once before the first preemption. Each has 32 to 287 prompt
+/// tokens and 64 output tokens.
 fn capacity(name: &str, file: &ModelFile) {
     const CONTEXTS: usize = 16;
     const MOST: usize = 512;

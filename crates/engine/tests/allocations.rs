@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! In steady state a step of the policy allocates nothing, and a step of the engine as often for 8
-//! sequences as for 128: what a sequence will need is reserved when it is admitted, what the pool
-//! needs when it is made.
+//! Counts heap allocations in steady state.
 //!
-//! What does allocate: the arrival of a request, its admission, and the end of one (it frees).
+//! A scheduler step allocates nothing. An engine step allocates as often for 8 sequences as for
+//! 128. The scheduler reserves what a sequence will need at its admission, and what the block pool
+//! needs at construction.
+//!
+//! These do allocate: the arrival and the admission of a request. The end of a request frees
+//! memory.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -26,7 +29,8 @@ const BLOCK_TOKENS: usize = 16;
 const RUNNING: usize = 512;
 const STEPS: usize = 400;
 
-/// Every sequence gets a token; some have drafts, of which some are right.
+/// Runs one step in which every sequence gets a token. Some sequences have drafts, and some of the
+/// drafts are right.
 fn step(scheduler: &mut Scheduler, sequence_ids: &mut Vec<(SequenceId, usize)>, number: usize) {
     sequence_ids.clear();
     scheduler.schedule(usize::MAX);
@@ -81,8 +85,8 @@ fn a_step_of_decodes_allocates_nothing() {
         })
     };
     let mut sequence_ids = Vec::new();
-    // Others before them have filled the cache, so that every block that is taken is one that could
-    // be found.
+    // Earlier sequences fill the prefix cache, so that each block that a step takes is a cached
+    // one.
     let before: Vec<SequenceId> =
         (0..RUNNING as u32).map(|index| add(&mut scheduler, 1_000_000 + index, tokens_max)).collect();
     (0..700).for_each(|number| step(&mut scheduler, &mut sequence_ids, number));
@@ -103,11 +107,11 @@ fn a_step_of_decodes_allocates_nothing() {
 }
 
 const VOCAB: usize = 16;
-/// Tokens that each sequence of the engine may come to have.
+/// Most tokens of a sequence in the engine tests.
 const CONTEXT: usize = 2_048;
 
-/// A model that allocates nothing: what follows is a function of the token and of nothing else, so
-/// text repeats itself.
+/// A model that allocates nothing. The next token depends only on the current token, so the text
+/// repeats itself.
 struct Still {
     logits: <Reference as Backend>::Tensor,
     host: Vec<f32>,
@@ -144,8 +148,8 @@ impl Model<Reference> for Still {
     }
 }
 
-/// Allocations of so many steps of the whole engine in which every sequence decodes, and tokens
-/// that they put out.
+/// Returns the allocations and the sampled tokens of `STEPS` engine steps in which every sequence
+/// decodes.
 fn engine_allocates(running: usize, drafts: bool, sampling: &SamplingParams) -> (u64, usize) {
     const STEPS: usize = 100;
     let config = EngineConfig {

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Invariant I5 on real models and backends: requests alone, together, in other orders, chunk
-//! sizes, under KV pressure, with and without shared prefixes, on several thread counts and
-//! instruction sets of one kind give the same bits.
+//! Invariant I5 on real models and backends.
+//!
+//! Requests give the same bits alone and together, in any order and with any chunk sizes. KV cache
+//! pressure, shared prefixes, drafts, thread counts and instruction sets of one kind change
+//! nothing.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -32,7 +34,7 @@ where
     Engine::new(model, backend, config).unwrap()
 }
 
-/// `file` with drafts of `draft`, or of the text itself.
+/// An engine for `file` with drafts from the model `draft`, or from prompt lookup.
 fn drafting<B>(
     file: &ModelFile,
     draft: Option<&ModelFile>,
@@ -54,7 +56,7 @@ where
     Engine::with_drafter(model, drafter, backend, config).unwrap()
 }
 
-/// One request at a time, nothing shared, each prompt in one step.
+/// Runs one request at a time. No prefix is shared, and each prompt takes one step.
 fn alone<B: Backend>(engine: &mut Engine<B>, requests: &[Request]) -> HashMap<RequestId, GenerationResult> {
     let mut outputs = Vec::new();
     for request in requests {
@@ -64,8 +66,8 @@ fn alone<B: Backend>(engine: &mut Engine<B>, requests: &[Request]) -> HashMap<Re
     answers(outputs)
 }
 
-/// All of them, in an order of `shuffle`, a few arriving after each step; those of a pair one after
-/// the other.
+/// Runs all requests in an order that depends on `shuffle`. After each step, `per_step` requests
+/// arrive. Two requests with one prompt arrive one after the other.
 fn together<B: Backend>(
     engine: &mut Engine<B>,
     requests: &[Request],
@@ -87,7 +89,7 @@ fn together<B: Backend>(
     answers(outputs)
 }
 
-/// Half of them greedy; two of each prompt, and prompts share heads.
+/// Half of the requests are greedy. Each prompt serves two of them, and the prompts share prefixes.
 fn requests(prompts: &[Vec<u32>], count: usize, max_tokens: u32) -> Vec<Request> {
     let sampled = |seed| SamplingParams {
         temperature: 0.8,
@@ -117,7 +119,7 @@ fn one_by_one() -> EngineConfig {
     }
 }
 
-/// Configurations that cut and mix the same work in other ways.
+/// Configurations that chunk and batch the same work in different ways.
 fn variants(pressure_tokens: usize) -> Vec<EngineConfig> {
     let base = EngineConfig { prefix_cache: true, ..one_by_one() };
     vec![
@@ -170,7 +172,7 @@ fn reference_gives_the_same_tokens_with_any_batch_neighbours() {
     check_variants(&file, &requests, &expected, 160, Reference::new);
 }
 
-/// Prompts longer than the window, three of them with the same head.
+/// The prompts are longer than the window, and three of them share a prefix.
 #[test]
 fn a_model_with_windows_keeps_the_promise_too() {
     let file = ModelFile::open(&tree_data().join("gemma3.gguf")).unwrap();
@@ -196,7 +198,7 @@ fn a_model_with_windows_keeps_the_promise_too() {
     }
     let stats = check_drafts((&file, None), &requests, 176);
     assert!(stats.drafts.drafted_tokens() > 0, "{stats:?}");
-    // A draft that sees everything, and is wrong most of the time.
+    // A draft model with full attention, whose drafts are wrong most of the time.
     let draft = ModelFile::open(&tree_data().join("llama.Q8_0.gguf")).unwrap();
     let stats = check_drafts((&file, Some(&draft)), &requests, 176);
     assert!(stats.drafts.drafted_tokens() > 0, "{stats:?}");
@@ -210,7 +212,7 @@ fn pycoder(name: &str) -> (ModelFile, Vec<Transcript>) {
 #[test]
 fn sixty_four_requests_give_the_same_tokens_with_any_batch_neighbours() {
     let (file, transcripts) = pycoder("pycoder-7m-q8_0");
-    // Prompts of 20 to 60 tokens, the longer ones going on where the shorter end.
+    // Prompts of 20 to 60 tokens. Longer prompts continue shorter ones.
     let prompts: Vec<Vec<u32>> = (0..16)
         .map(|i| {
             let transcript = &transcripts[i % 8];
@@ -238,7 +240,7 @@ fn memory_of_a_burst_comes_back_though_requests_go_on_coming() {
     together(&mut engine, &burst, 3, burst.len());
     engine.release_memory().unwrap();
     let after_burst = engine.kv_cache_usage().bytes;
-    // One of them is asked again and again, as a probe is.
+    // One request arrives again and again, like a probe.
     let mut bytes = Vec::new();
     for _ in 0..4 {
         alone(&mut engine, &burst[11..]);
@@ -306,7 +308,7 @@ fn greedy_output_is_the_recorded_one_up_to_the_first_close_call() {
     let answers = answers(run_out(&mut engine));
     let mut compared = 0;
     for (line, transcript) in transcripts.iter().enumerate() {
-        // llama.cpp's own rounding of activations decides below this gap.
+        // Below this gap, llama.cpp's own rounding of activations decides the token.
         let close = transcript.gap.iter().position(|&gap| gap < 0.3).unwrap_or(transcript.gap.len());
         let answer = &answers[&RequestId(line as u64)];
         assert_eq!(answer.tokens[..close], transcript.tokens[..close], "line {line}");
@@ -316,8 +318,8 @@ fn greedy_output_is_the_recorded_one_up_to_the_first_close_call() {
     assert!(compared > 10 * transcripts.len());
 }
 
-/// EngineOutput with drafts is that without, alone and in company; returns the figures of the run
-/// alone.
+/// Checks that the output with drafts equals the output without, alone and in a batch. Returns the
+/// counters of the run alone.
 fn check_drafts(
     (file, draft): (&ModelFile, Option<&ModelFile>),
     requests: &[Request],
@@ -347,7 +349,7 @@ fn drafts_of_the_small_model_change_no_token_of_the_large_one() {
     let prompts: Vec<Vec<u32>> =
         transcripts[..6].iter().map(|transcript| transcript.tokens[..30].to_vec()).collect();
     let stats = check_drafts((&file, Some(&draft)), &requests(&prompts, 12, 24), 200);
-    // Half of the requests draw at temperature 0.8, which the draft model cannot foresee.
+    // Half of the requests sample at temperature 0.8. The draft model cannot foresee their tokens.
     assert!(stats.drafts.accepted_tokens() * 10 > stats.drafts.drafted_tokens() * 3, "{stats:?}");
     assert!(stats.steps * 10 < stats.output_tokens * 7, "{stats:?}");
 }
@@ -355,7 +357,7 @@ fn drafts_of_the_small_model_change_no_token_of_the_large_one() {
 #[test]
 fn drafts_from_the_text_itself_change_no_token() {
     let (file, transcripts) = pycoder("pycoder-7m-q8_0");
-    // A text that is there twice, the second time up to its middle: as in an edit.
+    // Each prompt holds a text and then its first half again, as in an edit.
     let prompts: Vec<Vec<u32>> = transcripts[..6]
         .iter()
         .map(|transcript| [&transcript.tokens[..40], &transcript.tokens[..20]].concat())

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Drafters that know the answers, and say what a test wants of them.
+//! Drafters for tests. [`Scripted`] knows the answers and proposes what a test wants.
 
 use crate::fake::{FakeModel, VOCAB, oracle};
 use engine::draft::depth::DraftingCost;
@@ -11,27 +11,27 @@ use engine::schedule::sequence_id::SequenceId;
 use engine::{DraftModel, Drafter, EngineConfig, PromptLookup, Request};
 use ops::{Backend, OpError, Reference};
 
-/// What a drafter proposes.
+/// What a [`Scripted`] drafter proposes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Guess {
-    /// What will be drawn.
+    /// The tokens that the sampler will draw.
     Right,
-    /// Never that.
+    /// Never the tokens that the sampler will draw.
     Wrong,
-    /// Right up to a place that changes from draft to draft.
+    /// Right tokens up to a place that changes from draft to draft.
     RightUntil,
-    /// Right but for the last.
+    /// Right tokens except the last.
     RightButLast,
     /// Any token of the vocabulary, and some beyond it.
     Anything,
-    /// Fails.
+    /// Nothing: the drafter fails.
     Nothing,
 }
 
-/// Guesses with the answers at hand.
+/// Proposes draft tokens from the known answers.
 pub(crate) struct Scripted {
     guess: Guess,
-    /// Whole sequences of all requests.
+    /// Prompt and output of each request.
     answers: Vec<Vec<u32>>,
     random: u64,
 }
@@ -85,7 +85,7 @@ impl<B: Backend> Drafter<B> for Scripted {
     fn forget(&mut self, _: SequenceId) {}
 }
 
-/// All kinds of drafters by number.
+/// Creates a drafter of the kind with this number.
 pub(crate) fn drafter(
     kind: usize,
     config: &EngineConfig,
@@ -93,8 +93,8 @@ pub(crate) fn drafter(
 ) -> Box<dyn Drafter<Reference>> {
     let guess = match kind {
         0 => return Box::new(PromptLookup::default()),
-        // The model itself: it checks each step that it is given, and is right wherever a request
-        // is greedy.
+        // The fake model as draft model. It checks each step that it gets, and its drafts are right
+        // wherever a request is greedy.
         1 => return Box::new(DraftModel::new(Box::new(FakeModel::new(config)), config.step_tokens, 0.2)),
         2 => Guess::Right,
         3 => Guess::Wrong,
@@ -106,5 +106,5 @@ pub(crate) fn drafter(
     Box::new(Scripted::new(guess, requests))
 }
 
-/// Kinds that [`drafter`] tells apart.
+/// Number of kinds that [`drafter`] creates.
 pub(crate) const KINDS: usize = 8;

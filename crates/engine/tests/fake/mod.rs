@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A model that costs nothing and notices every mistake in a step, and an oracle that knows its
-//! output without an engine.
+//! A fake model that costs almost nothing and detects every mistake in a step, and an oracle that
+//! computes the same output without an engine.
 //!
-//! Its "keys and values" of a token are a hash of all tokens up to it, made from what the cache
-//! holds for the token before. So a wrong block, slot, position, order or a block that is shared
-//! wrongly changes logits or fails at once.
+//! The fake "keys and values" of a token are a hash of all tokens up to it. The model derives the
+//! hash from the cache cell of the previous token. So a wrong block, slot, position or order, or a
+//! wrongly shared block, changes the logits or fails at once.
 
 use engine::sample::draw::SampleContext;
 use engine::sample::history::History;
@@ -26,11 +26,11 @@ pub(crate) const VOCAB: usize = 50;
 pub(crate) struct FakeModel {
     block_tokens: usize,
     context: usize,
-    /// Per KV slot: position and hash of the tokens up to it.
+    /// By KV slot: the position, and the hash of the tokens up to it.
     cache: HashMap<u32, (u32, u64)>,
-    /// Steps to go until one fails.
+    /// Number of steps before one fails.
     fail_after: Arc<AtomicUsize>,
-    /// That it was asked to compute.
+    /// Rows that the model has computed.
     pub(crate) rows: Arc<AtomicUsize>,
 }
 
@@ -133,13 +133,13 @@ impl Model<Reference> for FakeModel {
     }
 }
 
-/// What a request puts out: its tokens, the bits of their log-probabilities, and why it ended.
+/// The output of a request: its tokens, the bits of their log-probabilities, and the finish reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct GenerationResult {
     pub(crate) tokens: Vec<u32>,
     pub(crate) logprobs: Vec<(u32, Vec<(u32, u32)>)>,
     pub(crate) reason: Option<FinishReason>,
-    /// Of the last token.
+    /// Sampler state after the last token.
     pub(crate) state: SamplerState,
 }
 
@@ -177,7 +177,7 @@ pub(crate) fn id_of(output: &EngineOutput) -> RequestId {
     }
 }
 
-/// The fake model's answer, token by token from the whole sequence.
+/// Computes the fake model's answer to a request, each token from the whole sequence.
 pub(crate) fn oracle(request: &Request) -> GenerationResult {
     let mut answer = GenerationResult::new();
     let mut tokens = request.prompt.clone();
@@ -220,7 +220,7 @@ pub(crate) fn request(id: u64, prompt: Vec<u32>, max_tokens: u32) -> Request {
     Request { sampling, ..Request::new(RequestId(id), prompt, max_tokens) }
 }
 
-/// Steps until nothing is left; all outputs in order.
+/// Runs the engine until it has no work. Returns all outputs in order.
 pub(crate) fn run_out<B: Backend>(engine: &mut Engine<B>) -> Vec<EngineOutput> {
     let mut out = Vec::new();
     while engine.has_work() {
@@ -232,7 +232,7 @@ pub(crate) fn run_out<B: Backend>(engine: &mut Engine<B>) -> Vec<EngineOutput> {
     out
 }
 
-/// Outputs of each request, put together.
+/// Collects the outputs of each request.
 pub(crate) fn answers(outputs: Vec<EngineOutput>) -> HashMap<RequestId, GenerationResult> {
     let mut answers: HashMap<RequestId, GenerationResult> = HashMap::new();
     for output in outputs {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What the places of every block hold, as a model would leave them, and what its rows would read.
+//! The content of every slot of every block, as a model would leave it, and what the rows of a step
+//! read.
 
 use super::{Storm, mix, next_key};
 use crate::kv::block_key::{BlockId, NULL_BLOCK};
@@ -11,8 +12,9 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 impl Storm {
-    /// Does to the cells what a model does to the cache, in its order: copies, then all keys of the
-    /// step, then all reads. States are read before any is written: sequences run side by side.
+    /// Applies the step to the cells as a model does to the KV cache: copies, then all keys, then
+    /// all reads. The storm reads all states before it writes any, since sequences run side by
+    /// side.
     pub(super) fn compute(&mut self) {
         let bt = self.limits.block_tokens;
         for copy in &self.scheduler.plan().copies {
@@ -36,7 +38,7 @@ impl Storm {
         self.check_sharing(&writers);
     }
 
-    /// A step that failed: what its rows should have filled holds anything.
+    /// Simulates a failed step: the slots of its rows get wrong content.
     pub(super) fn spoil(&mut self) {
         let bt = self.limits.block_tokens;
         for &ScheduledChunk { sequence_id, start, rows, drafts, .. } in &self.scheduler.plan().chunks {
@@ -102,8 +104,9 @@ impl Storm {
         }
     }
 
-    /// A block that is written may be held by another only if that other found it by its content,
-    /// in this very step: then both have the same tokens up to its end.
+    /// Checks the users of each written block. Another sequence may use the block only if it found
+    /// the block's content in the prefix cache in this step. Then both sequences have the same
+    /// tokens up to the block's end.
     fn check_sharing(&mut self, writers: &HashMap<BlockId, (SequenceId, usize, usize)>) {
         let bt = self.limits.block_tokens;
         for (&other, theirs) in &self.live {
@@ -127,7 +130,8 @@ impl Storm {
     }
 }
 
-/// Positions that the rows from `start` on read; their own are among them, but for a state.
+/// Positions that the rows from `start` on read. The rows' own positions are among them, except for
+/// a state.
 pub(super) fn reads(kind: KvGroupKind, start: usize, rows: usize) -> Range<usize> {
     match kind {
         KvGroupKind::Full => 0..start + rows,

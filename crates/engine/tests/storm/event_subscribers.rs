@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Two who follow the pool's events: one often, one so seldom that the log does not reach back to
-//! what it knows. Whatever happened between two looks, they know then what the pool finds.
+//! Two subscribers to the pool's events. One reads often. The other reads so seldom that the log no
+//! longer reaches back to its last event. After each read, a subscriber knows exactly the cached
+//! keys.
 //!
-//! They have random numbers of their own: what a seed does is the same without them.
+//! The subscribers have their own random numbers, so a seed does the same with and without them.
 
 use super::{StormCounts, StormRng, mix};
 use crate::kv::block_key::BlockKey;
@@ -11,7 +12,7 @@ use crate::kv::block_pool::BlockPool;
 use crate::kv::events::{FULL_SNAPSHOT, KvCacheEvent};
 use std::collections::HashSet;
 
-/// Steps between two looks of each, on average.
+/// Average number of steps between two reads of each subscriber.
 const EVERY: [usize; 2] = [3, 100];
 
 pub(super) struct EventSubscribers {
@@ -30,12 +31,12 @@ impl EventSubscribers {
         Self { random: StormRng(mix(seed)), readers: Default::default() }
     }
 
-    /// The pool is another one.
+    /// Starts over, since the pool was replaced.
     pub(super) fn forget(&mut self) {
         self.readers = Default::default();
     }
 
-    /// Those whose time it is, or all. Between steps.
+    /// Between steps: each subscriber that is due reads the events, or all subscribers do.
     pub(super) fn look(&mut self, pool: &BlockPool, all: bool, summary: &mut StormCounts) {
         for (reader, every) in self.readers.iter_mut().zip(EVERY) {
             if all || self.random.one_in(every) {

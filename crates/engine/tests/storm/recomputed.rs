@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What could be found is not computed: against what the pool's events tell, and the rows of others
-//! in the same step.
+//! Checks that the scheduler does not compute cached blocks again, nor blocks that another sequence
+//! in the same step computes. The pool's events tell which blocks are cached.
 
 use super::content::reads;
 use super::{Storm, StormRequest};
@@ -15,7 +15,7 @@ use crate::schedule::step_plan::ScheduledChunk;
 use prefix::BlockHash;
 use std::collections::HashSet;
 
-/// What can be found, as told before a step is planned.
+/// Keys of the cached blocks before a step is planned, according to the pool's events.
 #[derive(Default)]
 pub(super) struct CachedKeys {
     next: u64,
@@ -35,12 +35,13 @@ impl CachedKeys {
         self.next = update.next;
     }
 
-    /// The pool is another one.
+    /// Starts over, since the pool was replaced.
     pub(super) fn forget(&mut self) {
         *self = Self { next: FULL_SNAPSHOT, names: HashSet::new() };
     }
 
-    /// What could be found all through the planning; unknown, if more happened than the log holds.
+    /// Keys that stayed cached throughout planning. `None` if more happened than the event log
+    /// holds.
     fn kept(&self, pool: &BlockPool) -> Option<HashSet<BlockKey>> {
         let mut kept = self.names.clone();
         for event in pool.events_since(self.next).events {
@@ -55,8 +56,8 @@ impl CachedKeys {
 }
 
 impl Storm {
-    /// Of the step that was just planned: each admitted sequence begins behind the longest prefix
-    /// that could be found, and not with a block that one before it is about to compute.
+    /// Checks the step that was just planned. Each admitted sequence starts behind its longest
+    /// cached prefix. It does not start with a block that a sequence before it is about to compute.
     pub(super) fn check_nothing_is_recomputed(&mut self) {
         if !self.limits.prefix_cache {
             return;
@@ -81,8 +82,8 @@ impl Storm {
         }
     }
 
-    /// Blocks of the longest prefix from which every group can go on, with at least one token left
-    /// to compute.
+    /// Blocks of the longest cached prefix from which every group can continue. At least one token
+    /// is left to compute.
     fn cached_blocks(&self, live: &StormRequest, names: &HashSet<BlockKey>) -> usize {
         let bt = self.limits.block_tokens;
         let hashes: Vec<BlockHash> =
@@ -96,25 +97,28 @@ impl Storm {
         (0..=(live.tokens.len() - 1) / bt).rev().find(is_cached).unwrap_or(0)
     }
 
-    /// One before it in rank has rows in this step, has not computed that block of the same text,
-    /// and will.
+    /// Whether a prompt before `sequence_id` in rank has rows in this step, but completes this
+    /// block of the same text only later.
     fn is_computed_before(&self, sequence_id: SequenceId, block: usize) -> bool {
         let end = (block + 1) * self.limits.block_tokens;
         self.prompts_before(sequence_id)
             .any(|(chunk, common)| chunk.start + chunk.rows < end && end <= common)
     }
 
-    /// A prompt in progress before this one in rank is to compute full blocks that both have.
+    /// Whether a prompt in progress before `sequence_id` in rank is to compute full blocks that
+    /// both have.
     pub(super) fn follows(&self, sequence_id: SequenceId) -> bool {
         let bt = self.limits.block_tokens;
         self.prompts_before(sequence_id).any(|(chunk, common)| chunk.start < common / bt * bt)
     }
 
-    /// Chunks of prompts before `slot` in rank, and how many tokens both begin with.
+    /// Chunks of prompts before `sequence_id` in rank, each with the number of tokens that both
+    /// begin with.
     fn prompts_before(&self, sequence_id: SequenceId) -> impl Iterator<Item = (&ScheduledChunk, usize)> {
         let rank = |sequence_id: SequenceId| self.scheduler.sequence(sequence_id).unwrap().rank;
         let keys = &self.live[&sequence_id].keys;
-        // A sequence that was placed later may have been admitted by age since.
+        // Only earlier chunks count: a sequence that was planned later may have been promoted
+        // since.
         let placed =
             self.scheduler.plan().chunks.iter().take_while(move |chunk| chunk.sequence_id != sequence_id);
         let chunks = placed.filter(move |chunk| {
@@ -122,7 +126,7 @@ impl Storm {
                 && self.live[&chunk.sequence_id].kind == SequenceKind::Generate
                 && rank(chunk.sequence_id) < rank(sequence_id)
         });
-        // Each key stands for all tokens up to it.
+        // Each key is a hash of all tokens up to it.
         chunks.map(move |chunk| {
             let theirs = &self.live[&chunk.sequence_id].keys;
             (chunk, keys.iter().zip(theirs).take_while(|(ours, theirs)| ours == theirs).count())

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Drafts before a step, tokens after it: what the engine does between the scheduler and a model.
+//! Drafts before a step and tokens after it: the engine's work between scheduler and model.
 //!
-//! The text goes on with its likely token as often as the seed says, and so often drafts are right.
-//! Beside the engine's bookkeeping of drafts the storm keeps its own.
+//! The seed decides how often the text continues with its likely token, and thus how often drafts
+//! are right. The storm counts drafts itself and compares the counts with the engine's.
 
 use super::{Storm, StormRequest, StormRng, next_key};
 use crate::draft::depth::DraftingCost;
@@ -16,17 +16,17 @@ use crate::schedule::step_plan::{ChunkOutputs, Fork, ScheduledChunk};
 use ops::{OpError, Reference};
 use std::time::Duration;
 
-/// Tokens that are drawn: so many from the first on.
+/// Number of tokens that the storm samples, from `DRAWN_FIRST` on.
 const DRAWN: u32 = 3;
 const DRAWN_FIRST: u32 = 2000;
-/// Drafts of more are cut.
+/// Vocabulary size. The engine cuts a draft at a token beyond the vocabulary.
 pub(super) const VOCAB: usize = 2 + DRAWN_FIRST as usize + DRAWN as usize;
 
 fn likely(previous: u32) -> u32 {
     DRAWN_FIRST + (previous + 1) % DRAWN
 }
 
-/// Guesses what is likely, and sometimes anything, nothing, too much, or fails.
+/// Proposes likely tokens. Sometimes it proposes arbitrary tokens, none or too many, or it fails.
 pub(super) struct RandomDrafter(pub(super) StormRng);
 
 impl Drafter<Reference> for RandomDrafter {
@@ -68,7 +68,7 @@ impl Drafter<Reference> for RandomDrafter {
 }
 
 impl Storm {
-    /// Drafts behind some of the chunks that end with their sequence's last token.
+    /// Adds drafts to some of the chunks that end with their sequence's last token.
     pub(super) fn draft(&mut self) {
         let preempted = self.scheduler.plan().preempted;
         let live = &self.live;
@@ -90,7 +90,7 @@ impl Storm {
         assert_eq!(drafts.next(), None, "more drafts than chunks with some");
     }
 
-    /// What follows a step that was computed.
+    /// Samples tokens after a step that was computed.
     pub(super) fn grow(&mut self, step: usize) {
         let chunks = self.scheduler.plan().chunks.clone();
         let forked = self.scheduler.plan().forked.clone();
@@ -121,7 +121,7 @@ impl Storm {
         self.notice_waits();
     }
 
-    /// The token of the last row, and those behind drafts that were right.
+    /// Samples the token of the chunk's last row, and one more token after each right draft token.
     fn draw(&mut self, chunk: &ScheduledChunk, drafts: &[u32], step: usize) {
         let sequence_id = chunk.sequence_id;
         self.put_out(sequence_id, step);
@@ -149,8 +149,8 @@ impl Storm {
         }
     }
 
-    /// The next token of a sequence whose last row is computed: drawn, and with a constraint
-    /// sometimes later.
+    /// Samples the next token of a sequence whose last row is computed. If the sequence has a
+    /// constraint, its mask is sometimes pending, and the token comes later.
     fn put_out(&mut self, sequence_id: SequenceId, step: usize) {
         let Some(live) = self.live.get_mut(&sequence_id) else { return };
         if live.constrained && self.random.one_in(2) {
@@ -172,12 +172,12 @@ impl Storm {
         self.scheduler.push_token(sequence_id, token);
     }
 
-    /// Before a step: masks have come for tokens that could not be drawn after the last one.
+    /// Before a step, samples the deferred tokens, since their masks have arrived.
     pub(super) fn draw_late(&mut self, step: usize) {
         let late: Vec<SequenceId> =
             self.live.iter().filter(|(_, live)| live.late).map(|(&sequence_id, _)| sequence_id).collect();
         for sequence_id in late {
-            // Who was preempted meanwhile computes its last row once more.
+            // A sequence that was preempted meanwhile computes its last row once more.
             let is_computed = self.scheduler.sequence(sequence_id).unwrap().remaining() == 0;
             match is_computed {
                 true => self.put_out(sequence_id, step),
@@ -186,7 +186,7 @@ impl Storm {
         }
     }
 
-    /// A step's time, from which the next depths follow.
+    /// Reports the step's time, from which the engine derives the next draft depths.
     fn observe(&mut self) {
         let plan = self.scheduler.plan();
         if plan.rows > 0 && plan.rows == plan.decode_rows + plan.draft_rows {

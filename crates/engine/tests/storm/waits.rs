@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What the queue promises to those who wait, as its head states it.
+//! Checks the bounds that the head of `schedule/waiting_queue.rs` states.
 
 use super::{Storm, StormRequest};
 use crate::schedule::sequence::{SequenceKind, SequenceState};
@@ -9,17 +9,18 @@ use crate::schedule::waiting_queue::{OLDEST_FIRST_EVERY, ServiceRank};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Of one that waits.
+/// Record of one waiting sequence.
 #[derive(Clone, Debug)]
 pub(super) struct WaitRecord {
-    /// Its place in the line.
+    /// The sequence's rank in the queue.
     rank: ServiceRank,
     admissions: u32,
-    /// Each lasts `OLDEST_FIRST_EVERY` admissions.
+    /// Turns that the sequence may wait. Each turn is `OLDEST_FIRST_EVERY` admissions.
     turns: u32,
-    /// A request behind it was admitted before it.
+    /// A sequence behind this one was admitted first.
     passed: bool,
-    /// Set for the first request of a tenant in its class: by whom it was passed, and how often.
+    /// Set for the first request of a tenant in its priority: how often requests of each other
+    /// tenant overtook it.
     passed_by: Option<BTreeMap<u64, u32>>,
 }
 
@@ -28,8 +29,8 @@ impl Storm {
         self.scheduler.sequence(sequence_id).unwrap().state
     }
 
-    /// Those who have entered the queue: each older one that lives may be served before, once for
-    /// each time it enters.
+    /// Records the sequences that entered the queue. The queue may serve each older live sequence
+    /// first, once for each time that the older sequence enters.
     pub(super) fn notice_waits(&mut self) {
         let enters = |(sequence_id, live): &(&SequenceId, &StormRequest)| {
             live.wait.is_none() && self.state(**sequence_id) == SequenceState::Waiting
@@ -49,7 +50,7 @@ impl Storm {
         }
     }
 
-    /// Of the step that was just planned.
+    /// Checks the admissions of the step that was just planned.
     pub(super) fn note_admissions(&mut self, step: usize) {
         let first = self.scheduler.plan().admitted.clone();
         for &(sequence_id, _) in &first {
@@ -64,7 +65,7 @@ impl Storm {
         let count = admitted.len() as u32;
         for wait in self.live.values_mut().filter_map(|live| live.wait.as_mut()) {
             wait.admissions += count;
-            // Of those admitted in one step, some came after it.
+            // Some sequences of the same step may have been admitted after this one.
             let bound = OLDEST_FIRST_EVERY * wait.turns + count;
             let admissions = wait.admissions;
             assert!(
@@ -85,12 +86,12 @@ impl Storm {
         self.notice_waits();
     }
 
-    /// `slot` is the next of the plan's admissions.
+    /// Counts the requests that `sequence_id`, the next of the plan's admissions, overtakes.
     fn pass_others(&mut self, sequence_id: SequenceId) {
         let is_oldest_turn = self.scheduler.sequence(sequence_id).unwrap().rank.is_promoted();
         let StormRequest { tenant, priority, ref mut wait, .. } = *self.live.get_mut(&sequence_id).unwrap();
         let wait = wait.as_mut().unwrap();
-        // Its own place in the line is behind it.
+        // The sequence is admitted, so no request can overtake it any more.
         wait.passed_by = None;
         let (rank, is_owed) = (wait.rank, wait.passed);
         if is_oldest_turn || is_owed {
@@ -105,7 +106,7 @@ impl Storm {
         }
     }
 
-    /// Nobody is passed by rank whom the step could have used.
+    /// Checks that the step skipped only sequences that it could not use.
     fn check_order(&mut self, admitted: &[SequenceId]) {
         let is_oldest_turn =
             |sequence_id: SequenceId| self.scheduler.sequence(sequence_id).unwrap().rank.is_promoted();
