@@ -2,12 +2,12 @@
 
 //! Measures how a prompt of 2,048 tokens delays other requests.
 //!
-//! 1. How long a short prompt that arrives just after it waits for its first token.
+//! 1. How long a short prompt that arrives just after the long one waits for its first token.
 //! 2. How long running streams wait between tokens.
 //!
-//! The benchmark alternates between engines with `max_prefill_stall`, which caps prefill while
-//! sequences decode, and without it. It uses the larger demo model, or the GGUF files named as
-//! arguments.
+//! The benchmark alternates between two engines. One caps prefill while sequences decode, with the
+//! default `max_prefill_stall`; the other one has no cap. The model is the larger demo model, or
+//! each of the GGUF files named as arguments.
 
 #![expect(clippy::unwrap_used, reason = "a benchmark that cannot run says so by panicking")]
 #![expect(clippy::print_stdout, reason = "it reports there")]

@@ -105,8 +105,8 @@ fn sharing(name: &str, file: &ModelFile, shape: (usize, usize)) {
     }
 }
 
-/// Reports how many sequences run at once before the first preemption. Each has 32 to 287 prompt
-/// tokens and 64 output tokens.
+/// Reports how many sequences run at once before the first preemption. Each sequence has 32 to 287
+/// prompt tokens and 64 output tokens.
 fn capacity(name: &str, file: &ModelFile) {
     const CONTEXTS: usize = 16;
     const MOST: usize = 512;

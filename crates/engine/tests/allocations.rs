@@ -3,10 +3,10 @@
 //! Counts heap allocations in steady state.
 //!
 //! A scheduler step allocates nothing. An engine step allocates as often for 8 sequences as for
-//! 128. The scheduler reserves what a sequence will need at its admission, and what the block pool
-//! needs at construction.
+//! 128. At admission, the scheduler reserves what a sequence will need. At construction, the block
+//! pool reserves what it needs.
 //!
-//! These do allocate: the arrival and the admission of a request. The end of a request frees
+//! Outside of steady state, a request's arrival and its admission allocate, and its end frees
 //! memory.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]

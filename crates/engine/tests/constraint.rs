@@ -2,9 +2,11 @@
 
 //! Requests with a constraint (structured output).
 //!
-//! The engine never outputs a disallowed token, passes every token to the constraint in order, and
-//! ends the request with the constraint. Batch neighbours, preemption and resumes change none of
-//! this.
+//! 1. The engine outputs only tokens that the constraint allows.
+//! 2. The constraint accepts every output token, in order.
+//! 3. If the constraint is complete, the request ends.
+//!
+//! Batch neighbours, preemption and resumes change none of this.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -23,8 +25,8 @@ use std::time::Duration;
 
 const END: u32 = 49;
 
-/// Allows an even token after an odd one and the reverse, and END after four tokens. The grammar is
-/// complete at `length` tokens.
+/// Allows an even token after an odd one and the reverse, and END after four or more tokens. The
+/// grammar is complete at `length` tokens.
 struct Alternating {
     length: usize,
     output: Vec<u32>,
@@ -194,14 +196,14 @@ impl Constraint for Tardy {
     }
 }
 
-/// Returns `Pending` after four tokens until the test opens it.
+/// Returns `Pending` after four tokens until the test opens the gate.
 struct Gated {
     constraint: Box<dyn Constraint>,
     open: Arc<AtomicBool>,
     output: usize,
 }
 
-/// A [`Gated`] constraint and its switch.
+/// A [`Gated`] constraint and the flag that opens its gate.
 fn gated(length: usize) -> (Option<Box<dyn Constraint>>, Arc<AtomicBool>) {
     let open = Arc::new(AtomicBool::new(false));
     let constraint = Alternating::boxed(length, &[]).unwrap();

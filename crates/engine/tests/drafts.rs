@@ -72,7 +72,7 @@ fn wrong_drafts_are_given_up() {
     let requests = three(150);
     let (steps, stats) = run(&config(), &requests, Guess::Wrong);
     assert_eq!((steps, stats.drafts.accepted_tokens()), (150, 0));
-    // The engine drafts at some depth at first. Later, it only probes now and then.
+    // At first, drafts use part of the allowed depth. Later, the engine only probes now and then.
     assert!(stats.drafts.drafted_tokens() < 100, "{:?}", stats.drafts);
 }
 

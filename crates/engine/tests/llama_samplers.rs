@@ -28,8 +28,8 @@ const SEED: u64 = 7;
 /// roundings of 2^-24 are 6e-6. On both sides, temperature, logits and exponentials are off by some
 /// units in the last place.
 const TOLERANCE: f64 = 1e-5;
-/// Positions to choose from. Neighbouring random numbers differ by 1e-6, and by less than 2e-5 in
-/// the worst case.
+/// Positions to choose from. Neighbouring random numbers differ by 1e-6 on average, and by less
+/// than 2e-5 at most.
 const POSITIONS: usize = 1 << 20;
 /// Every token in the fixture has a higher probability, so that the probes hit it.
 const RAREST: f64 = 9e-5;
@@ -150,8 +150,8 @@ impl ExpectedSample {
     }
 
     /// If a filter's border falls between equal logits, llama.cpp's sort decides which of them
-    /// stay. No order is guaranteed there. This sampler keeps those of lowest id. Behind XTC, which
-    /// removes the best first, it keeps those of highest id.
+    /// stay, in no guaranteed order. This sampler keeps those of lowest id. Behind XTC, which
+    /// removes the best tokens first, this sampler keeps those of highest id.
     fn of_lowest_ids(&self, logits: &[f32], highest: bool) -> Self {
         let mut left = self.left.clone();
         for at in 0..left.len() {

@@ -2,9 +2,9 @@
 
 //! Invariant I5 on a fake model that detects every mistake in a step.
 //!
-//! The tokens and log-probabilities of each request equal the oracle's, bit for bit. They do not
-//! depend on batch neighbours, chunked prefill, KV cache pressure, shared blocks, order of arrival,
-//! drafts or resumes.
+//! The tokens and log-probabilities of each request equal the oracle's, bit for bit. Batch
+//! neighbours, chunked prefill, KV cache pressure, shared blocks, order of arrival, drafts and
+//! resumes change nothing.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -226,8 +226,8 @@ proptest! {
         served_as_if_alone(&config, numbered(requests), plan)?;
     }
 
-    /// The choices of a prompt arrive together, so that the scheduler forks them. They differ in
-    /// everything but the prompt.
+    /// The choices of a prompt arrive together, so that the scheduler forks them. The choices
+    /// differ in everything but the prompt.
     #[test]
     fn choices_of_one_prompt_do_not_depend_on_each_other(
         config in config(),

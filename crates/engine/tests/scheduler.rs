@@ -46,8 +46,8 @@ fn add_as(
     scheduler.add(NewSequence { kind, priority, tenant: 0, tokens, tokens_max, scope })
 }
 
-/// Runs one step and returns (sequence id, first row, rows) of each chunk. Each chunk that ends its
-/// sequence's tokens gets a new token.
+/// Runs one step and returns (sequence id, first row, rows) of each chunk. If a chunk ends with its
+/// sequence's last token, the sequence gets a new token.
 fn step(scheduler: &mut Scheduler) -> Vec<(SequenceId, usize, usize)> {
     step_beside(scheduler, usize::MAX)
 }

@@ -9,7 +9,7 @@ use sampling_params::{
 };
 
 /// Sampling parameters of one request. The defaults sample from the model's own distribution. The
-/// module `sampler` lists the steps in order.
+/// module [`sampler`](crate::sample::sampler) lists the steps in order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SamplingParams {
     /// 0 selects the highest logit after bias and penalties. Among equal logits, the lowest id
@@ -281,7 +281,7 @@ fn check_float(parameter: &FloatParameter, value: f32) -> Result<(), SamplingPar
     }
 }
 
-/// Refuses NaN: it is in no range.
+/// No range contains NaN, so NaN is refused.
 fn range(field: &'static str, value: f32, min: f32, max: f32) -> Result<(), SamplingParamError> {
     if (min..=max).contains(&value) {
         Ok(())

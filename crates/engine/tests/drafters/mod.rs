@@ -93,8 +93,8 @@ pub(crate) fn drafter(
 ) -> Box<dyn Drafter<Reference>> {
     let guess = match kind {
         0 => return Box::new(PromptLookup::default()),
-        // The fake model as draft model. It checks each step that it gets, and its drafts are right
-        // wherever a request is greedy.
+        // The fake model as draft model checks each step. Its drafts are right wherever a request
+        // is greedy.
         1 => return Box::new(DraftModel::new(Box::new(FakeModel::new(config)), config.step_tokens, 0.2)),
         2 => Guess::Right,
         3 => Guess::Wrong,

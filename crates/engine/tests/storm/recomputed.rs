@@ -57,7 +57,7 @@ impl CachedKeys {
 
 impl Storm {
     /// Checks the step that was just planned. Each admitted sequence starts behind its longest
-    /// cached prefix. It does not start with a block that a sequence before it is about to compute.
+    /// cached prefix, and not with a block that an earlier sequence is about to compute.
     pub(super) fn check_nothing_is_recomputed(&mut self) {
         if !self.limits.prefix_cache {
             return;

@@ -26,7 +26,8 @@ fn likely(previous: u32) -> u32 {
     DRAWN_FIRST + (previous + 1) % DRAWN
 }
 
-/// Proposes likely tokens. Sometimes it proposes arbitrary tokens, none or too many, or it fails.
+/// Proposes likely tokens. Sometimes the drafter proposes arbitrary tokens, none or too many, or
+/// fails.
 pub(super) struct RandomDrafter(pub(super) StormRng);
 
 impl Drafter<Reference> for RandomDrafter {
