@@ -1,12 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Keys and values of all layers in one reserved range of anonymous memory: blocks that were never
-//! written cost nothing.
+//! [`CpuKv`]: the KV cache, which is the keys and values of all layers in one anonymous mapping. A
+//! block takes no memory before its first write.
 //!
-//! A block holds all layers of one group one after the other (of which group, the caller that
-//! writes decides), each `keys[kv_head][dim][token]` then `values[kv_head][token][dim]`: attention
-//! reads 16 keys of one dimension, and 16 dimensions of one value, with one load. Behind each head
-//! of either stand its scales, if its type has some, `[scale][token]`.
+//! A block holds the layers of one KV cache group. The group is that of the last write to the
+//! block. All blocks have the size that the largest group needs.
+//!
+//! ```text
+//! block:   layer | layer | ..                              each starts at a cache line
+//! layer:   key head 0 | key head 1 | .. | value head 0 | value head 1 | ..
+//! key head:    keys [dim][token]    | scales [scale][token]
+//! value head:  values [token][dim]  | scales [scale][token]
+//! ```
+//!
+//! Only types with scales have the scales. With one load, attention reads one dimension of 16 keys,
+//! or 16 dimensions of one value.
 
 use super::element::{Bf16, F16, F32, Q8_0Element, SCALE_BYTES, STORED_TOGETHER, Stored};
 use super::simd::{CACHE_LINE, Simd, SimdKernel};
@@ -14,51 +22,51 @@ use memmap2::{MmapMut, MmapOptions, UncheckedAdvice};
 use ops::{KvLayer, KvLayerLocation, KvLayout, KvType, OpError};
 use std::marker::PhantomData;
 
-/// Of every machine that the kernels run on, or a multiple of it.
+/// A multiple of the page size of every machine that the kernels run on.
 const PAGE_BYTES: usize = 64 << 10;
 
-/// A block's owner is noted in a byte.
+/// `CpuKv::owners` has one byte per block.
 const GROUPS_MAX: usize = 1 << u8::BITS;
 
 pub struct CpuKv {
     layout: KvLayout,
     memory: MmapMut,
     block_bytes: usize,
-    /// Where each layer starts in a block of its group.
+    /// By layer, the offset in a block of the layer's group.
     layer_offsets: Vec<usize>,
     /// By layer.
     locations: Vec<KvLayerLocation>,
-    /// By group and slot: bytes of the layer there in a block.
+    /// By group and slot, the bytes of that layer in a block.
     part_bytes: Vec<Vec<u64>>,
-    /// By block, the group that wrote there last.
+    /// By block, the group that last wrote to the block.
     owners: Vec<u8>,
-    /// By slot, then by block: that the owner's layer there is written.
+    /// By slot, then by block: whether the layer at that slot of the block's group is written.
     written: Vec<Vec<bool>>,
     used_bytes: u64,
 }
 
-/// One layer of a cache.
+/// Read access to one layer of a cache.
 #[derive(Clone, Copy)]
 pub(super) struct LayerView<'a> {
     pub(super) memory: &'a [u8],
     pub(super) block_bytes: usize,
-    /// Where the layer starts in a block.
+    /// Offset of the layer in a block.
     pub(super) offset: usize,
     pub(super) block_tokens: usize,
     pub(super) shape: KvLayer,
-    /// Whose tables say where its blocks are.
+    /// The KV cache group whose block tables list the layer's blocks.
     pub(super) group: usize,
 }
 
 impl LayerView<'_> {
-    /// Byte of the keys of dimension 0 of `head` at the first token of `block`.
+    /// Byte offset of the key of `head` at dimension 0 and the first token of `block`.
     #[inline(always)]
     pub(super) fn keys_at(&self, block: usize, head: usize) -> usize {
         let head_bytes = self.block_tokens * self.shape.kind.head_bytes(self.shape.head_dim);
         block * self.block_bytes + self.offset + head * head_bytes
     }
 
-    /// Byte of the value of `head` at the first token of `block`.
+    /// Byte offset of the value of `head` at the first token of `block`.
     #[inline(always)]
     pub(super) fn values_at(&self, block: usize, head: usize) -> usize {
         self.keys_at(block, self.shape.kv_heads + head)
@@ -112,18 +120,18 @@ impl CpuKv {
         })
     }
 
-    /// Groups of layers, each with block tables of its own.
+    /// Number of KV cache groups, each with its own block tables.
     pub(super) fn groups(&self) -> usize {
         self.part_bytes.len()
     }
 
-    /// Bytes of the blocks that have been written and not released, without the rest of their
-    /// pages.
+    /// Bytes of the layers that are written and not released. The remaining bytes of their pages do
+    /// not count.
     pub fn used_bytes(&self) -> u64 {
         self.used_bytes
     }
 
-    /// Forgets the blocks from number `first` on, and gives back their pages.
+    /// Releases the blocks from number `first` on, and returns their pages to the kernel.
     pub(super) fn trim(&mut self, first: usize) -> Result<(), OpError> {
         for (slot, written) in self.written.iter_mut().enumerate() {
             let owners = self.owners.iter().skip(first);
@@ -136,13 +144,13 @@ impl CpuKv {
         let start = first.saturating_mul(self.block_bytes).checked_next_multiple_of(PAGE_BYTES);
         let Some(start) = start.filter(|&start| start < self.memory.len()) else { return Ok(()) };
         let len = self.memory.len() - start;
-        // SAFETY: inside the mapping, which is anonymous; no slice of it lives beside the mutable
-        // borrow, and bytes that become zeros are valid ones.
+        // SAFETY: the range is inside the mapping, which is anonymous. No slice of the mapping
+        // lives beside the mutable borrow, and bytes that become zeros are valid bytes.
         let advised = unsafe { self.memory.unchecked_advise_range(UncheckedAdvice::DontNeed, start, len) };
         advised.map_err(|source| OpError::Device { op: "trim", source: source.into() })
     }
 
-    /// What stands in a block is not there any more.
+    /// Marks all layers of a block as not written.
     fn forget(&mut self, block: usize) {
         let parts = &self.part_bytes[usize::from(self.owners[block])];
         for (written, bytes) in self.written.iter_mut().zip(parts) {
@@ -152,7 +160,7 @@ impl CpuKv {
         }
     }
 
-    /// Copies all layers of a written block.
+    /// Copies block `from` to block `to`. Refuses a block of which a layer is not written.
     pub(super) fn copy(&mut self, from: usize, to: usize) -> Result<(), OpError> {
         const OP: &str = "kv_copy";
         let len = self.layout.blocks;
@@ -175,7 +183,7 @@ impl CpuKv {
         Ok(())
     }
 
-    /// From now on the block is of that group.
+    /// Assigns a block to a group. If the block belonged to another group, its contents are lost.
     fn own(&mut self, block: usize, group: u8) {
         if self.owners[block] != group {
             self.forget(block);
@@ -197,7 +205,8 @@ impl CpuKv {
         })
     }
 
-    /// That blocks `table` exist and have been written.
+    /// Checks that the blocks of `table` exist and that keys and values of `layer` are written
+    /// there.
     pub(super) fn check_written(&self, op: &'static str, layer: usize, table: &[u32]) -> Result<(), OpError> {
         let KvLayerLocation { group, slot } = self.locations[layer];
         let written = &self.written[slot];
@@ -214,7 +223,7 @@ impl CpuKv {
         Ok(())
     }
 
-    /// Marks the blocks of `slots` as written and gives a writer for them.
+    /// Marks the blocks of `slots` as written by `layer`, and returns a writer for them.
     pub(super) fn writer(
         &mut self,
         op: &'static str,
@@ -239,7 +248,7 @@ impl CpuKv {
     }
 }
 
-/// Where to write keys and values of one layer.
+/// Write access to one layer of a cache, for several threads.
 #[derive(Clone, Copy)]
 pub(super) struct LayerWriter {
     memory: *mut u8,
@@ -250,26 +259,28 @@ pub(super) struct LayerWriter {
     shape: KvLayer,
 }
 
-// SAFETY: a pointer to bytes; that threads write different heads is the contract of `Write`.
+// SAFETY: the pointer points to bytes. The contract of `LayerWriter::write` makes threads write
+// different heads.
 unsafe impl Sync for LayerWriter {}
 
-/// Writes one head of several rows. Threads that write at the same time write different heads.
+/// A kernel that writes one head of several rows. Threads that run it at the same time write
+/// different heads.
 pub(super) struct Write<'a, E> {
     writer: LayerWriter,
     head: usize,
     slots: &'a [u32],
-    /// Rows of all heads.
+    /// Rows of all KV heads.
     keys: &'a [f32],
     values: &'a [f32],
     element: PhantomData<E>,
 }
 
 impl LayerWriter {
-    /// Writes `head` of each row into its slot.
+    /// Writes `head` of each row to the row's slot.
     ///
     /// # Safety
     /// The cache is still borrowed mutably for this use, and no other thread writes the same head
-    /// meanwhile.
+    /// at the same time.
     pub(super) unsafe fn write(
         self,
         isa: super::Isa,
@@ -286,13 +297,13 @@ impl LayerWriter {
         }
     }
 
-    /// `len` bytes at `at`, which lie in the head that the caller writes.
+    /// The `len` bytes at `at`, which are in the head that the caller writes.
     #[inline(always)]
     fn bytes<'a>(self, at: usize, len: usize) -> &'a mut [u8] {
         assert!(at + len <= self.len);
-        // SAFETY: inside the mapping by the assertion; exclusive by the contract of `write`, since
-        // all that `Write` asks for lies in its own head, and one slice is dropped before the next
-        // is made.
+        // SAFETY: the assertion keeps the range inside the mapping. The slice is exclusive by the
+        // contract of `write`: `Write` asks for bytes of its own head only, and drops each slice
+        // before the next.
         unsafe { std::slice::from_raw_parts_mut(self.memory.add(at), len) }
     }
 }

@@ -1,23 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1: 32 values with one scale, and for the `_1` types one minimum.
+//! Products with Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1 weights. A block has 32 values and one scale; Q4_1
+//! and Q5_1 add one minimum.
 
 use super::activation::Rounded32;
 use super::format::{BlockFamily, Format, GROUP, Quants, Sink};
 use crate::cpu::simd::{Simd, StridedRows};
 use bytemuck::{Pod, Zeroable};
 
-/// One block of 16 rows. Word `k` of them holds values `4k` to `4k + 3`, as unsigned bytes.
+/// One unpacked block of each of 16 rows. `q[k]` holds values `4k` to `4k + 3` of every row, as
+/// unsigned bytes.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
 pub(super) struct Window32 {
     q: [[u8; 64]; 8],
     d: [f32; 16],
-    /// Minima; unused by types without.
+    /// Minima. Formats without minima do not use them.
     m: [f32; 16],
 }
 
-/// 16 blocks of an activation row, words as in [`Window32`].
+/// 16 blocks of an activation row, one per lane, with values in the order of [`Window32`].
 #[repr(align(64))]
 pub(super) struct Lanes32 {
     q: [[u8; 64]; 8],
@@ -26,14 +28,15 @@ pub(super) struct Lanes32 {
     sums: [i32; 16],
 }
 
-/// Quants are stored with 128 added, so that they are unsigned.
+/// Unpacking adds 128 to the signed quants, so that they are unsigned.
 pub(super) enum Q8_0 {}
 pub(super) enum Q4_0 {}
 pub(super) enum Q4_1 {}
 pub(super) enum Q5_0 {}
 pub(super) enum Q5_1 {}
 
-/// `FULL`: stored quants use all eight bits.
+/// Formats with blocks of 32 values. If `FULL`, unpacked quants use all eight bits; otherwise they
+/// are below 128.
 pub(super) enum Family32<const FULL: bool> {}
 
 impl<const FULL: bool> BlockFamily for Family32<FULL> {
@@ -159,7 +162,7 @@ impl<S: Simd> Sink<S> for Window32 {
     }
 }
 
-/// Multiplies values as they come.
+/// A [`Sink`] that multiplies unpacked values with activations at once, without a window.
 struct Dots32<'a, S: Simd, const FULL: bool> {
     lanes: &'a Lanes32,
     dots: S::I,
@@ -197,7 +200,7 @@ fn dot<S: Simd, const FULL: bool>(s: S, acc: S::I, w: S::I, a: S::I) -> S::I {
     if FULL { s.dot_u8(acc, w, a) } else { s.dot_u7(acc, w, a) }
 }
 
-/// d, qs[32].
+/// Unpacks Q8_0. The fields of a block are `d, qs[32]`.
 #[inline(always)]
 fn unpack_q8_0<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
     sink.scale(s, s.gather_f16(rows, at));
@@ -209,9 +212,11 @@ fn unpack_q8_0<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl 
     sink.values(s, 0, words);
 }
 
-/// d, for types with a minimum m, fifth bits at `fifth` in types that have them, and 16 bytes of
-/// nibbles at `nibbles`: low ones are values 0 to 15, high ones 16 to 31. Bit e of the fifth bits
-/// belongs to value e.
+/// Unpacks Q4_0, Q4_1, Q5_0 and Q5_1. The fields of a block are:
+///
+/// 1. `d`, and `m` in formats with a minimum.
+/// 2. 32 fifth bits at `fifth`, in formats that have them. Bit `e` belongs to value `e`.
+/// 3. 16 bytes of nibbles at `nibbles`. The low ones are values 0 to 15, the high ones 16 to 31.
 #[inline(always)]
 fn unpack_nibbles<S: Simd>(
     s: S,
@@ -221,7 +226,7 @@ fn unpack_nibbles<S: Simd>(
     fifth: Option<usize>,
     sink: &mut impl Sink<S>,
 ) {
-    // What stands before the fifth bits or the nibbles is one scale or two.
+    // The first field after the scales starts at byte 2 (one f16 scale) or 4 (scale and minimum).
     if fifth.unwrap_or(nibbles) == 2 {
         sink.scale(s, s.gather_f16(rows, at));
     } else {
@@ -239,7 +244,7 @@ fn unpack_nibbles<S: Simd>(
     if let Some(fifth) = fifth {
         let mut bits = s.gather_u32(rows, at + fifth);
         for word in &mut words {
-            // The product puts bit i at 8i.
+            // The product moves bit i to bit 8i, for i from 0 to 3.
             let spread = s.mul_int(s.and(bits, s.int(0xf)), s.int(0x0020_4081));
             *word = s.or(*word, s.shl::<4>(s.and(spread, s.int(0x0101_0101))));
             bits = s.shr::<4>(bits);

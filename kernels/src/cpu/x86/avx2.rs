@@ -6,7 +6,7 @@
 use crate::cpu::simd::{Simd, SimdKernel, StridedRows};
 use std::arch::x86_64::*;
 
-/// Proof that the processor has what [`Avx2::detect`] looks for.
+/// Proof that the processor has the features that [`Avx2::detect`] checks.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cpu) struct Avx2(());
 
@@ -25,7 +25,7 @@ fn run<K: SimdKernel>(s: Avx2, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
-/// Calls intrinsics that need the features of [`run`] only.
+/// Calls intrinsics that need no features beyond those of [`run`].
 macro_rules! x {
     ($value:expr) => {
         // SAFETY: `self` exists, so `detect` has found every feature that the intrinsic needs.
@@ -35,7 +35,7 @@ macro_rules! x {
     };
 }
 
-/// The operation on both registers.
+/// Applies an intrinsic to both registers of a vector.
 macro_rules! both {
     ($op:ident, $a:expr) => {
         x!([$op($a[0]), $op($a[1])])
@@ -48,7 +48,7 @@ macro_rules! both {
     };
 }
 
-/// Each word as its even and odd bytes in 16 bits.
+/// Splits unsigned bytes into the even and the odd ones, each widened to 16 bits.
 #[inline(always)]
 fn halves_u8(_: Avx2, x: __m256i) -> (__m256i, __m256i) {
     x!((_mm256_and_si256(x, _mm256_set1_epi16(0xff)), _mm256_srli_epi16::<8>(x)))
@@ -260,8 +260,8 @@ impl Simd for Avx2 {
     fn low_f16(self, x: Self::I) -> Self::F {
         x!({
             let mask = _mm256_set1_epi32(0xffff);
-            // Packs within 128-bit lanes: the words come out in the order 0, 2, 1, 3 of 64 bits
-            // each.
+            // The pack works within 128-bit lanes, so 64-bit words come out in the order 0, 2, 1,
+            // 3. The permutation restores the order.
             let packed = _mm256_packus_epi32(_mm256_and_si256(x[0], mask), _mm256_and_si256(x[1], mask));
             let ordered = _mm256_permute4x64_epi64::<0b11_01_10_00>(packed);
             [
@@ -271,7 +271,7 @@ impl Simd for Avx2 {
         })
     }
 
-    /// `vpmaddubsw` would saturate: even and odd bytes are widened instead.
+    /// `vpmaddubsw` would saturate. Therefore this widens even and odd bytes to 16 bits.
     #[inline(always)]
     fn dot_u8(self, acc: Self::I, w: Self::I, a: Self::I) -> Self::I {
         let mut out = acc;
@@ -285,7 +285,7 @@ impl Simd for Avx2 {
         }
         out
     }
-    /// Pairs stay within 2 * 127 * 128 = 32,512, so that `vpmaddubsw` is exact.
+    /// The sum of two products is at most 2 * 127 * 128 = 32,512, so `vpmaddubsw` is exact.
     #[inline(always)]
     fn dot_u7(self, acc: Self::I, w: Self::I, a: Self::I) -> Self::I {
         let mut out = acc;
@@ -302,15 +302,15 @@ impl Simd for Avx2 {
         self.add_int(acc, both!(_mm256_madd_epi16, w, a))
     }
 
-    /// A 4 x 4 transpose of words in each 128-bit lane; lane `l` of what is loaded holds rows `4l`
+    /// Transposes 4 x 4 words in each 128-bit lane. Lane `l` of the loaded vectors holds rows `4l`
     /// to `4l + 3`.
     #[inline(always)]
     fn transpose(self, rows: StridedRows<'_>, at: usize) -> [Self::I; 4] {
         let base = rows.at(at, 16);
         let mut out = [self.int(0); 4];
         for half in 0..2 {
-            // SAFETY: features as above; `StridedRows::at` has checked that 16 bytes at `base + r *
-            // stride` are inside the slice for each r below 16.
+            // SAFETY: `self` proves the features, as above. `StridedRows::at` has checked that 16
+            // bytes at `base + r * stride` are inside the slice for each r below 16.
             unsafe {
                 let row = |r: usize| _mm_loadu_si128(base.add((8 * half + r) * rows.stride).cast());
                 let pair =

@@ -5,7 +5,7 @@
 use crate::cpu::simd::{Simd, SimdKernel, StridedRows};
 use std::arch::x86_64::*;
 
-/// Proof that the processor has what [`Avx512::detect`] looks for.
+/// Proof that the processor has the features that [`Avx512::detect`] checks.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cpu) struct Avx512(());
 
@@ -29,7 +29,7 @@ fn run<K: SimdKernel>(s: Avx512, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
-/// Calls intrinsics that need the features of [`run`] only.
+/// Calls intrinsics that need no features beyond those of [`run`].
 macro_rules! x {
     ($value:expr) => {
         // SAFETY: `self` exists, so `detect` has found every feature that the intrinsic needs.
@@ -221,13 +221,13 @@ impl Simd for Avx512 {
         x!(_mm512_dpwssd_epi32(acc, w, a))
     }
 
-    /// A 4 x 4 transpose of words in each 128-bit lane; lane `l` of what is loaded holds rows `4l`
+    /// Transposes 4 x 4 words in each 128-bit lane. Lane `l` of the loaded vectors holds rows `4l`
     /// to `4l + 3`.
     #[inline(always)]
     fn transpose(self, rows: StridedRows<'_>, at: usize) -> [__m512i; 4] {
         let base = rows.at(at, 16);
-        // SAFETY: features as above; `StridedRows::at` has checked that 16 bytes at `base + r *
-        // stride` are inside the slice for each r below 16.
+        // SAFETY: `self` proves the features, as above. `StridedRows::at` has checked that 16 bytes
+        // at `base + r * stride` are inside the slice for each r below 16.
         unsafe {
             let row = |r: usize| _mm_loadu_si128(base.add(r * rows.stride).cast());
             let quad = |r: usize| {

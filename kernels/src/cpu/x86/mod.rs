@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The x86-64 instruction sets, and which of them the processor has.
+//! Vectors for the x86-64 instruction sets AVX2 and AVX-512, with the detection of each.
 
 mod avx2;
 mod avx512;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The k-quants Q2_K to Q6_K: 256 values in sub-blocks with integer scales under one or two f16
-//! scales.
+//! Products with k-quants, Q2_K to Q6_K. A block has 256 values in sub-blocks with integer scales,
+//! and one or two f16 scales.
 //!
-//! Sub-scales multiply exact int32 dots, so that only one or two f32 terms are formed per 256
-//! values.
+//! The kernels multiply the integer scales with exact int32 dot products. Therefore they form only
+//! one or two f32 terms per 256 values.
 
 #![expect(non_camel_case_types, reason = "names as ggml writes them")]
 
@@ -16,22 +16,22 @@ use crate::cpu::simd::{Simd, StridedRows};
 use bytemuck::{Pod, Zeroable};
 use unpack::{unpack_q2_k, unpack_q3_k, unpack_q4_k, unpack_q5_k, unpack_q6_k};
 
-/// One block of 16 rows with `SUBS` sub-blocks; `PAIRS` is half of that.
+/// One unpacked block of each of 16 rows, with `SUBS` sub-blocks. `PAIRS` is half of `SUBS`.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(super) struct Window256<const SUBS: usize, const PAIRS: usize> {
-    /// Word `k` of the 16 rows holds values `4k` to `4k + 3`, as unsigned bytes.
+    /// `q[k]` holds values `4k` to `4k + 3` of every row, as unsigned bytes.
     q: [[u8; 64]; 64],
     scales: [[i32; 16]; SUBS],
-    /// What the activation sums of two sub-blocks are multiplied with, as two 16-bit numbers:
-    /// minima, or where there are none the scales again, to centre the quants.
+    /// Factors of the activation sums of two sub-blocks, as two 16-bit numbers. These are the
+    /// minima. In formats without minima they are the scales again, to centre the quants.
     weights: [[i32; 16]; PAIRS],
     d: [f32; 16],
     dmin: [f32; 16],
 }
 
-// SAFETY: all bits are values of its arrays; every field is a multiple of 64 bytes, so there is no
-// padding.
+// SAFETY: all bit patterns are values of the arrays. Every field is a multiple of 64 bytes, so
+// there is no padding.
 unsafe impl<const SUBS: usize, const PAIRS: usize> Zeroable for Window256<SUBS, PAIRS> {}
 // SAFETY: as above.
 unsafe impl<const SUBS: usize, const PAIRS: usize> Pod for Window256<SUBS, PAIRS> where Self: 'static {}
@@ -96,7 +96,7 @@ impl<const SUBS: usize, const PAIRS: usize> BlockFamily for Family256<SUBS, PAIR
     }
 }
 
-/// A block's term from its integer sums; `da` is the scale of the activations.
+/// Computes a block's f32 term from its integer sums. `da` is the scale of the activations.
 #[inline(always)]
 fn term<S: Simd>(s: S, quants: Quants, products: S::I, corrections: S::I, [d, dmin, da]: [S::F; 3]) -> S::F {
     match quants {
@@ -154,14 +154,14 @@ format!(Q4_K, 144, 8, Quants::Minima, unpack_q4_k);
 format!(Q5_K, 176, 8, Quants::Minima, unpack_q5_k);
 format!(Q6_K, 210, 16, Quants::Offset(32), unpack_q6_k);
 
-/// 16 blocks of an activation row, words as in [`Window256`].
+/// 16 blocks of an activation row, one per lane, with values in the order of [`Window256`].
 #[repr(align(64))]
 pub(super) struct Lanes256 {
     q: [[u8; 64]; 64],
     d: [f32; 16],
-    /// Two sums of 16 quants in each lane.
+    /// In each lane, two sums of 16 quants as 16-bit numbers.
     sums16: [[i32; 16]; 8],
-    /// Two sums of 32 quants in each lane.
+    /// In each lane, two sums of 32 quants as 16-bit numbers.
     sums32: [[i32; 16]; 4],
 }
 
@@ -218,7 +218,7 @@ impl<S: Simd, const SUBS: usize, const PAIRS: usize> Sink<S> for Window256<SUBS,
     }
 }
 
-/// Multiplies values as they come.
+/// A [`Sink`] that multiplies unpacked values with activations at once, without a window.
 struct Dots256<'a, S: Simd, const SUBS: usize> {
     lanes: &'a Lanes256,
     sub_scales: [S::I; SUBS],

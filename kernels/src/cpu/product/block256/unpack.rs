@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The byte layouts of Q2_K to Q6_K, taken apart for 16 blocks at once.
+//! Unpacks the byte layouts of Q2_K to Q6_K, 16 blocks at once. A block is in one lane of each
+//! vector.
 
 use crate::cpu::product::format::Sink;
 use crate::cpu::simd::{Simd, StridedRows};
 
-/// Byte `i` of each lane, unsigned.
+/// Byte `i` of each lane, zero-extended.
 #[inline(always)]
 fn byte<S: Simd>(s: S, x: S::I, i: usize) -> S::I {
     let low = s.int(0xff);
@@ -17,13 +18,13 @@ fn byte<S: Simd>(s: S, x: S::I, i: usize) -> S::I {
     }
 }
 
-/// Two numbers in the halves of each lane.
+/// Packs two 16-bit numbers into each lane.
 #[inline(always)]
 fn pair<S: Simd>(s: S, low: S::I, high: S::I) -> S::I {
     s.or(s.and(low, s.int(0xffff)), s.shl::<16>(high))
 }
 
-/// Bits of each byte from `2 * j` on.
+/// Bits `2j` and `2j + 1` of each byte.
 #[inline(always)]
 fn two_bits<S: Simd>(s: S, x: S::I, j: usize) -> S::I {
     let mask = s.int(0x0303_0303);
@@ -51,15 +52,15 @@ fn one_bit<S: Simd>(s: S, x: S::I, i: usize) -> S::I {
     }
 }
 
-/// 32 bytes of each row: word `k` holds bytes `4k` to `4k + 3`.
+/// Loads 32 bytes of each row. Word `k` holds bytes `4k` to `4k + 3`.
 #[inline(always)]
 fn words<S: Simd>(s: S, rows: StridedRows<'_>, at: usize) -> [S::I; 8] {
     let ([a, b, c, d], [e, f, g, h]) = (s.transpose(rows, at), s.transpose(rows, at + 16));
     [a, b, c, d, e, f, g, h]
 }
 
-/// Scales of 16 sub-blocks, four to a word, which also centre the quants. `bias` is what was added
-/// to them.
+/// Unpacks the scales of 16 sub-blocks, four to a word. They also weight the activation sums, which
+/// centres the quants. `bias` is the number that the format adds to stored scales.
 #[inline(always)]
 fn centring_scales<S: Simd>(s: S, packed: [S::I; 4], signed: bool, bias: i32, sink: &mut impl Sink<S>) {
     for (quad, packed) in packed.into_iter().enumerate() {
@@ -75,14 +76,14 @@ fn centring_scales<S: Simd>(s: S, packed: [S::I; 4], signed: bool, bias: i32, si
     }
 }
 
-/// Two f16 in a word.
+/// Unpacks `d` and `dmin`, two f16 in a word.
 #[inline(always)]
 fn two_scales<S: Simd>(s: S, both: S::I, sink: &mut impl Sink<S>) {
     sink.scale(s, s.low_f16(both));
     sink.second_scale(s, s.low_f16(s.shr::<16>(both)));
 }
 
-/// Scales and minima of four sub-blocks, four to a word.
+/// Passes on the scales and minima of four sub-blocks, four to a word.
 #[inline(always)]
 fn scales_and_minima<S: Simd>(s: S, quad: usize, scales: S::I, minima: S::I, sink: &mut impl Sink<S>) {
     for i in 0..4 {
@@ -94,7 +95,7 @@ fn scales_and_minima<S: Simd>(s: S, quad: usize, scales: S::I, minima: S::I, sin
     }
 }
 
-/// scales[16], qs[64], d, dmin.
+/// Unpacks Q2_K. The fields of a block are `scales[16], qs[64], d, dmin`.
 #[inline(always)]
 pub(super) fn unpack_q2_k<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
     two_scales(s, s.gather_u32(rows, at + 80), sink);
@@ -116,10 +117,11 @@ pub(super) fn unpack_q2_k<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink:
     }
 }
 
-/// hmask[32], qs[64], scales[12], d.
+/// Unpacks Q3_K. The fields of a block are `hmask[32], qs[64], scales[12], d`.
 #[inline(always)]
 pub(super) fn unpack_q3_k<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
-    // Read from two bytes before the scales, so that nothing beyond the block is touched.
+    // This reads 16 bytes, from two bytes before the scales, so that it reads nothing beyond the
+    // block.
     let [t0, t1, t2, t3] = s.transpose(rows, at + 94);
     let a = s.or(s.shr::<16>(t0), s.shl::<16>(t1));
     let b = s.or(s.shr::<16>(t1), s.shl::<16>(t2));
@@ -146,7 +148,7 @@ pub(super) fn unpack_q3_k<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink:
     }
 }
 
-/// d, dmin, scales[12] of Q4_K and Q5_K.
+/// Unpacks `d, dmin, scales[12]` of Q4_K and Q5_K.
 #[inline(always)]
 fn unpack_affine_header<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
     let [d, a, b, c] = s.transpose(rows, at);
@@ -158,7 +160,7 @@ fn unpack_affine_header<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &
     scales_and_minima(s, 1, scales, minima, sink);
 }
 
-/// d, dmin, scales[12], qs[128].
+/// Unpacks Q4_K. The fields of a block are `d, dmin, scales[12], qs[128]`.
 #[inline(always)]
 pub(super) fn unpack_q4_k<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
     unpack_affine_header(s, rows, at, sink);
@@ -175,7 +177,7 @@ pub(super) fn unpack_q4_k<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink:
     }
 }
 
-/// d, dmin, scales[12], qh[32], qs[128].
+/// Unpacks Q5_K. The fields of a block are `d, dmin, scales[12], qh[32], qs[128]`.
 #[inline(always)]
 pub(super) fn unpack_q5_k<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
     unpack_affine_header(s, rows, at, sink);
@@ -193,7 +195,7 @@ pub(super) fn unpack_q5_k<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink:
     }
 }
 
-/// ql[128], qh[64], scales[16], d.
+/// Unpacks Q6_K. The fields of a block are `ql[128], qh[64], scales[16], d`.
 #[inline(always)]
 pub(super) fn unpack_q6_k<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, sink: &mut impl Sink<S>) {
     sink.scale(s, s.gather_f16(rows, at + 208));
