@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Attention at the shape of qwen3-0.6b (16 query heads, 8 kv heads of 128 values): one row over a
-//! long context, where the bytes of keys and values count, a chunk of a prompt, where the
-//! operations do, and a row of each of 16 sequences that share what is before it or do not.
+//! Measures attention at the shape of qwen3-0.6b (16 query heads, 8 KV heads of 128 values).
+//!
+//! 1. One row over a long context: the bytes of keys and values limit the speed.
+//! 2. A prefill chunk: the operations limit the speed.
+//! 3. One row of each of 16 sequences, with shared or separate blocks before it.
 
 use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
@@ -16,7 +18,7 @@ fn main() {
     divan::main();
 }
 
-/// The last `rows` of `context` tokens attend.
+/// Measures the attention of the last `rows` of `context` tokens.
 fn attention(bencher: Bencher<'_, '_>, context: usize, rows: usize, threads: usize) {
     let mut cpu = Cpu::new(threads).expect("threads");
     let layer = KvLayer {
@@ -53,7 +55,8 @@ fn attention(bencher: Bencher<'_, '_>, context: usize, rows: usize, threads: usi
     let mut queries = cpu.tensor(rows, width).expect("memory");
     let mut out = cpu.tensor(rows, width).expect("memory");
     cpu.write(&mut queries, rows, &values(rows * width)).expect("shape");
-    // Two operations per multiply-add, once for scores and once for values.
+    // A multiply-add is two operations. Scores need one per query value and key, weighted values
+    // another.
     let operations = 4 * SPEC.heads * SPEC.head_dim * rows * (context - rows / 2);
     bencher
         .counter(BytesCount::new(context * layer.token_bytes()))
@@ -76,8 +79,8 @@ fn last_256_rows(bencher: Bencher<'_, '_>, context: usize) {
     attention(bencher, context, 256, 1);
 }
 
-/// One row each of 16 sequences of `context` tokens; all but the last block of each is the same, or
-/// is not.
+/// Measures one row of each of 16 sequences of `context` tokens. If `is_shared`, the sequences
+/// share all blocks but the last.
 fn sixteen_sequences(bencher: Bencher<'_, '_>, context: usize, is_shared: bool) {
     const SEQUENCES: usize = 16;
     let mut cpu = Cpu::new(2).expect("threads");

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What the type of keys and values costs at a long context: one row's attention at the shape of
-//! qwen3-0.6b over 16,384 positions, and tokens of the demo models behind 4,000 others. Types take
-//! turns in each round, since machines drift.
+//! Measures what each KV cache type costs at a long context.
+//!
+//! 1. The attention of one row at the shape of qwen3-0.6b over 16,384 positions.
+//! 2. The decode of tokens by the demo models, after 4,000 other tokens.
+//!
+//! Types take turns in each round, since the speed of machines drifts.
 
 #![expect(clippy::print_stdout, reason = "its result is what it prints")]
 
@@ -18,7 +21,7 @@ const BLOCK_TOKENS: usize = 16;
 const POSITIONS: usize = 16 << 10;
 const BEHIND: usize = 4_000;
 const ROUNDS: usize = 15;
-/// Tokens of a round: some 10 ms.
+/// Tokens per round, which take some 10 ms.
 const DECODED: usize = 6;
 const THREADS: usize = 2;
 
@@ -30,7 +33,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Medians of what each of `all` takes when they take turns.
+/// Runs each of `all` in turns, and returns the median time of each.
 fn in_turns<T>(all: &mut [T], mut run: impl FnMut(&mut T) -> Result<()>) -> Result<Vec<Duration>> {
     let mut times = vec![Vec::with_capacity(ROUNDS); all.len()];
     for round in 0..=ROUNDS {

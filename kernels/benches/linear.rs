@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Linear layers at the shapes of qwen3-0.6b and qwen3-8b: weight bytes per second at few rows,
-//! operations (two per multiply-add) per second at many.
+//! Measures linear layers at the shapes of qwen3-0.6b and qwen3-8b. At few rows it reports weight
+//! bytes per second, at many rows operations per second (two per multiply-add).
 //!
-//! `cargo bench -p kernels -- 'decode.*Q4_K'`. Weights are more than the caches hold, so one row
-//! measures memory.
+//! `cargo bench -p kernels -- 'decode.*Q4_K'` runs a part of it. The weights exceed the caches, so
+//! the result for one row shows the speed of memory.
 
 use bytes::Bytes;
 use divan::counter::{BytesCount, ItemsCount};
@@ -13,13 +13,13 @@ use kernels::Cpu;
 use ops::{Backend, Linear, Weight};
 use quant::DType;
 
-/// More than the 32 MiB of L3 that two cores of a server part may have for themselves.
+/// More than the 32 MiB of L3 that two cores of a server processor may have for themselves.
 const WEIGHT_BYTES: usize = 96 << 20;
 
 const TYPES: [DType; 7] =
     [DType::Q8_0, DType::Q4_0, DType::Q4_K, DType::Q5_K, DType::Q6_K, DType::F16, DType::F32];
 
-/// `n_in`, `n_out`: the up projections.
+/// `(n_in, n_out)` of the up projections.
 const SMALL: (usize, usize) = (1024, 3072);
 const LARGE: (usize, usize) = (4096, 12_288);
 
@@ -27,7 +27,7 @@ fn main() {
     divan::main();
 }
 
-/// Blocks of arbitrary bytes; scales stay below 1, so that nothing overflows.
+/// Makes weights of arbitrary bytes. Scales stay below 1, so that nothing overflows.
 fn weights(dtype: DType, (n_in, n_out): (usize, usize)) -> Vec<Linear<Cpu>> {
     let len = dtype.row_bytes((n_in * n_out) as u64).expect("whole blocks") as usize;
     let mut state = 1_u64;

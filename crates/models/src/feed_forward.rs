@@ -1,16 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The gated feed-forward block, dense or a mixture of experts.
+//! [`FeedForward`]: the gated feed-forward block of a layer, dense or a mixture of experts.
+//!
+//! ```text
+//! dense:    delta = down(activation(gate(x)) * up(x))
+//! experts:  router(x) selects `used` experts per row; delta = weighted sum of their dense results
+//! ```
 
 use crate::{WeightError, WeightTable, decoder::DecoderConfig, scratch::FeedForwardTensors};
 use ops::{Activation, Backend, Experts, Linear, OpError};
 
+/// The weights of one block.
 pub(crate) enum FeedForward<B: Backend> {
     Dense { gate: Linear<B>, up: Linear<B>, down: Linear<B> },
     Experts { router: Linear<B>, experts: Experts<B> },
 }
 
 impl<B: Backend> FeedForward<B> {
+    /// Takes the weights of the block from the table. `prefix` is the name of the layer.
     pub(crate) fn take(
         table: &mut WeightTable<B>,
         config: &DecoderConfig,
@@ -36,7 +43,7 @@ impl<B: Backend> FeedForward<B> {
         })
     }
 
-    /// `delta = feed_forward(normed)`.
+    /// Computes `delta = feed_forward(normed)` for the first `rows` rows.
     pub(crate) fn forward(
         &self,
         backend: &mut B,

@@ -66,7 +66,7 @@ mod tests {
     use super::*;
     use gguf::{Metadata, MetadataBuilder, ToValue, WriteError};
 
-    /// The metadata keys of the golden model, and those of `more`.
+    /// Configures gemma3 from the metadata keys of the golden model and those that `more` adds.
     fn with(
         layers: u32,
         more: impl FnOnce(&mut MetadataBuilder) -> Result<(), WriteError>,
@@ -137,7 +137,8 @@ mod tests {
         };
         let (full, window) = turns(None);
         assert_eq!((full[0], window[0]), (0.125, 1.0));
-        // The middle pair has the square root of the base as its inverse frequency.
+        // The inverse frequency of the middle pair is 1 / sqrt(base). In full layers it is also
+        // divided by the factor 8.
         assert!((full[16] - 0.125e-3).abs() < 1e-9 && (window[16] - 1e-2).abs() < 1e-8);
         let (same, window) = turns(Some(1e4 / 4.0));
         assert_eq!(same, full);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Reference against llama.cpp's logits and greedy tokens, on small random models of every
+//! Compares `Reference` with llama.cpp's logits and greedy tokens, on small random models of every
 //! architecture.
 
 use anyhow::Result;
@@ -42,7 +42,7 @@ fn golden_models_of_the_full_set() -> Result<()> {
     }
 }
 
-/// The checks themselves can fail: what rounding does is far beyond the tolerance of exact
+/// `Golden::check` must fail here: rounding changes logits far beyond the tolerance of exact
 /// arithmetic.
 #[test]
 fn rounded_activations_do_not_pass_as_exact() -> Result<()> {

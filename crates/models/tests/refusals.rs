@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What `validate` says of models, and how it refuses those that cannot be run.
+//! Tests `models::validate`: how it describes valid models, and how it refuses models that cannot
+//! be run.
 
 use gguf::{Metadata, MetadataBuilder, TensorInfo, ToValue};
 use models::testing::{ModelFile, tree_data};
@@ -17,8 +18,8 @@ fn run(metadata: &Metadata, tensors: &[TensorInfo]) -> Result<ModelDescription, 
     validate(metadata, heads.map(|t| TensorHead { name: &t.name, dtype: t.dtype, dims: &t.dims }))
 }
 
-/// The error of the qwen3 model with `key` replaced, or removed if `value` is none; sources
-/// included.
+/// The error, with its sources, of the qwen3 model with `key` replaced. If `value` is `None`, the
+/// key is removed.
 fn with_key(key: &str, value: Option<impl ToValue>) -> String {
     let file = qwen3();
     let mut builder = MetadataBuilder::default();
@@ -55,8 +56,9 @@ fn a_description_tells_what_a_worker_must_reserve() {
     assert_eq!(layers.len(), 2);
     assert_eq!(layers[0].token_bytes(), 2 * 64 * 2);
     assert_eq!(description.unread_tensors, Vec::<String>::new());
-    // Rows: residual, normed and delta of 256; queries and mixed of 256; keys and values of 64;
-    // three of 256 in the feed-forward block. Outputs: the selected rows of 256 and logits of 256.
+    // Widths per row: residual, normed and delta 256; queries and mixed 256; keys and values 64;
+    // three tensors of the feed-forward block 256. Widths per output: selected rows 256, logits
+    // 256.
     assert_eq!(description.workspace_row_widths, [256, 256, 256, 256, 64, 64, 256, 256, 256, 256]);
     assert_eq!(description.workspace_output_widths, [256, 256]);
     let limits = ForwardLimits { rows_max: 10, outputs_max: 2 };

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Reference against llama.cpp's greedy transcripts of the trained demo models.
+//! Compares `Reference` with llama.cpp's greedy transcripts of the trained demo models.
 
 use anyhow::Result;
 use models::testing::{check_transcripts, demo_models, shared_data};
 use ops::Reference;
 use std::path::Path;
 
-/// llama.cpp's own rounding of activations decides below this gap in quantised files, and below the
-/// other in f16 ones.
+/// In quantised files, llama.cpp's own rounding of activations may decide a smaller gap.
 const QUANTISED_GAP_MIN: f32 = 0.3;
+/// The same limit in f16 files.
 const F16_GAP_MIN: f32 = 0.01;
-/// Reference is slow: a few of the 20 transcripts of each model.
+/// Reference is slow, so the tests use a few of the 20 transcripts of each model.
 const LINES: usize = 4;
 
 fn check(folder: &Path, name: &str, gap_min: f32) -> Result<()> {

@@ -268,13 +268,13 @@ mod tests {
         let bytes =
             |kind, head_dim| KvLayer { kv_heads: 2, head_dim, kind, span: AttentionSpan::Full }.token_bytes();
         assert_eq!(KvType::ALL.map(|kind| bytes(kind, 128)), [2048, 1024, 1024, 544]);
-        // 48 values: a scale for 32, one for 16.
+        // 48 values have two scales: one for 32 values, one for 16.
         assert_eq!(bytes(KvType::Q8_0, 48), 4 * (48 + 2 * 2));
         assert_eq!(bytes(KvType::Q8_0, 5), 4 * (5 + 2));
     }
 
-    /// One letter per layer: `f` has full attention, a digit is a window of so many tokens. `F` and
-    /// `9` take twice the bytes.
+    /// Makes a layout with one layer per letter. `f` has full attention; a digit is the length of a
+    /// window. Layers of `F` and `9` take twice the bytes.
     fn layout(text: &str) -> KvLayout {
         let layer = |letter: char| {
             let span = match letter.to_digit(10) {
@@ -302,18 +302,19 @@ mod tests {
 
     #[test]
     fn groups_have_similar_sizes() {
-        // Five layers with a window for each layer with full attention.
+        // There are five layers with a window per layer with full attention.
         assert_eq!(groups("44444f"), [[5], [0], [1], [2], [3], [4]]);
         let two = groups("44444f44444f");
         assert_eq!(two, [[5, 11], [0, 1], [2, 3], [4, 6], [7, 8], [9, 10]]);
         assert_eq!(layout("44444f44444f").block_bytes(), 2 * 8);
-        // Of 28 locations two stay empty.
+        // The groups have 28 locations, two of which stay empty.
         let many: String = "44444f".repeat(5)[..26].to_owned();
         let sizes: Vec<usize> = groups(&many).iter().map(Vec::len).collect();
         assert_eq!(sizes, [4, 4, 4, 4, 4, 4, 2]);
-        // One location empty in two groups is less than three in three.
+        // Groups of five layers leave one of their locations empty. Groups of four would leave
+        // three empty.
         assert_eq!(groups("4f4f4f4f4"), [vec![1, 3, 5, 7], vec![0, 2, 4, 6, 8]]);
-        // Groups as small as the single full layer would be too many.
+        // Groups of one layer, like that of the full layer, would be 61 groups.
         assert_eq!(groups(&format!("f{}", "4".repeat(60))).len(), 2);
     }
 
@@ -360,7 +361,7 @@ mod tests {
             [0, 0, 1, 4]
         );
         assert_eq!(AttentionSpan::Window { tokens: 1 }.first_position(7), 7);
-        // A row attends to itself, even if a file says 0.
+        // Even if a file says 0, a row attends to itself.
         assert_eq!(AttentionSpan::Window { tokens: 0 }.first_position(7), 7);
         assert_eq!(AttentionSpan::Full.first_position(7), 0);
     }

@@ -93,7 +93,7 @@ mod tests {
 
     fn shortlist(row: &[f32], weighing: DrawParams) -> Shortlist {
         let mut list = Shortlist::default();
-        // The list is used before, so that the test sees leftovers.
+        // Fills the list with another row first, so that the test notices leftovers.
         list.fill(
             &[1.0; 3],
             &DrawParams { temperature: 2.0, uniform: Some(0.5) },

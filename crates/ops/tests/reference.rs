@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What each op of `Reference` does, against numbers worked out by hand, and what it refuses.
+//! Tests each op of `Reference` against numbers computed by hand, and the errors for invalid
+//! arguments.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests, where a panic is the report")]
 
@@ -29,7 +30,7 @@ fn values(backend: &mut Reference, tensor: &HostTensor, rows: usize, cols: usize
     host
 }
 
-/// Rows of one sequence whose block table is `table`, four tokens a block.
+/// Begins a step with rows of one sequence. `table` is its block table, with four tokens a block.
 fn begin(backend: &mut Reference, positions: &[u32], table: &[u32]) {
     let slots: Vec<u32> = positions.iter().map(|&p| table[p as usize / 4] * 4 + p % 4).collect();
     let zeros = vec![0; positions.len()];
@@ -178,8 +179,8 @@ fn attention_sees_the_keys_up_to_its_own_position_through_the_block_table() {
     let mut backend = Reference::new();
     let mut kv = backend.kv(&layout(KvType::F32)).unwrap();
     let positions: Vec<u32> = (0..6).collect();
-    // Key p is (p, 0), value p is (p, 1): with a large scale attention picks the last key that it
-    // may see.
+    // Key p is (p, 0), and value p is (p, 1). With a large scale, attention selects the last key
+    // that the row attends to.
     let keys: Vec<f32> = positions.iter().flat_map(|&p| [p as f32, 0.0]).collect();
     let ends: Vec<f32> = positions.iter().flat_map(|&p| [p as f32, 1.0]).collect();
     begin(&mut backend, &positions, &[2, 0]);
@@ -191,14 +192,15 @@ fn attention_sees_the_keys_up_to_its_own_position_through_the_block_table() {
     let spec = AttentionSpec { heads: 2, kv_heads: 1, head_dim: 2, scale: 100.0 };
     backend.attention(&kv, 0, &queries, &spec, &mut out, 6).unwrap();
     for (p, row) in values(&mut backend, &out, 6, 4).chunks(4).enumerate() {
-        // Both heads read kv head 0. The second one's query is zero: it takes the mean.
+        // Both query heads read KV head 0. The query of the second head is zero, so its result is
+        // the mean.
         assert_eq!(row, [p as f32, 1.0, p as f32 / 2.0, 1.0], "position {p}");
     }
 }
 
 #[test]
 fn keys_are_rounded_to_the_type_of_the_cache() {
-    // 127 steps of a scale that was rounded to 129 * 2^-14.
+    // q8_0 stores 127 quants of a scale that is rounded to 129 * 2^-14.
     let of_q8_0 = 127.0 * 129.0 / 16384.0;
     for (kind, expected) in
         [(KvType::F32, 1.0001), (KvType::F16, 1.0), (KvType::Bf16, 1.0), (KvType::Q8_0, of_q8_0)]
@@ -218,7 +220,7 @@ fn keys_are_rounded_to_the_type_of_the_cache() {
 #[test]
 fn a_row_goes_through_its_best_experts_only() {
     let mut backend = Reference::new();
-    // Expert e computes silu(x) * x * 10^e, with a width of one.
+    // Expert e computes silu(x) * x * 10^e, with a hidden width of one.
     let ones = f32_weight(&[1, 1, 3], &[1.0; 3]);
     let down = f32_weight(&[1, 1, 3], &[1.0, 10.0, 100.0]);
     let layer = Experts { gate: ones.clone(), up: ones, down, used: 2 };

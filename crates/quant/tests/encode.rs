@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Encoding: errors within what each format can promise, and no input that trips it.
+//! Tests that `encode` keeps the error within the limit of each format, and accepts all inputs.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 use proptest::prelude::*;
 use quant::{DType, decode, encode};
 
-/// Formats with the largest relative error (rms) for values of a normal distribution: ggml's own,
-/// rounded up.
+/// By format, the largest relative error (rms) for values of a normal distribution. It is ggml's
+/// own error, rounded up.
 const NORMAL_ERROR: [(DType, f64); 13] = [
     (DType::F32, 0.0),
     (DType::F16, 0.00021),
@@ -33,8 +33,8 @@ fn round_trip(dtype: DType, x: &[f32]) -> Vec<f32> {
     y
 }
 
-/// Sums of uniform numbers of a fixed sequence: near enough to a normal distribution of deviation
-/// 0.05.
+/// Values close to a normal distribution with deviation 0.05: sums of 12 uniform pseudo-random
+/// numbers of a fixed sequence.
 fn normal(count: usize) -> Vec<f32> {
     let mut state = 1_u64;
     let mut uniform = || {
@@ -71,7 +71,8 @@ fn zeros_stay_zeros_and_constants_stay_close() {
 }
 
 proptest! {
-    /// A block's largest error is at most some steps of its range, whatever the values.
+    /// For any values, the largest error of a block is at most a few quantization steps of the
+    /// block's range.
     #[test]
     fn no_value_is_further_off_than_its_blocks_range_allows(
         x in prop::collection::vec(-60_000.0_f32..60_000.0, 256),
@@ -80,10 +81,10 @@ proptest! {
         let x: Vec<f32> = x.iter().map(|x| x * 10_f32.powi(exponent)).collect();
         let range = x.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
         for (dtype, _) in NORMAL_ERROR {
-            // Of its 16 bits, BF16 has 8 for the value.
+            // BF16 has a precision of 8 of its 16 bits.
             let bits = if dtype == DType::BF16 { 8 } else { dtype.bits_per_value().floor() as i32 };
-            // A Q6_K block whose values are below 2^-25 * 128 * 32 has a scale that f16 rounds to
-            // 0.
+            // If all values of a Q6_K block are below 2^-25 * 128 * 32, f16 rounds its scale to 0.
+            // The constant allows for that.
             let allowed = 3.0 * range * 0.5_f32.powi(bits.min(11)) + 2e-4;
             for (x, y) in x.iter().zip(round_trip(dtype, &x)) {
                 prop_assert!((x - y).abs() <= allowed, "{}: {} is not {} within {}", dtype, y, x, allowed);

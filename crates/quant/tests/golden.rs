@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Formats against ggml's own numbers: blocks, decoded values, activations and dot products.
+//! Compares formats with ggml's own results: blocks, decoded values, activations and dot products.
 //!
-//! `BALLAST_TEST_DATA` names the folder with `data/quants` and `data/ggml-blocks` (their READMEs
-//! say how they were made). Without it the tests use the sample of ggml's vectors in `tests/data`.
+//! The environment variable `BALLAST_TEST_DATA` names the folder with `data/quants` and
+//! `data/ggml-blocks`. Their READMEs say how they were made. Without it, the tests use the sample
+//! of ggml's vectors in `tests/data`.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
@@ -11,7 +12,7 @@ use quant::{Activations, BlockQ8_0, BlockQ8_1, BlockQ8_K, DType, decode, dot};
 use serde_json::Value;
 use std::path::PathBuf;
 
-/// Every type that can be computed with.
+/// Every type that `decode` and `dot` support.
 const COMPUTED: [DType; 13] = [
     DType::F32,
     DType::F16,
@@ -30,7 +31,7 @@ const COMPUTED: [DType; 13] = [
 
 /// Relative to the sum of magnitudes of a dot product's terms; from the README of `data/quants`.
 const DOT_TOLERANCE: f64 = 1e-5;
-/// ggml keeps Q8_1's sum as f16, and the f64 reference does not.
+/// For Q8_1, whose sum ggml stores as f16. The f64 reference does not round it.
 const DOT_TOLERANCE_Q8_1: f64 = 1e-3;
 
 #[test]
@@ -97,8 +98,8 @@ fn dot_products_equal_ggml_within_the_stated_tolerance() {
             let (Some(product), Some(scale)) = (facts["dot_f64"][row].as_f64(), scale) else { continue };
             check_dot(dtype, weights, &activation, product, scale, tolerance);
             if format == DType::Q8_1 {
-                // ggml's own number uses the same stored sum, so it is met as closely as for the
-                // other types.
+                // ggml's own result uses the same stored sum. Therefore the tolerance of the other
+                // types applies to it.
                 let product = facts["vec_dot"][row].as_f64().unwrap();
                 check_dot(dtype, weights, &activation, product, scale, DOT_TOLERANCE);
             }
@@ -122,7 +123,7 @@ fn activations_follow_the_scalar_rules() {
     let x = floats(&std::fs::read(quants.join("act.f32")).unwrap());
     let stored = |format| std::fs::read(quants.join(format!("act.{format}.blocks"))).unwrap();
 
-    // Q8_K, F16 and BF16 have one rule everywhere: every bit is equal.
+    // Q8_K, F16 and BF16 have the same rule on all machines, so all bits are equal.
     let expected: Vec<BlockQ8_K> = pods(&stored("Q8_K"));
     assert_eq!(quant::quantize_row_q8_k(&x).unwrap(), expected);
     for (format, weight) in [("F16", DType::F16), ("BF16", DType::BF16)] {
@@ -130,7 +131,8 @@ fn activations_follow_the_scalar_rules() {
         assert_eq!(converted, Some(stored_activations(weight, &stored(format))), "{format}");
     }
 
-    // ggml's SIMD rule for Q8_0 and Q8_1 differs in halves only, and this row has none.
+    // For Q8_0 and Q8_1, ggml's SIMD code differs from its scalar code only at halves. This row has
+    // none.
     let expected: Vec<BlockQ8_0> = pods(&stored("Q8_0"));
     assert_eq!(quant::quantize_row_q8_0(&x).unwrap(), expected);
     let expected: Vec<BlockQ8_1> = pods(&stored("Q8_1"));
@@ -152,7 +154,7 @@ fn q8_0_rounds_halves_away_from_zero_and_q8_k_to_even() {
 
 fn check_decode(dtype: DType, blocks: &[u8], expected: &[f32]) {
     let mut out = vec![0.0; expected.len()];
-    // One byte further: blocks may start at any address.
+    // Shifts the blocks by one byte, since blocks may start at any address.
     let shifted = [&[0], blocks].concat();
     decode(dtype, &shifted[1..], &mut out).unwrap();
     for (e, (found, expected)) in out.iter().zip(expected).enumerate() {
@@ -177,7 +179,7 @@ fn check_dot(
     assert!(error <= tolerance * scale, "{dtype}: {found} is not {expected}, off by {error} of {scale}");
 }
 
-/// ggml's activation bytes as `dtype` weights want them.
+/// ggml's activation bytes, in the activation format of `dtype` weights.
 fn stored_activations(dtype: DType, bytes: &[u8]) -> Activations {
     match dtype.activation().unwrap() {
         DType::F32 => Activations::F32(pods(bytes)),

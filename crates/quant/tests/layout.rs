@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Layout 1 is a permutation with zero padding, for every type and for odd shapes.
+//! Tests that layout 1 is a permutation with zero padding, for every type and for odd shapes.
 
 use proptest::prelude::*;
 use quant::layout::{LayoutError, TILE_COLS, TILE_ROWS, Tiles, planes};
@@ -27,7 +27,7 @@ proptest! {
         let mut back = vec![0x55; raw.len()];
         tiles.restore(&packed, &mut back).unwrap();
         prop_assert_eq!(&back, &raw);
-        // A permutation with padding: the same bytes, and zeros.
+        // The packed bytes are the same bytes in another order, plus zeros.
         let mut counts = [0_isize; 256];
         packed.iter().for_each(|&byte| counts[usize::from(byte)] += 1);
         raw.iter().for_each(|&byte| counts[usize::from(byte)] -= 1);
@@ -47,8 +47,8 @@ proptest! {
         }
     }
 
-    /// A group of 16 rows is contiguous, and laid out without regard to the others: loaders may cut
-    /// there.
+    /// A group of 16 rows is contiguous and does not depend on other groups. Therefore a loader may
+    /// divide a matrix between groups.
     #[test]
     fn row_groups_are_independent((tiles, raw) in matrix()) {
         let mut whole = vec![0; tiles.bytes()];
@@ -66,22 +66,22 @@ proptest! {
     }
 }
 
-/// Golden place of one byte, so that a change of the layout cannot go unnoticed (manifests carry
-/// its number).
+/// Records the positions of two bytes. Manifests carry the layout's number, so a change of the
+/// layout must fail a test.
 #[test]
 fn places_of_layout_1_are_fixed() {
     let tiles = Tiles::new(DType::Q4_K, 2 * TILE_COLS, 20).unwrap();
     assert_eq!((tiles.tile_bytes(), tiles.bytes()), (16 * 144, 2 * 2 * 16 * 144));
     let mut raw = vec![0; tiles.raw_bytes()];
-    // Row 19, second block: byte 35 of its 128 quants (piece 2, byte 3), and the third byte of its
-    // head.
+    // In the second block of row 19: byte 35 of the 128 quant bytes (piece 2, byte 3), and byte 2
+    // of the 16 bytes before them.
     let block = 19 * 288 + 144;
     raw[block + 16 + 35] = 1;
     raw[block + 2] = 2;
     let mut packed = vec![0; tiles.bytes()];
     tiles.repack(&raw, &mut packed).unwrap();
     let tile = 3 * 16 * 144;
-    // Piece 2 of row 3 stands at place 2 ^ 3.
+    // The XOR swizzle moves piece 2 of the tile's row 3 to piece 2 ^ 3 = 1.
     assert_eq!(packed[tile + 3 * 128 + 16 + 3], 1);
     assert_eq!(packed[tile + 16 * 128 + 3 * 16 + 2], 2);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A GGUF file read whole, for tests on small models.
+//! [`ModelFile`]: a GGUF file in memory, for tests with small models.
 
 use crate::{ModelDescription, TensorHead, WeightTable};
 use anyhow::{Context, Result, ensure};
@@ -48,7 +48,7 @@ impl ModelFile {
         Ok(table)
     }
 
-    /// Whether any weight is of a type whose activations kernels round to int8.
+    /// Whether a weight has a type for which kernels round activations to int8.
     pub fn is_quantised(&self) -> bool {
         let mut types = self.header.tensors().iter().map(|tensor| tensor.dtype);
         types.any(|dtype| !matches!(dtype, DType::F32 | DType::F16 | DType::BF16))

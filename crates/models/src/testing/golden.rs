@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Small random-weight models with the logits and greedy continuations that llama.cpp computes for
-//! them.
+//! [`Golden`]: a small model with random weights, with the logits and greedy tokens that llama.cpp
+//! computes for it.
 
 use super::{
     ModelFile, Runner,
@@ -13,21 +13,21 @@ use ops::{Backend, KvType};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
-/// Rounded activations, with f32 keys and values, come this much closer to llama.cpp's own rounded
-/// logits than to the exact ones: both round by the same rule, and only a value that lies on an
-/// edge falls to the other side.
+/// The part of the tolerance that applies against llama.cpp's own rounded logits, for rounded
+/// activations and an f32 KV cache. Both programs round by the same rule. Only a value at a
+/// rounding edge goes to another side.
 const LLAMA_CPP_SHARE: f32 = 0.5;
 
-/// How the backend under test multiplies by quantised weights.
+/// How the backend under test multiplies with quantised weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arithmetic {
-    /// Decoded weights, activations as they are.
+    /// It decodes weights and does not round activations.
     Decoded,
-    /// Activations rounded to int8 blocks.
+    /// It rounds activations to int8 blocks.
     Rounded,
 }
 
-/// `NAME.json`, and where it was found.
+/// The contents of `NAME.json`, and its folder.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Golden {
     pub name: String,
@@ -48,7 +48,7 @@ pub struct Golden {
 
 #[derive(Clone, Debug, Deserialize)]
 struct Tolerance {
-    /// The file of logits that the other fields refer to.
+    /// The file of logits that the tolerances refer to.
     against: String,
     f32_max_abs: f32,
     f16_kv_max_abs: f32,
@@ -56,7 +56,7 @@ struct Tolerance {
     int8_activations_rms: Option<f32>,
 }
 
-/// What may differ in one run.
+/// The largest allowed difference of logits, as a maximum and as a root mean square.
 #[derive(Clone, Copy, Debug)]
 struct Bound {
     max: f32,
@@ -64,7 +64,7 @@ struct Bound {
 }
 
 impl Golden {
-    /// All of `folder` whose architecture is among `architectures`, in the order of names.
+    /// Reads all models of `folder` whose architecture is in `architectures`, sorted by name.
     pub fn all(folder: &Path, architectures: &[&str]) -> Result<Vec<Self>> {
         let mut found = Vec::new();
         for entry in std::fs::read_dir(folder).with_context(|| folder.display().to_string())? {
@@ -85,8 +85,12 @@ impl Golden {
         ModelFile::open(&self.folder.join(&self.model))
     }
 
-    /// Logits within tolerance, the same bits however tokens are cut into steps and whatever shares
-    /// them, and the same greedy tokens; for both types of the cache.
+    /// Runs the model with an f32 and an f16 KV cache, and checks three claims:
+    ///
+    /// 1. The logits are within tolerance.
+    /// 2. The logits have the same bits, however tokens are divided into steps and whatever the
+    ///    batch neighbours are.
+    /// 3. The greedy tokens are the recorded ones.
     pub fn check<B>(&self, make: impl Fn() -> B, arithmetic: Arithmetic) -> Result<()>
     where
         B: Backend<Data: From<Bytes>>,
@@ -116,7 +120,7 @@ impl Golden {
     {
         let rows = Runner::new(file, make(), kind, 1, self.ids.len())?.extend(&self.ids)?;
         let logits = rows.concat();
-        // The maximum below drops NaN.
+        // `compare` ignores NaN, since `f32::max` does.
         ensure!(logits.iter().all(|logit| logit.is_finite()), "a logit is not finite");
         self.compare(&logits, &self.tolerance.against, bound)?;
         if rounded && kind == KvType::F32 {
@@ -130,14 +134,14 @@ impl Golden {
         Ok(())
     }
 
-    /// Sequences that share steps, decode rows beside chunks of prompts and only some logits
-    /// wanted, give the same bits as each sequence alone.
+    /// Checks that a sequence has the same logits, bit for bit, with batch neighbours and alone.
+    /// Steps mix decodes with prefill chunks, and return the logits of some rows only.
     fn check_ragged<B>(&self, file: &ModelFile, make: impl Fn() -> B, kind: KvType) -> Result<()>
     where
         B: Backend<Data: From<Bytes>>,
     {
         let sequences = [&self.ids[..30], &self.ids[5..], &self.ids[10..28]];
-        // Per step: sequence and number of tokens, decode rows first.
+        // Per step, pairs of sequence and number of tokens, decodes first.
         let steps: &[&[(usize, usize)]] = &[
             &[(0, 16)],
             &[(0, 1), (1, 20)],
@@ -152,7 +156,7 @@ impl Golden {
         let mut runner = Runner::new(file, make(), kind, sequences.len(), self.ids.len())?;
         let mut done = [0; 3];
         for (index, step) in steps.iter().enumerate() {
-            // The first step wants no logits at all, like a chunk in the middle of a prompt.
+            // The first step returns no logits, like a prefill chunk before the last.
             let wanted = |row: usize| index > 0 && row % 3 != 1;
             let (mut parts, mut expected) = (Vec::new(), Vec::new());
             for &(sequence, len) in *step {
@@ -180,7 +184,8 @@ impl Golden {
         Ok(())
     }
 
-    /// The recorded tokens, up to a step whose margin is within what the logits may differ by.
+    /// Checks that greedy tokens are the recorded ones. If a token differs and its recorded margin
+    /// is within twice the tolerance, the check ends there with success.
     fn check_greedy<B>(
         &self,
         file: &ModelFile,

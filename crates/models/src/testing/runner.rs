@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Sequences run through a model, step by step.
+//! [`Runner`]: runs sequences through a model, step by step.
 
 use super::ModelFile;
 use crate::{ForwardLimits, Model, build};
@@ -8,7 +8,7 @@ use anyhow::Result;
 use bytes::Bytes;
 use ops::{Backend, KvLayout, KvTypes, Step};
 
-/// Tokens per block of the cache. The engine's default.
+/// Tokens per KV cache block, as in the engine by default.
 const BLOCK_TOKENS: usize = 16;
 
 pub struct Runner<B: Backend> {
@@ -19,14 +19,15 @@ pub struct Runner<B: Backend> {
 }
 
 struct RunnerSequence {
-    /// One for each group of layers.
+    /// One block table per KV cache group.
     tables: Vec<Vec<u32>>,
-    /// Tokens that have been run.
+    /// Tokens that the model has computed.
     len: usize,
 }
 
 impl<B: Backend<Data: From<Bytes>>> Runner<B> {
-    /// Room for `sequences` sequences of `tokens_max` tokens each.
+    /// Builds the model, and a KV cache for `sequences` sequences of at most `tokens_max` tokens
+    /// each.
     pub fn new(
         file: &ModelFile,
         mut backend: B,
@@ -44,7 +45,8 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
         let count = sequences * groups;
         layout.blocks = count * table_len;
         let kv = backend.kv(&layout)?;
-        // Blocks of the tables alternate and fall, so that a backend that ignores the tables fails.
+        // Tables take blocks in turns, from the last block down. A backend that ignores block
+        // tables therefore fails.
         let last = layout.blocks - 1;
         let table = |table| (0..table_len).map(|i| (last - (i * count + table)) as u32).collect();
         let tables = |sequence| (sequence * groups..(sequence + 1) * groups).map(table).collect();
@@ -53,8 +55,8 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
         Ok(Self { backend, model, kv, sequences })
     }
 
-    /// Runs one step: each part appends tokens to a sequence. Returns the logits of the rows that
-    /// are wanted, in order.
+    /// Runs one step, in which each part appends tokens to a sequence. Returns the logits of the
+    /// rows for which `wanted` is true, in order.
     pub fn step(
         &mut self,
         parts: &[(usize, &[u32])],
@@ -93,13 +95,12 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
         Ok(host.chunks_exact(vocab_size).map(<[f32]>::to_vec).collect())
     }
 
-    /// Appends `tokens` to the first sequence in one step and returns the logits after each of
-    /// them.
+    /// Appends `tokens` to the first sequence in one step. Returns the logits of each token's row.
     pub fn extend(&mut self, tokens: &[u32]) -> Result<Vec<Vec<f32>>> {
         self.step(&[(0, tokens)], |_| true)
     }
 
-    /// As [`Runner::extend`], in steps of the given sizes; what they leave over is one step more.
+    /// As [`Runner::extend`], in steps of the given sizes. The remaining tokens are one more step.
     pub fn extend_in_chunks(&mut self, tokens: &[u32], sizes: &[usize]) -> Result<Vec<Vec<f32>>> {
         let mut logits = Vec::with_capacity(tokens.len());
         let mut rest = tokens;
@@ -113,7 +114,7 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
     }
 }
 
-/// The best token, the lowest id among equals.
+/// The token with the highest logit; the lowest id among equals.
 pub(super) fn argmax(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (token, logit) in logits.iter().enumerate() {
@@ -124,7 +125,7 @@ pub(super) fn argmax(logits: &[f32]) -> u32 {
     best as u32
 }
 
-/// Whether two sets of logits are the same bit for bit.
+/// Whether two sets of logits are equal bit for bit.
 pub(super) fn same_bits(a: &[Vec<f32>], b: &[Vec<f32>]) -> bool {
     let bits = |rows: &[Vec<f32>]| rows.iter().flatten().map(|value| value.to_bits()).collect::<Vec<_>>();
     bits(a) == bits(b)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Greedy transcripts of trained models, as llama.cpp wrote them.
+//! [`Transcript`]: the greedy tokens of llama.cpp for a prompt to a trained model.
 
 use super::{ModelFile, Runner, runner::argmax};
 use anyhow::{Context, Result, ensure};
@@ -14,7 +14,7 @@ use std::path::Path;
 pub struct Transcript {
     pub prompt_tokens: Vec<u32>,
     pub tokens: Vec<u32>,
-    /// Best minus second logit at each of `tokens`.
+    /// At each of `tokens`, the highest logit minus the second highest.
     pub gap: Vec<f32>,
 }
 
@@ -25,8 +25,9 @@ impl Transcript {
     }
 }
 
-/// Teacher-forced over the first `lines` transcripts, the best token is the recorded one wherever
-/// its gap is at least `gap_min`. Returns how many steps that were.
+/// Runs the model over the recorded tokens of the first `lines` transcripts (teacher forcing). At
+/// each step with a gap of at least `gap_min`, the best token must be the recorded one. Returns the
+/// number of these steps.
 pub fn check_transcripts<B>(
     model: &Path,
     transcripts: &Path,

@@ -83,7 +83,7 @@ const _: () = assert!(TILE_ROWS.is_multiple_of(LANES_PER_PHASE));
 mod tests {
     use super::*;
 
-    /// Every byte of a block is in exactly one plane, and planes start at multiples of 16.
+    /// Each byte of a block is in exactly one plane, and planes start at multiples of 16.
     #[test]
     fn planes_cover_the_block() {
         for dtype in DType::ALL {
