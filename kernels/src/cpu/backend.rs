@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`Cpu`]: implements `ops::Backend`. Checks shapes, then passes rows to the kernels.
+//! [`Cpu`]: implements `ops::Backend`. It checks shapes, then passes rows to the kernels.
 
 use super::kv::{CpuKv, LayerView};
 use super::pool::ThreadPool;
@@ -17,7 +17,7 @@ use ops::{
     Activation, AttentionSpec, Backend, KvLayout, Linear, OpError, RopeSpec, Step, Weight, finite_argmax,
 };
 
-/// A row op of fewer values runs on the calling thread: about 10 us of work.
+/// If a row op has fewer values, the calling thread computes it alone: about 10 us of work.
 const PARALLEL_VALUES: usize = 32 << 10;
 
 /// The CPU backend. Its threads end when it is dropped.
@@ -25,7 +25,7 @@ pub struct Cpu {
     isa: Isa,
     pool: ThreadPool,
     step: CpuStep,
-    /// Number of the current step, by which a `CpuRope` knows whether its angles are current.
+    /// Number of the current step. A `CpuRope` compares it with the step of its angles.
     steps: u64,
     input: ActivationBuffers,
     attention: attention::AttentionBuffers,
@@ -129,7 +129,7 @@ impl Backend for Cpu {
         let norm = Norm { weight: &weight, eps };
         let shared = SharedRows::new(out.rows_mut(rows), cols);
         self.each_row(rows, cols, |r| {
-            // SAFETY: `out` is borrowed by this function, and each call has another row.
+            // SAFETY: `out` is borrowed by this function, and each call takes a different row.
             let out = unsafe { shared.part(r, 0, cols) };
             isa.run(NormInto { x: x.row(r), norm, out });
         });
@@ -150,7 +150,7 @@ impl Backend for Cpu {
         let norm = Norm { weight: &weight, eps };
         let shared = SharedRows::new(x.rows_mut(rows), cols);
         self.each_row(rows, cols, |r| {
-            // SAFETY: `x` is borrowed by this function, and each call has another row.
+            // SAFETY: `x` is borrowed by this function, and each call takes a different row.
             let x = unsafe { shared.part(r, 0, cols) };
             isa.run(NormHeads { x, norm });
         });
@@ -189,7 +189,8 @@ impl Backend for Cpu {
         let norm = Norm { weight: &weight, eps };
         let (x, out) = (SharedRows::new(x.rows_mut(rows), cols), SharedRows::new(out.rows_mut(rows), cols));
         self.each_row(rows, cols, |r| {
-            // SAFETY: both tensors are borrowed by this function, and each call has another row.
+            // SAFETY: both tensors are borrowed by this function, and each call takes a different
+            // row.
             let (x, out) = unsafe { (x.part(r, 0, cols), out.part(r, 0, cols)) };
             isa.run(AddNorm { x, y: y.row(r), norm, out });
         });
@@ -261,7 +262,7 @@ impl Backend for Cpu {
         let (isa, cols, adjacent) = (self.isa, x.cols(), rope.is_adjacent());
         let shared = SharedRows::new(x.rows_mut(rows), cols);
         self.each_row(rows, cols, |r| {
-            // SAFETY: `x` is borrowed by this function, and each call has another row.
+            // SAFETY: `x` is borrowed by this function, and each call takes a different row.
             let x = unsafe { shared.part(r, 0, cols) };
             let (cos, sin) = (&cos[r * pairs..][..pairs], &sin[r * pairs..][..pairs]);
             isa.run(Rotate { x, head_dim, adjacent, cos, sin });
@@ -288,7 +289,8 @@ impl Backend for Cpu {
         let writer = kv.writer(OP, layer, slots)?;
         let (keys, values) = (keys.rows(rows), values.rows(rows));
         let write = |head| {
-            // SAFETY: `kv` is borrowed mutably by this function, and each call has another head.
+            // SAFETY: `kv` is borrowed mutably by this function, and each call takes a different
+            // head.
             unsafe { writer.write(isa, head, slots, keys, values) }
         };
         if rows * cols < PARALLEL_VALUES {
@@ -350,7 +352,7 @@ impl Backend for Cpu {
         let (isa, cols) = (self.isa, gate.cols());
         let shared = SharedRows::new(out.rows_mut(rows), cols);
         self.each_row(rows, cols, |r| {
-            // SAFETY: `out` is borrowed by this function, and each call has another row.
+            // SAFETY: `out` is borrowed by this function, and each call takes a different row.
             let out = unsafe { shared.part(r, 0, cols) };
             match activation {
                 Activation::Silu => isa.run(Silu { gate: gate.row(r), up: up.row(r), out }),

@@ -52,7 +52,7 @@ pub(super) const SCALE_BYTES: usize = 2;
 pub(super) enum F32 {}
 pub(super) enum F16 {}
 pub(super) enum Bf16 {}
-/// Signed bytes. Their scales are stored separately.
+/// Signed bytes, whose scales are stored separately.
 pub(super) enum Q8_0Element {}
 
 impl Element for F32 {

@@ -30,7 +30,7 @@ pub(super) fn exp<S: Simd>(s: S, x: S::F) -> S::F {
         p = s.fma(p, r, s.splat(coefficient));
     }
     let value = s.add(s.fma(s.mul(r, r), p, r), s.splat(1.0));
-    // Adds n to the exponent field.
+    // Multiplies with 2^n by adding n to the exponent field.
     s.as_float(s.add_int(s.as_int(value), s.shl::<23>(n)))
 }
 

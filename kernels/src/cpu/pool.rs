@@ -10,7 +10,7 @@
 //!
 //! ```text
 //! gate:  epoch (32 bits) | open (1) | threads inside (31)
-//! run:   job := f, gate := (epoch + 1, open, 0), wake sleepers, work, gate := closed, wait until nobody is inside
+//! run:   job := f, gate := (epoch + 1, open, 0), wake sleepers, work, gate := closed, wait until no thread is inside
 //! thread: gate open and epoch new -> enter (inside + 1), work, leave (inside - 1)
 //! ```
 
@@ -42,9 +42,10 @@ struct ThreadPoolState {
     job: UnsafeCell<Option<(PoolJob<'static>, usize)>>,
     next: AtomicUsize,
     stop: AtomicBool,
-    /// A piece has panicked on a thread of the pool.
+    /// Whether a piece has panicked on a thread of the pool.
     failed: AtomicBool,
-    /// Threads that sleep or are about to. The lock orders "about to sleep" before "wake".
+    /// Number of threads that sleep or are about to. The lock orders "about to sleep" before
+    /// "wake".
     sleepers: AtomicUsize,
     lock: Mutex<()>,
     /// Signals an open job, or the end of the pool.
@@ -98,15 +99,15 @@ impl ThreadPool {
             return;
         }
         // SAFETY: only the lifetime changes. Threads use the reference between entering an open
-        // gate and leaving it, and this call doesn't return (or unwind: `Closing`) before the gate
-        // is closed and nobody is inside.
+        // gate and leaving it. This call doesn't return (or unwind: `Closing`) before the gate is
+        // closed and no thread is inside.
         let job = unsafe { std::mem::transmute::<PoolJob<'_>, PoolJob<'static>>(f) };
-        // SAFETY: `&mut self` makes this the only `run`, the gate is closed and the last run has
-        // seen nobody inside.
+        // SAFETY: `&mut self` makes this the only `run`. The gate is closed, and the last run has
+        // seen no thread inside.
         unsafe { *shared.job.get() = Some((job, pieces)) };
         shared.next.store(0, Relaxed);
         let epoch = shared.gate.load(Relaxed) / EPOCH * EPOCH;
-        // SeqCst against the sleepers' order: count, then look at the gate.
+        // SeqCst, since a sleeper first counts itself in `sleepers` and then reads the gate.
         shared.gate.store(epoch.wrapping_add(EPOCH) | OPEN, SeqCst);
         let closing = Closing(shared);
         if shared.sleepers.load(SeqCst) > 0 {
@@ -145,8 +146,8 @@ impl ThreadPoolState {
         let mut seen = 0;
         while let Some(epoch) = self.enter(seen) {
             seen = epoch;
-            // SAFETY: inside an open gate the job is not written, and what it points to lives until
-            // we leave.
+            // SAFETY: while this thread is inside an open gate, the job is not written, and what it
+            // points to lives until this thread leaves.
             let job = unsafe { *self.job.get() };
             let leaving = Leaving(self);
             if let Some((job, pieces)) = job {
@@ -166,8 +167,8 @@ impl ThreadPoolState {
         }
     }
 
-    /// Waits for an open gate with another epoch than `seen` and enters it. `None` if the pool
-    /// ends.
+    /// Waits for an open gate with another epoch than `seen`, and enters it. Returns `None` if the
+    /// pool ends.
     fn enter(&self, seen: u64) -> Option<u64> {
         loop {
             for _ in 0..SPIN {
@@ -190,7 +191,7 @@ impl ThreadPoolState {
 
     fn try_enter(&self, seen: u64) -> Option<u64> {
         let gate = self.gate.load(Relaxed);
-        // Acquire: what `run` wrote before it opened the gate is visible.
+        // Acquire makes visible what `run` wrote before it opened the gate.
         let entered = is_open_and_new(gate, seen)
             && self.gate.compare_exchange(gate, gate + 1, Acquire, Relaxed).is_ok();
         entered.then_some(gate / EPOCH)
@@ -208,7 +209,7 @@ impl Drop for Leaving<'_> {
         if std::thread::panicking() {
             self.0.failed.store(true, Relaxed);
         }
-        // Release: the caller sees what the pieces wrote.
+        // The release lets the caller see what the pieces wrote.
         let before = self.0.gate.fetch_sub(1, SeqCst);
         if before & OPEN == 0 && before & INSIDE == 1 {
             let guard = self.0.lock.lock().unwrap_or_else(PoisonError::into_inner);
@@ -271,7 +272,7 @@ mod tests {
         for _ in 0..5 {
             std::thread::sleep(std::time::Duration::from_millis(5));
             let barrier = std::sync::Barrier::new(3);
-            // Ends only if all three threads take part.
+            // This ends only if all three threads take part.
             pool.run(3, &|_, _| {
                 barrier.wait();
             });

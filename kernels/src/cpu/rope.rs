@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`CpuRope`]: cosines and sines of a step's positions. The first layer computes them, all layers
-//! use them.
+//! [`CpuRope`]: cosines and sines of a step's positions. The first layer computes them, and all
+//! layers use them.
 
 use super::math::sin_cos;
 use ops::{RopePairing, RopeSpec};

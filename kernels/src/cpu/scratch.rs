@@ -6,7 +6,7 @@
 use super::{attention, product};
 use quant::DType;
 
-/// The facts of a worker that decide the size of its buffers.
+/// The properties of a worker that determine the size of its buffers.
 #[derive(Clone, Debug)]
 pub struct CpuWorkerShape {
     pub threads: usize,

@@ -39,7 +39,7 @@ impl<'a> StridedRows<'a> {
         self.bytes[at..].as_ptr()
     }
 
-    /// The value at byte `at` of each row.
+    /// The value of type `T` at byte `at` of each row.
     #[inline(always)]
     pub(super) fn column<T: AnyBitPattern + Default>(self, at: usize) -> [T; 16] {
         let base = self.at(at, size_of::<T>());
@@ -106,16 +106,16 @@ pub(super) trait Simd: Copy + Send + Sync + 'static {
     fn xor(self, a: Self::I, b: Self::I) -> Self::I;
     fn shl<const N: u32>(self, x: Self::I) -> Self::I;
     fn shr<const N: u32>(self, x: Self::I) -> Self::I;
-    /// Arithmetic.
+    /// Shifts in copies of the sign bit.
     fn sar<const N: u32>(self, x: Self::I) -> Self::I;
 
     /// Nearest f32.
     fn to_float(self, x: Self::I) -> Self::F;
     /// Nearest integer, ties to even; lanes are within i32.
     fn round(self, x: Self::F) -> Self::I;
-    /// The same bits.
+    /// Reinterprets the bits as f32.
     fn as_float(self, x: Self::I) -> Self::F;
-    /// The same bits.
+    /// Reinterprets the bits as i32.
     fn as_int(self, x: Self::F) -> Self::I;
     /// The low 16 bits of each lane as f16.
     fn low_f16(self, x: Self::I) -> Self::F;
@@ -285,7 +285,8 @@ mod tests {
             };
             let floats: [[f32; 16]; 3] = std::array::from_fn(|_| std::array::from_fn(|_| float()));
             let ints: [[i32; 16]; 3] = std::array::from_fn(|_| std::array::from_fn(|_| next() as i32));
-            // f16 values in them are finite: NaN may be copied with other bits.
+            // The f16 values among these bytes are finite, since an implementation may copy NaN
+            // with other bits.
             let bytes: Vec<u8> = (0..15 * 19 + 19).map(|_| next() as u8 & 0x7b).collect();
             let results: Vec<_> = Isa::available()
                 .into_iter()

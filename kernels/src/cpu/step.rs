@@ -5,15 +5,15 @@
 
 use ops::{OpError, Step};
 
-/// Number of table entries by which block tables are sorted. Sequences that share a block usually
-/// share all earlier blocks, so a few entries show how long their common prefix is.
+/// Indices of the block table entries by which sequences are sorted. Sequences that share a block
+/// usually share all earlier blocks. A few entries therefore show how long their common prefix is.
 const PROBES: [usize; 4] = [0, 16, 64, 256];
 
 #[derive(Debug, Default)]
 pub(super) struct CpuStep {
     pub(super) tokens: Vec<u32>,
     pub(super) positions: Vec<u32>,
-    /// Those of group 0, then those of group 1, and so on.
+    /// The KV slots of group 0, then those of group 1, and so on.
     kv_slots: Vec<u32>,
     pub(super) outputs: Vec<u32>,
     pub(super) sequences: Vec<u32>,
@@ -22,8 +22,8 @@ pub(super) struct CpuStep {
     blocks: Vec<u32>,
     /// Where each table's block ids end.
     ends: Vec<usize>,
-    /// All rows. Rows of one sequence are adjacent and ascending; next to them are rows of
-    /// sequences with shared blocks.
+    /// All rows in the order of processing. Rows of one sequence are adjacent and ascending; next
+    /// to them are rows of sequences with shared blocks.
     pub(super) order: Vec<u32>,
 }
 

@@ -100,8 +100,8 @@ impl<T> Clone for SharedRows<T> {
 
 impl<T> Copy for SharedRows<T> {}
 
-// SAFETY: a pointer to values that may be sent; that threads use disjoint parts is the contract of
-// `part`.
+// SAFETY: the pointer points to values that may be sent. The contract of `part` makes threads use
+// disjoint parts.
 unsafe impl<T: Send> Send for SharedRows<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for SharedRows<T> {}
@@ -120,7 +120,8 @@ impl<T> SharedRows<T> {
     pub(super) unsafe fn part<'a>(self, r: usize, from: usize, len: usize) -> &'a mut [T] {
         let at = r * self.cols + from;
         assert!(from + len <= self.cols && at + len <= self.len);
-        // SAFETY: inside the values by the assertion; alone by the caller's word.
+        // SAFETY: the assertion keeps the slice inside the values. The caller guarantees that it is
+        // exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.values.add(at), len) }
     }
 }

@@ -11,8 +11,8 @@ use quant::{DType, RowError, SizeError};
 const LAYOUT_FILE: u32 = 0;
 
 impl Cpu {
-    /// Makes a weight of bytes without copying them. They may start at any address. Refuses types
-    /// and layouts without a kernel, and lengths that do not fit the shape.
+    /// Makes a weight of bytes without copying them; the bytes may start at any address. Refuses
+    /// types and layouts without a kernel, and lengths that do not fit the shape.
     pub fn weight(dtype: DType, dims: &[usize], layout: u32, data: Bytes) -> Result<Weight<Self>, OpError> {
         const OP: &str = "weight";
         if dtype.activation().is_none() {
@@ -27,7 +27,7 @@ impl Cpu {
     }
 }
 
-/// Bytes of one row, after a check that the data has all rows.
+/// The bytes of one row. Checks the layout and that the data has all rows.
 pub(super) fn row_bytes(op: &'static str, weight: &Weight<Cpu>) -> Result<usize, OpError> {
     if weight.layout != LAYOUT_FILE {
         return Err(OpError::Layout { op, layout: weight.layout });
@@ -71,7 +71,7 @@ pub(super) fn decode_row(
     })
 }
 
-/// A norm weight or a bias of `len` values: one row, decoded.
+/// Decodes a norm weight or a bias, which is one row of `len` values.
 pub(super) fn vector(
     op: &'static str,
     what: &'static str,

@@ -6,16 +6,16 @@
 //! Positions are divided into splits at absolute multiples of [`SPLIT`]. For each query and split:
 //!
 //! 1. A score is the sum over dimensions, ascending, by fused multiply-adds, times the scale. For
-//!    q8_0, the sum over 32 dimensions times their factor is added to the sum before it by one
-//!    fused multiply-add.
+//!    q8_0, one fused multiply-add per 32 dimensions multiplies their sum with their factor and
+//!    adds it.
 //! 2. A share (softmax numerator) is `exp(score - largest)`. Shares are summed in 16 lanes by
 //!    position.
 //! 3. Values times shares are added by fused multiply-adds, positions ascending. For q8_0, the
 //!    share is first multiplied with the value's factor and rounded.
 //!
 //! Positions before an attention window take no part. Splits are merged in ascending order. The
-//! result of a query depends on its keys and values only, not on the tile, the block size, the
-//! prefill chunk or the thread.
+//! result of a query depends on its keys and values only. It does not depend on the tile, the block
+//! size, the prefill chunk or the thread.
 //!
 //! # How it is computed
 //! ```text
@@ -25,12 +25,16 @@
 //! ```
 //!
 //! A tile converts keys and values once for up to eight queries. Rows of sequences with the same
-//! first blocks also share a tile: they compute the splits of shared blocks together, and the other
-//! splits per sequence. A unit of work for a thread is a tile and a KV head. If there are too few
-//! of these (one long sequence, many threads), each split is a unit too.
+//! first blocks also share a tile. Their tile computes the splits of shared blocks together, and
+//! the other splits per sequence.
 //!
-//! Limiting resource on Zen 4, one thread, heads of 128: one row, memory (16k positions: 15 GB/s,
-//! 27 GB/s in L3); many rows, fused multiply-adds (80 of 117 GFLOPS).
+//! A piece of work for a thread is a tile and a KV head. If there are too few pieces (one long
+//! sequence, many threads), each split is a piece too.
+//!
+//! Limiting resource on Zen 4, one thread, heads of 128:
+//!
+//! 1. One row: memory (16k positions: 15 GB/s, 27 GB/s in L3).
+//! 2. Many rows: fused multiply-adds (80 of 117 GFLOPS).
 
 mod merge;
 mod split;
@@ -52,14 +56,14 @@ use std::sync::{Mutex, PoisonError};
 pub(super) const SPLIT: usize = 256;
 /// Queries per tile. Eight accumulators hide the latency of fused multiply-adds on two pipes.
 const TILE: usize = 8;
-/// With fewer units of work per thread than this, each split becomes a unit.
+/// With fewer pieces per thread than this, each split becomes a piece.
 const PIECES_PER_THREAD: usize = 2;
 
 /// Buffers that calls reuse.
 #[derive(Default)]
 pub(super) struct AttentionBuffers {
     threads: Vec<Mutex<AttentionScratch>>,
-    /// Results of splits that are units of their own.
+    /// The partial results of splits that are separate pieces.
     partials: Vec<f32>,
 }
 
@@ -76,7 +80,7 @@ pub(super) fn kept_bytes(shape: &CpuWorkerShape) -> usize {
     let queries = TILE.max(heads / kv_heads.max(1));
     let result = queries * (2 + head_dim) * size_of::<f32>();
     let of_thread = queries * SPLIT * size_of::<f32>() + 2 * result;
-    // A unit is at least one head of one row.
+    // A piece has at least one query head of one row.
     let split_pieces = match PIECES_PER_THREAD * threads {
         most if threads > 1 && most > kv_heads => most - 1,
         _ => 0,
@@ -117,6 +121,7 @@ pub(super) fn check(
     Ok(())
 }
 
+/// Computes the op: divides it into pieces for the threads, and merges splits.
 pub(super) fn attend(pool: &mut ThreadPool, buffers: &mut AttentionBuffers, call: &AttentionCall<'_>) {
     let spec = call.spec;
     let group = spec.heads / spec.kv_heads;
@@ -153,8 +158,8 @@ pub(super) fn attend(pool: &mut ThreadPool, buffers: &mut AttentionBuffers, call
         return;
     }
 
-    // Each split of each unit has its own slice of `partials`. They are merged after all are
-    // computed.
+    // Each split of each piece has its own slice of `partials`. After all are computed, they are
+    // merged.
     let width = call.partial_width();
     let mut places = Vec::new();
     let mut len = 0;
@@ -172,7 +177,7 @@ pub(super) fn attend(pool: &mut ThreadPool, buffers: &mut AttentionBuffers, call
         let (index, split, at, size) = places[place];
         let (rows, kv_head) = pieces[index];
         let mut scratch = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: `partials` is borrowed until this function ends, and places do not overlap.
+        // SAFETY: `partials` is borrowed until this function ends, and the slices do not overlap.
         let partial = unsafe { shared.part(0, at, size) };
         let queries = call.queries_of(rows, kv_head);
         call.split(&queries, rows, kv_head, split, partial, &mut scratch.split);
@@ -198,8 +203,8 @@ fn last_position(step: &CpuStep, rows: &[u32]) -> usize {
 }
 
 impl AttentionCall<'_> {
-    /// Groups of at most `rows_max` rows that attend to the same keys in the first split of their
-    /// first row.
+    /// Divides the rows into tiles of at most `rows_max` rows. In the first split of a tile's first
+    /// row, its rows attend to the same keys.
     fn tiles(&self, rows_max: usize) -> impl Iterator<Item = &[u32]> {
         let first_split = |row: u32| self.splits_of(&[row]).start;
         let runs = self

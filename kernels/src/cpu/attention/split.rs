@@ -10,7 +10,7 @@ use crate::cpu::simd::{CACHE_LINE, Simd, SimdKernel};
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// A query head of a row.
+/// One query head of one row.
 pub(super) struct Query<'a> {
     pub(super) values: &'a [f32],
     /// Positions that the query attends to.
@@ -33,7 +33,7 @@ pub(super) struct Args<'a> {
     /// First position, a multiple of `SPLIT`.
     pub(super) from: usize,
     pub(super) scale: f32,
-    /// Per query, as `merge` describes.
+    /// The partial results, per query, as `merge` describes.
     pub(super) partials: &'a mut [f32],
     pub(super) scratch: &'a mut SplitScratch,
 }
@@ -81,7 +81,7 @@ impl<E: Stored> SimdKernel for Split<'_, E> {
     }
 }
 
-/// Most scales in the dimensions of one call of `columns`.
+/// The largest number of scales in the dimensions of one call of `columns`.
 const COLUMN_SCALES_MAX: usize = 4;
 
 /// The keys and values of a split, for one head.
@@ -158,7 +158,7 @@ impl<E: Stored, const T: usize> SimdKernel for Tile<'_, '_, E, T> {
                 });
                 continue;
             }
-            // A single query has no keys of its own.
+            // If there is one query, the common range has all its keys.
             if T == 1 {
                 continue;
             }
@@ -196,8 +196,9 @@ impl<E: Stored, const T: usize> SimdKernel for Values<'_, E, T> {
         let Self { positions, range, dims, goes_on, shares, partials } = self;
         let (mut d, end) = (dims.start, dims.end);
         while end - d >= 16 {
-            // T times vectors is at most eight accumulators. Heads of 64 and 128, the most common,
-            // use the widest variant; narrower variants would only serve the rest of other heads.
+            // `T` times the number of vectors is at most eight accumulators. Heads of 64 and 128
+            // values are the most common and use the widest variant. Narrower variants would serve
+            // only the remaining dimensions of other heads.
             d += match (end - d) / 16 {
                 8.. if T == 1 => {
                     positions.columns::<S, T, 8>(s, &range, goes_on, d..d + 128, shares, partials)
@@ -227,7 +228,8 @@ impl<E: Stored, const T: usize> SimdKernel for Values<'_, E, T> {
 }
 
 impl<E: Stored> Positions<'_, E> {
-    /// Scores of `U` vectors of 16 keys from key `key` of the split on. Only keys in `there` exist.
+    /// Computes the scores of `U` vectors of 16 keys from key `key` of the split on. Only keys in
+    /// `there` exist.
     #[expect(clippy::too_many_arguments, reason = "operands of one op, each of its own type")]
     #[inline(always)]
     fn scores<S: Simd, const T: usize, const U: usize>(
@@ -245,7 +247,7 @@ impl<E: Stored> Positions<'_, E> {
         let is_direct = self.view.block_tokens.is_multiple_of(16);
         let together = if is_direct { self.view.block_tokens } else { 16 };
         let stride = together * E::BYTES;
-        // The last dimension has 16 keys, not a whole stride.
+        // Of the last dimension, the kernel reads 16 keys only, not a whole stride.
         let len = (dim - 1) * stride + 16 * E::BYTES;
         let none = &self.view.memory[..0];
         let (mut keys, mut ahead, mut factors) = ([none; U], [none; U], [none; U]);
@@ -346,7 +348,7 @@ impl<E: Stored> Positions<'_, E> {
     ) -> usize {
         let (dim, tokens) = (self.view.shape.head_dim, self.view.block_tokens);
         let width = 2 + dim;
-        // With V = 0, one vector holds the partial one.
+        // With `V` = 0, one vector holds the fewer than 16 values.
         let vectors = V.max(1);
         let values_of =
             |v: usize| if V == 0 { dims.clone() } else { dims.start + 16 * v..dims.start + 16 * v + 16 };
@@ -440,8 +442,8 @@ fn products<E: Stored, S: Simd, const T: usize, const U: usize>(
             if is_next_line {
                 s.prefetch(ahead[u].get(d * stride..).unwrap_or_default());
             }
-            // SAFETY: what is read of the last dimension ends at `end`, which is inside by the
-            // assertion.
+            // SAFETY: the read of the last dimension ends at `end`, which the assertion keeps
+            // inside the slice.
             k[u] = E::load(s, unsafe { keys[u].get_unchecked(d * stride..d * stride + 16 * E::BYTES) });
         }
         for t in 0..T {

@@ -1,24 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Quantizes rows to int8 blocks: activations, and keys and values of type q8_0. The results have
-//! the bits of `quant`.
+//! the same bits as those of `quant`.
 
 use crate::cpu::simd::{Simd, SimdKernel};
 use half::f16;
 
-/// 32 values for weights in blocks of 32: Q8_0 and Q8_1 in one.
+/// An activation block of 32 values, for weights in blocks of 32. It has the fields of Q8_0 and of
+/// Q8_1.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(in crate::cpu) struct Rounded32 {
     pub(in crate::cpu) q: [[i8; 4]; 8],
     /// The scale after rounding to f16.
     pub(in crate::cpu) d: f32,
-    /// f16 of the unrounded scale times the sum, for weights with a minimum.
+    /// The unrounded scale times the sum, rounded to f16, for weights with a minimum.
     pub(super) s: f32,
     /// Sum of the quants, for weights whose stored quants are not centred.
     pub(super) sum: i32,
 }
 
-/// 256 values for k-quants: Q8_K.
+/// An activation block of 256 values, for k-quants. It is a Q8_K block.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Rounded256 {
     pub(super) q: [[i8; 4]; 64],
@@ -47,7 +48,7 @@ impl SimdKernel for Round<'_, Rounded32> {
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
         for (x, out) in self.x.as_chunks::<32>().0.iter().zip(self.out) {
-            // Magnitudes compare as integers, in lanes that the compiler may use.
+            // Compares magnitudes as integers, in 32 lanes that the compiler can vectorize.
             let mut largest = [0_u32; 32];
             for (largest, x) in largest.iter_mut().zip(x) {
                 *largest = (x.to_bits() & 0x7fff_ffff).max(*largest);
@@ -82,7 +83,7 @@ impl SimdKernel for Round<'_, Rounded256> {
                 }
             }
             let largest = largest.into_iter().fold(0, u32::max);
-            // The first of equal magnitude decides the sign.
+            // Among values of equal magnitude, the first one decides the sign.
             let first = x.iter().find(|x| x.to_bits() & 0x7fff_ffff == largest);
             let Some(&max) = first.filter(|&&max| max != 0.0) else {
                 *out = Rounded256::default();
@@ -113,7 +114,7 @@ mod tests {
     use crate::cpu::Isa;
     use proptest::prelude::*;
 
-    /// Rows of values that make the rounding rules show: ties, zeros, signs, tiny and huge
+    /// Rows of values that exercise the rounding rules: ties, zeros, signs, tiny and huge
     /// magnitudes.
     fn rows() -> impl Strategy<Value = Vec<f32>> {
         let value = prop_oneof![

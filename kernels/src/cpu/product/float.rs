@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Products with F32, F16 and BF16 weights: f32 fused multiply-adds, 16 lanes along the input
-//! dimension.
+//! dimension. Activations stay f32, as in `ops::Reference`.
 //!
-//! Limiting resource: one row, memory; many rows, the two loads per multiply-add of a 4 x 4 tile
-//! (half of peak) on AVX-512. Activations stay f32, as in `ops::Reference`.
+//! Limiting resource:
+//!
+//! 1. One row: memory.
+//! 2. Many rows, on AVX-512: the two loads per multiply-add of a 4 x 4 tile (half of peak).
 
 use super::format::GROUP;
 use super::linear::LinearLayer;
@@ -15,7 +17,7 @@ use crate::cpu::simd::{Simd, SimdKernel};
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Groups of a layer times all rows of `x`.
+/// Multiplies groups of a layer with all rows of `x`.
 pub(super) fn product<E: Element>(
     isa: Isa,
     layer: &LinearLayer<'_>,
@@ -61,7 +63,7 @@ impl<E: Element> SimdKernel for FloatProduct<'_, E> {
 }
 
 impl<E: Element> FloatProduct<'_, E> {
-    /// `R` weight rows times `C` activation rows.
+    /// Multiplies `R` weight rows with `C` activation rows.
     #[inline(always)]
     fn tile<S: Simd, const R: usize, const C: usize>(&self, s: S, output: usize, row: usize) {
         let row_bytes = self.n_in * E::BYTES;
@@ -82,7 +84,7 @@ impl<E: Element> FloatProduct<'_, E> {
                 a[c] = s.load_partial(&x[c][16 * k..16 * k + 16]);
             }
             if C == 1 {
-                // In the order of memory, although `R` rows are read at once.
+                // Prefetches in memory order, although the loop reads `R` rows at once.
                 prefetch(s, self.layer.bytes, output * row_bytes + R * step * k + AHEAD_BYTES, R * step);
             }
             for r in 0..R {
@@ -102,8 +104,8 @@ impl<E: Element> FloatProduct<'_, E> {
             }
         }
         for c in 0..C {
-            // SAFETY: the layer's tensor is borrowed while `multiply` runs, and outputs belong to
-            // one piece each.
+            // SAFETY: the layer's tensor is borrowed while `multiply` runs, and each output belongs
+            // to one piece.
             let out = unsafe { self.layer.out.part(row + c, output, R) };
             for r in 0..R {
                 let bias = self.layer.bias.map(|bias| bias[output + r]);

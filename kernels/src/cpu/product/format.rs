@@ -9,12 +9,12 @@ use bytemuck::Pod;
 /// Rows of a group: one per lane.
 pub(super) const GROUP: usize = 16;
 
-/// Receives one block of each of 16 rows (or 16 blocks of one row) while it is unpacked, one lane
-/// each. Scales come before values.
+/// Receives one block of each of 16 rows (or 16 blocks of one row) during unpacking, one block per
+/// lane. Scales come before values.
 pub(super) trait Sink<S: Simd> {
     /// The f16 scale of the block.
     fn scale(&mut self, s: S, d: S::F);
-    /// The second scale: of the minima, or the minimum itself.
+    /// The second f16 of the block: the scale of the minima, or the minimum itself.
     fn second_scale(&mut self, s: S, d: S::F);
     /// Integer scale of a sub-block.
     fn sub_scale(&mut self, s: S, sub: usize, scale: S::I);
@@ -24,16 +24,16 @@ pub(super) trait Sink<S: Simd> {
     fn values(&mut self, s: S, run: usize, words: [S::I; 8]);
 }
 
-/// How the values of a format follow from its stored quants.
+/// How a format computes values from its stored quants.
 #[derive(Clone, Copy)]
 pub(super) enum Quants {
-    /// The number is subtracted from each quant.
+    /// The format subtracts this number from each quant.
     Offset(i32),
-    /// The block, or each sub-block, has a minimum with its own scale.
+    /// The block has a minimum, or each sub-block has one with its own scale.
     Minima,
 }
 
-/// Formats with the same window type, multiplied by the same code.
+/// Formats that have the same window type and are multiplied by the same code.
 pub(super) trait BlockFamily: 'static {
     /// One block of each of the 16 rows of a group, unpacked.
     type Window: Pod;
@@ -42,7 +42,7 @@ pub(super) trait BlockFamily: 'static {
     /// 16 blocks of an activation row, one per lane.
     type Lanes: From<[Self::Rounded; GROUP]> + Send + Sync;
 
-    /// Adds the terms of consecutive blocks to the sums of `C` activation rows; lanes are weight
+    /// Adds the terms of consecutive blocks to the sums of `C` activation rows. Lanes are weight
     /// rows.
     fn accumulate<S: Simd, const C: usize>(
         s: S,
@@ -69,7 +69,7 @@ pub(super) trait Format: 'static {
     /// As `unpack`, into a window.
     fn unpack_window<S: Simd>(s: S, rows: StridedRows<'_>, at: usize, window: &mut Window<Self>);
 
-    /// The terms of 16 blocks and as many activation blocks; lanes are blocks.
+    /// Computes the terms of 16 weight blocks and as many activation blocks. Lanes are blocks.
     fn terms<S: Simd>(s: S, blocks: StridedRows<'_>, at: usize, lanes: &Lanes<Self>) -> S::F;
 }
 
@@ -77,12 +77,12 @@ pub(super) type Window<Q> = <<Q as Format>::BlockFamily as BlockFamily>::Window;
 pub(super) type RoundedBlock<Q> = <<Q as Format>::BlockFamily as BlockFamily>::Rounded;
 pub(super) type Lanes<Q> = <<Q as Format>::BlockFamily as BlockFamily>::Lanes;
 
-/// Unpacks consecutive blocks, the first `at` bytes into each row.
+/// Unpacks consecutive blocks. The first one starts `at` bytes into each row.
 pub(super) struct Unpack<'a, Q: Format> {
     pub(super) rows: StridedRows<'a>,
     pub(super) at: usize,
     pub(super) windows: &'a mut [Window<Q>],
-    /// Bytes that will be needed next.
+    /// Bytes that the next call needs, for prefetches.
     pub(super) ahead: &'a [u8],
 }
 
@@ -104,10 +104,10 @@ pub(super) struct Accumulate<'a, M: BlockFamily, const C: usize> {
     pub(super) windows: &'a [M::Window],
     pub(super) rounded: [&'a [M::Rounded]; C],
     pub(super) quants: Quants,
-    /// The sums of the blocks before this window; where it is the first, they are overwritten.
+    /// The sums of the blocks before this window. If `first`, they are overwritten.
     pub(super) sums: [&'a mut [f32]; C],
     pub(super) first: bool,
-    /// Added after the last block.
+    /// The bias, if the window has the last block of the rows.
     pub(super) bias: Option<&'a [f32]>,
 }
 

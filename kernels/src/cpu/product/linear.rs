@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Linear layers of one input: divides them into pieces for the threads, and computes a piece
-//! window by window.
+//! Computes linear layers of one input. Divides them into pieces for the threads, and computes a
+//! piece window by window.
 
 use super::activation::{Round, Rounded32, Rounded256};
 use super::block32::{Lanes32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
@@ -22,16 +22,16 @@ use std::sync::{Mutex, PoisonError};
 /// Up to this many activation rows, windows fit L1 and the memory traffic of the weights limits the
 /// speed.
 const FEW_ROWS: usize = 8;
-/// Window for few rows. Together with the activations it fits 32 KiB of L1.
+/// Window bytes for few rows. With the activations, the window fits 32 KiB of L1.
 const FEW_WINDOW_BYTES: usize = 8 << 10;
-/// Window for many rows. It leaves half of 1 MiB of L2 to activations and results.
+/// Window bytes for many rows. The window leaves half of 1 MiB of L2 to activations and results.
 const MANY_WINDOW_BYTES: usize = 256 << 10;
 /// Largest piece, in the units of [`LinearLayer::cost`]: about 6 us at memory speed.
 const PIECE_COST: usize = 128 << 10;
-/// Layers of a lower total cost run on the calling thread, since other threads take 1 to 2 us to
-/// notice a job.
+/// If the total cost of the layers is lower, the calling thread computes them alone. Other threads
+/// take 1 to 2 us to notice a job.
 const PARALLEL_COST: usize = 96 << 10;
-/// Fewer values are rounded on the calling thread: about 10 us of work.
+/// If there are fewer values, the calling thread rounds them alone: about 10 us of work.
 const PARALLEL_VALUES: usize = 32 << 10;
 /// Pieces per thread. With several pieces, a thread that loses its processor delays the others
 /// little.
@@ -146,8 +146,8 @@ pub(in crate::cpu) fn multiply(
             DType::Q4_K => job.product::<Q4_K>(r256, &mut scratch),
             DType::Q5_K => job.product::<Q5_K>(r256, &mut scratch),
             DType::Q6_K => job.product::<Q6_K>(r256, &mut scratch),
-            // The caller has checked that the type has an activation format, and these are all that
-            // do.
+            // The caller has checked that the type has an activation format. Only the types above
+            // have one.
             _ => {}
         }
     };
@@ -159,7 +159,8 @@ pub(in crate::cpu) fn multiply(
 }
 
 impl LinearLayer<'_> {
-    /// Weight bytes, scaled by the number of rows: eight rows take about twice the time of one.
+    /// The cost of a layer: its weight bytes, scaled by the number of rows. Eight rows take about
+    /// twice the time of one.
     fn cost(&self, rows: usize) -> usize {
         self.bytes.len() * (7 + rows) / 8
     }
@@ -213,7 +214,8 @@ impl LinearPiece<'_> {
         let window_bytes = size_of::<Window<Q>>();
         let few = self.rows <= FEW_ROWS;
         let budget = if few { FEW_WINDOW_BYTES } else { MANY_WINDOW_BYTES };
-        // Blocks per window along the input dimension, and groups whose windows are kept together.
+        // `depth` is the number of blocks per window along the input dimension. `width` is the
+        // number of groups whose windows are kept together.
         let depth = (budget / window_bytes).clamp(1, blocks);
         let width = if few { 1 } else { (budget / window_bytes / depth).max(1) };
 
@@ -262,8 +264,8 @@ impl LinearPiece<'_> {
             blocks: self.n_in / Q::LEN,
             lanes,
             bias: self.layer.bias.map(|bias| &bias[outputs.clone()]),
-            // SAFETY: the layer's tensor is borrowed while `multiply` runs, and groups belong to
-            // one piece each.
+            // SAFETY: the layer's tensor is borrowed while `multiply` runs, and each group belongs
+            // to one piece.
             out: unsafe { self.layer.out.part(0, outputs.start, outputs.len()) },
             terms: &mut scratch.terms,
             padded: &mut scratch.padded,
@@ -313,8 +315,8 @@ impl LinearPiece<'_> {
         self.isa.run(Accumulate::<Q::BlockFamily, C> {
             windows,
             rounded: std::array::from_fn(|c| &rounded[(row + c) * blocks..][..blocks][span.clone()]),
-            // SAFETY: the layer's tensor is borrowed while `multiply` runs, groups belong to one
-            // piece each, and the rows are different ones.
+            // SAFETY: the layer's tensor is borrowed while `multiply` runs, each group belongs to
+            // one piece, and the rows are different ones.
             sums: std::array::from_fn(|c| unsafe { self.layer.out.part(row + c, from, len) }),
             first: span.start == 0,
             bias,

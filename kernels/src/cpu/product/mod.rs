@@ -3,11 +3,12 @@
 //! Matrix products of weights and activations.
 //!
 //! # Order of additions
-//! Quantised weights: int32 inside a block is exact; `y = ((0 + t_0) + t_1) + ..` over the blocks
-//! of a row, where `t_b` is the block's f32 term exactly as `quant::dot` forms it. So results are
-//! the same bits as those of `quant::dot`, whatever the number of rows, threads or instruction set.
-//! Float weights: lane `k % 16` sums the products of columns `k` with fused multiply-adds, `k`
-//! ascending, and lanes 8, 4, 2 and 1 apart are added at the end.
+//! 1. Quantised weights: int32 sums inside a block are exact. `y = ((0 + t_0) + t_1) + ..` over the
+//!    blocks of a row. `t_b` is the block's f32 term, with the bits that `quant::dot` computes.
+//!    Therefore results have the bits of `quant::dot`, whatever the number of rows, threads or
+//!    instruction set.
+//! 2. Float weights: lane `k % 16` sums the products of columns `k` with fused multiply-adds, `k`
+//!    ascending. At the end, lanes 8, 4, 2 and 1 apart are added.
 //!
 //! # How it is computed
 //! Sixteen weight rows form a group, one lane each. A block of all 16 rows is transposed, so that
@@ -18,8 +19,8 @@
 //! row 1:  b0 b1 b2 b3 | b4 ..      transposed      word 1: a4 a5 a6 a7  b4 b5 b6 b7 ..
 //! ```
 //!
-//! Unpacked blocks are kept in a window, which holds the exact quants. With few activation rows the
-//! window fits L1. With many it fits L2, and each unpacked block is multiplied with every
+//! The kernels keep unpacked blocks in a window, which holds the exact quants. With few activation
+//! rows the window fits L1. With many it fits L2, and each unpacked block is multiplied with every
 //! activation row (`linear`). A single activation row needs no window (`one_row`).
 //!
 //! | Zen 4, AVX-512, one thread | predicted | measured |
@@ -28,7 +29,8 @@
 //! | one row, weights in L2: the unpacking alone | Q8_0 50, Q4_K 46 GB/s | Q8_0 34, Q4_K 27, Q6_K 24 GB/s |
 //! | 256 rows (`vpdpbusd` peak: 469 GOPS) | 8 of 10 issue slots: 375 GOPS | Q8_0 316, Q4_K 335, Q6_K 290 GOPS |
 //!
-//! Measured with other jobs on the machine; `cargo bench -p kernels --bench linear` repeats it.
+//! Other jobs ran on the machine during the measurement. `cargo bench -p kernels --bench linear`
+//! repeats it.
 
 mod activation;
 mod block256;

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Quantized weights times a single activation row, in memory order of the weights.
+//! Multiplies quantized weights with a single activation row, in memory order of the weights.
 //!
-//! Each lane takes one of 16 consecutive weight blocks, which may cross the end of a row, and
-//! multiplies it with the activation block of the same position. The terms of a group of 16 rows
-//! are stored, then added per row in block order. The sums are therefore the same as those of
-//! `linear`.
+//! Each lane takes one of 16 consecutive weight blocks, which may cross the end of a row. The lane
+//! multiplies the weight block with the activation block of the same position. The terms of a group
+//! of 16 rows are stored, then added per row in block order. The sums are therefore the same as
+//! those of `linear`.
 //!
-//! Limiting resource: memory, where an instruction set unpacks 16 blocks faster than they arrive.
+//! Limiting resource: memory, if the instruction set unpacks 16 blocks faster than memory delivers
+//! them.
 
 use super::format::{Format, GROUP, Lanes};
 use super::{AHEAD_BYTES, prefetch};
