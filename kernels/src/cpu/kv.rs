@@ -131,7 +131,7 @@ impl CpuKv {
         self.used_bytes
     }
 
-    /// Releases the blocks from number `first` on, and returns their pages to the kernel.
+    /// Releases the blocks from number `first` on, and returns their pages to the operating system.
     pub(super) fn trim(&mut self, first: usize) -> Result<(), OpError> {
         for (slot, written) in self.written.iter_mut().enumerate() {
             let owners = self.owners.iter().skip(first);

@@ -15,8 +15,9 @@
 //! one byte multiply-add serves 16 rows and needs no sum across lanes:
 //!
 //! ```text
-//! row 0:  a0 a1 a2 a3 | a4 ..                      word 0: a0 a1 a2 a3  b0 b1 b2 b3 ..  (lane r = row r)
-//! row 1:  b0 b1 b2 b3 | b4 ..      transposed      word 1: a4 a5 a6 a7  b4 b5 b6 b7 ..
+//! row 0:  a0 a1 a2 a3 | a4 ..                    word 0: a0 a1 a2 a3  b0 b1 b2 b3 ..
+//! row 1:  b0 b1 b2 b3 | b4 ..     transposed     word 1: a4 a5 a6 a7  b4 b5 b6 b7 ..
+//!                                                        lane 0       lane 1  (lane r = row r)
 //! ```
 //!
 //! The kernels keep unpacked blocks in a window, which holds the exact quants. With few activation
