@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Which GPUs the embedded images hold code for, known without a driver.
+//! Tells which GPUs the embedded kernel images can run on, without asking a driver.
 
-/// What build.rs compiled for: `sm_90a,compute_120` and the like.
+/// The architectures that build.rs compiled for, such as `sm_90a,compute_120`.
 const ARCHS: &str = env!("BALLAST_CUDA_ARCHS");
 
-/// Whether some image runs on a GPU of this compute capability (10 * major + minor).
+/// Whether an embedded image runs on a GPU of this compute capability (10 * major + minor).
 pub fn runs_on(compute_capability: u32) -> bool {
     ARCHS.split(',').any(|arch| serves(arch.trim(), compute_capability))
 }
 
-/// `sm_90` is machine code for that major version from its minor version on, `sm_90a` for exactly
-/// that version, and `compute_90` is PTX for everything that is as new.
+/// - `sm_90` is machine code for that major version, from its minor version on.
+/// - `sm_90a` is machine code for exactly that version.
+/// - `compute_90` is PTX, which the driver compiles for that version and every newer one.
 fn serves(arch: &str, capability: u32) -> bool {
     let Some((kind, version)) = arch.split_once('_') else { return false };
     let number = version.trim_end_matches(|letter: char| letter.is_ascii_lowercase());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of argmax.cu: the most likely token of each row of logits.
+//! Launcher of argmax.cu: finds the most likely token of each row of logits.
 
 use ops::NO_ARGMAX;
 
@@ -17,8 +17,9 @@ impl ArgmaxKernels {
         Self(LazyModule::new(device, "argmax", image!("argmax")))
     }
 
-    /// `out[r]` is the index of the largest of the `cols` values of row r, the lowest among equals.
-    /// It is [`NO_ARGMAX`] if the row holds a NaN, or if its largest value is infinite.
+    /// Writes to `out[r]` the index of the largest of the `cols` values of row r. Among equal
+    /// values the lowest index wins. If the row holds a NaN or its largest value is infinite,
+    /// `out[r]` is [`NO_ARGMAX`].
     pub fn rows(
         &self,
         stream: &Stream,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Launcher of attention.cu, attention_bf16.cu and attention_q8_0.cu: causal attention over the
-//! paged KV cache. [`super::backend`]'s plan decides which kernel computes which rows.
+//! paged KV cache. The plan of [`super::backend`] decides which kernel computes which rows.
 
 use ops::{AttentionSpec, KvType};
 use quant::layout::TILE_COLS;
@@ -20,16 +20,17 @@ use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModu
 
 const HALF_BYTES: usize = 2;
 
-/// One image per type of cache. A kernel has the same name in all of them.
+/// One image per KV cache type. A kernel has the same name in every image.
 pub struct AttentionKernels {
-    /// For caches of f16 and f32; also merges the partial results of all types.
+    /// For caches of f16 and f32. Its merge kernel also merges the partial results of the other
+    /// types.
     floats: LazyModule,
     bf16: LazyModule,
     q8_0: LazyModule,
 }
 
-/// Device addresses of a plan, and upper bounds of its counts. Grids have the size of the bounds,
-/// so that a captured launch serves every plan within them.
+/// Device addresses of an attention plan, and upper bounds of its counts. Grids have the size of
+/// these bounds, so a captured launch serves every plan within them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionPlanAddress {
     /// Three counts: splits, merges, prefill tiles.
@@ -40,7 +41,7 @@ pub struct AttentionPlanAddress {
     pub splits_max: u32,
     pub merges_max: u32,
     pub prefill_tiles_max: u32,
-    /// Whether a split has more than one tile of keys.
+    /// Whether any split has more than one tile of keys.
     pub has_multi_tile_splits: bool,
     /// Whether the merge kernel writes all rows of the step.
     pub merges_all_rows: bool,
@@ -48,10 +49,12 @@ pub struct AttentionPlanAddress {
     pub partial_weights: u64,
 }
 
-/// Which kernels a shape uses. It depends on the model alone, never on the step.
+/// The kernels for a model's attention shape. The choice depends on the model alone, never on the
+/// step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionMethod {
-    /// Tensor cores, with these tokens of a block of the split-KV kernel and of the prefill kernel.
+    /// Tensor cores. A block of the split-KV kernel has `split_tokens` tokens, a block of the
+    /// prefill kernel `prefill_tokens`.
     TensorCores {
         split_tokens: usize,
         prefill_tokens: usize,
@@ -70,27 +73,28 @@ impl AttentionMethod {
     }
 }
 
-/// The inputs of one layer's attention.
+/// The inputs of attention in one layer.
 #[derive(Clone, Copy)]
 pub struct AttentionInputs<'a> {
     pub layer: KvLayerAddress,
     pub kind: KvType,
     pub spec: AttentionSpec,
     pub queries: DeviceView<'a, f32>,
-    /// Block ids of all sequences.
+    /// The block ids of all sequences' block tables.
     pub tables: DeviceView<'a, u32>,
 }
 
-/// Shared memory of the tensor-core kernels for one tile of keys and values.
+/// Bytes of shared memory that the tensor-core kernels need for one tile of keys and values.
 struct KvStageBytes {
-    /// One pipeline stage: the tile as it stands in the cache.
+    /// One pipeline stage: the tile in the format of the cache.
     stage: usize,
-    /// The tile as f16, in the prefill kernel.
+    /// The tile converted to f16, which only the prefill kernel keeps.
     dequantized: usize,
 }
 
 impl KvStageBytes {
-    /// As STAGE_BYTES and DEQUANTIZED_BYTES in attention/kv_16bit.cuh and attention/kv_q8_0.cuh.
+    /// Equal to STAGE_BYTES and DEQUANTIZED_BYTES in attention/kv_16bit.cuh and
+    /// attention/kv_q8_0.cuh.
     fn of(kind: KvType, head_dim: usize) -> Self {
         let f16_tiles = 2 * ATTENTION_TILE * (head_dim + ATTENTION_PAD) * HALF_BYTES;
         match kind {
@@ -120,7 +124,8 @@ impl AttentionKernels {
         }
     }
 
-    /// Whether the merge kernel can also quantise: it must write all rows of the plan.
+    /// Whether the merge kernel can also quantise its output. To do so, it must write all rows of
+    /// the plan.
     pub(super) fn can_quantize(spec: &AttentionSpec, plan: &AttentionPlanAddress) -> bool {
         let width = spec.heads * spec.head_dim;
         plan.merges_all_rows
@@ -131,10 +136,10 @@ impl AttentionKernels {
     /// Computes all rows of a plan on the tensor cores.
     ///
     /// # Safety
-    /// The plan stands at its addresses, its query tiles name rows of `queries` and `out` and
-    /// entries of `tables`, every block that they lead to up to the tiles' last positions is mapped
-    /// memory of the shape that `layer` describes, and the partial results have room for all of the
-    /// plan.
+    /// The plan is in device memory at its addresses. Its query tiles name rows of `queries` and
+    /// `out` and entries of `tables`. Every block that these entries lead to, up to the tiles' last
+    /// positions, is mapped memory of the shape that `layer` describes. The buffers of partial
+    /// results have room for the whole plan.
     pub unsafe fn paged(
         &self,
         stream: &Stream,
@@ -184,8 +189,8 @@ impl AttentionKernels {
             partial_weights: plan.partial_weights,
         };
         let launch = launch_shape((plan.splits_max, spec.kv_heads as u32, 1), shared_bytes);
-        // SAFETY: the arguments are valid by this function's contract; shared memory is laid out as
-        // the kernel divides it.
+        // SAFETY: the arguments are valid by this function's contract. The kernel divides shared
+        // memory as `shared_bytes` counts it.
         unsafe {
             launch_kernel(self.family(kind), split_kv_name(kind, spec.head_dim), stream, launch, &arguments)
         }
@@ -211,8 +216,8 @@ impl AttentionKernels {
                 AttentionMerge { partial_sums, partial_weights, merges, merge_count, heads, dim, out };
             let launch = launch_shape((plan.merges_max, spec.heads as u32, 1), 0);
             let name = kernel_name!("attention", "attention_merge");
-            // SAFETY: heads have at most 128 dimensions, one for a thread; the rest by this
-            // function's contract.
+            // SAFETY: a head has at most 128 dimensions, one for each thread. The rest holds by
+            // this function's contract.
             return unsafe { launch_kernel(&self.floats, name, stream, launch, &arguments) };
         };
         ensure_length(
@@ -242,7 +247,7 @@ impl AttentionKernels {
             kernel_name!("attention", "attention_merge_q8_1"),
             kernel_name!("attention", "attention_merge_q8_k"),
         ]);
-        // SAFETY: as above; whole heads stand in 256 columns, and every row is merged.
+        // SAFETY: as above. 256 columns hold whole heads, and the plan merges every row.
         unsafe { launch_kernel(&self.floats, name, stream, launch, &arguments) }
     }
 
@@ -268,15 +273,15 @@ impl AttentionKernels {
             out: out.address(),
         };
         let launch = launch_shape((plan.prefill_tiles_max, spec.kv_heads as u32, 1), shared_bytes);
-        // SAFETY: the arguments are valid by this function's contract; shared memory is laid out as
-        // the kernel divides it.
+        // SAFETY: the arguments are valid by this function's contract. The kernel divides shared
+        // memory as `shared_bytes` counts it.
         unsafe {
             launch_kernel(self.family(kind), prefill_name(kind, spec.head_dim), stream, launch, &arguments)
         }
     }
 
-    /// Computes the first `positions.len()` rows without tensor cores. Row r sees the keys up to
-    /// its position; its block ids begin at `table_starts[r]`.
+    /// Computes the first `positions.len()` rows without tensor cores. Row r attends to the keys up
+    /// to its position, and its block ids begin at `table_starts[r]`.
     ///
     /// # Safety
     /// As for [`Self::paged`]: every block up to each row's position is mapped memory of the
@@ -312,12 +317,12 @@ impl AttentionKernels {
             positions: positions.address(),
             out: out.address(),
         };
-        // SAFETY: shared memory for two heads; the rest by this function's contract.
+        // SAFETY: shared memory has room for two heads. The rest holds by this function's contract.
         unsafe { launch_kernel(self.family(kind), name, stream, launch, &arguments) }
     }
 }
 
-/// The kernel of a type of cache and a head dimension of 64, 96 or 128.
+/// The name of a kernel for a KV cache type and a head dimension of 64, 96 or 128.
 macro_rules! by_head_dim {
     ($kernel:literal, $kind:expr, $head_dim:expr) => {
         match ($kind, $head_dim) {
@@ -342,7 +347,7 @@ fn prefill_name(kind: KvType, head_dim: usize) -> KernelName<AttentionPrefill> {
     by_head_dim!("attention_prefill", kind, head_dim)
 }
 
-/// Bytes between rows of `cols` 16-bit values in shared memory.
+/// Bytes between two rows of `cols` 16-bit values in shared memory.
 fn row_pitch_bytes(cols: usize) -> usize {
     (cols + ATTENTION_PAD) * HALF_BYTES
 }
@@ -361,7 +366,7 @@ fn query_params(inputs: &AttentionInputs<'_>) -> AttentionQueries {
         values: inputs.queries.address(),
         heads: spec.heads as i32,
         group: (spec.heads / spec.kv_heads.max(1)) as i32,
-        // The kernels' exponentials have base 2.
+        // The kernels compute exponentials with base 2.
         scale: spec.scale * std::f32::consts::LOG2_E,
     }
 }

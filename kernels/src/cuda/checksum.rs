@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of checksum.cu: XXH3-128 of every MiB of a range, computed where the bytes are.
+//! Launcher of checksum.cu: computes XXH3-128 of every 1 MiB piece of a range in device memory.
 
 pub use super::abi::elementwise::PIECE_BYTES;
 use super::abi::elementwise::{CHECKSUM_THREADS, ChecksumPieces};
@@ -8,7 +8,8 @@ use super::launch::{KernelName, kernel_name, launch_kernel};
 use super::module::image;
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
-/// XXH3 hashes inputs up to this length with other algorithms, which only the host has.
+/// XXH3 hashes inputs of up to this length with other algorithms. The kernel does not implement
+/// them.
 pub(super) const SHORT_BYTES: usize = 240;
 
 pub struct ChecksumKernels(LazyModule);
@@ -20,13 +21,14 @@ impl ChecksumKernels {
         Self(LazyModule::new(device, "checksum", image!("checksum")))
     }
 
-    /// Loads the kernel now rather than with the first launch.
+    /// Loads the kernel now, so that the first launch does not.
     pub fn load(&self) -> Result<(), CudaError> {
         self.0.kernel(Self::KERNEL.as_c_str()).map(drop)
     }
 
-    /// Low and high half of the checksum of every piece of `bytes`, which begin at a multiple of 8.
-    /// A last piece of at most 240 bytes is not written: [`super::loading`] hashes it on the host.
+    /// Writes the low and the high half of the checksum of every piece of `bytes` to `out`. `bytes`
+    /// begins at a multiple of 8. If the last piece has at most 240 bytes, the kernel does not
+    /// write its checksum: [`super::loading`] hashes that piece on the host.
     pub fn launch(
         &self,
         stream: &Stream,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of embed.cu: rows of the embedding table as f32.
+//! Launcher of embed.cu: copies rows of the embedding table and converts them to f32.
 
 use ops::OpError;
 use quant::layout::{TILE_COLS, Tiles, planes};
@@ -13,7 +13,7 @@ use super::planes::tile_planes;
 use super::{Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
 const OP: &str = "embed";
-/// Limit of a grid's second dimension.
+/// The limit of a grid's second dimension.
 const TOKENS_MAX: usize = 65_535;
 
 pub struct EmbedKernels(LazyModule);
@@ -23,8 +23,8 @@ impl EmbedKernels {
         Self(LazyModule::new(device, "embed", image!("embed")))
     }
 
-    /// `out[i] = table[tokens[i]]`, `[tokens, cols]`. `table` is in layout 1. The kernel skips a
-    /// token beyond the table: callers check tokens on the host.
+    /// Computes `out[i] = table[tokens[i]]`, `[tokens, cols]`. `table` is in layout 1. The kernel
+    /// skips a token beyond the table; callers check tokens on the host.
     pub fn launch(
         &self,
         stream: &Stream,
@@ -74,7 +74,7 @@ impl EmbedKernels {
             let name = kernel_name!("embed", "embed_quantized");
             let planes = tile_planes(shape);
             let arguments = EmbedQuantized { planes, dtype, tiles: table, tokens, out, cols, rows };
-            // SAFETY: as above.
+            // SAFETY: as for `embed_float`.
             unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
         }
         .map_err(device_error(OP))

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Errors of the device as errors of ops.
+//! Converts errors of the device into errors of `ops`.
 
 use cuda::CudaError;
 
-/// Turns an error of the device into the error of an op.
+/// Returns a function that wraps a [`CudaError`] as an error of the operation `op`.
 pub(super) fn device_error(op: &'static str) -> impl Fn(CudaError) -> ops::OpError {
     move |error| match error {
         CudaError::OutOfMemory { bytes, free } => {

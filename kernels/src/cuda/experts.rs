@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of experts.cu and experts_*.cu: a mixture of experts. The device decides which row goes
-//! through which expert.
+//! Launcher of experts.cu and experts_*.cu: the feed-forward layer of a mixture-of-experts model.
+//! The device decides which row goes through which expert.
 //!
-//! A pair is a (row, rank): pair p is rank p % used of row p / used. A slot is a pair's place in
-//! the order of experts.
+//! A pair is one (row, rank): pair p is rank p % used of row p / used. A slot is a pair's position
+//! after the pairs are sorted by expert.
 
 use ops::OpError;
 use quant::DType;
@@ -28,21 +28,21 @@ use super::{Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream}
 
 const OP: &str = "experts";
 
-/// Pairs of a matvec group: the kernel has code for 1, 2 and 4.
+/// Pairs in a matvec group. The kernel has code for 1, 2 and 4.
 const MATVEC_GROUP_PAIRS: usize = 4;
 const MATMUL_GROUP_PAIRS: usize = EXPERT_MATMUL_ACT_TILES * ACT_TILE_TOKENS;
 const GROUP_WORDS: usize = size_of::<ExpertGroup>() / size_of::<u32>();
 const MATMUL_STAGES_MAX: usize = 6;
-/// Shared memory that the device takes for every block.
+/// Shared memory that the device reserves for every block.
 const BLOCK_SHARED_BYTES: usize = 1 << 10;
-/// Pairs per expert from which on tensor cores win. On an H200, 128 experts of Q4_K 2048 x 768,
-/// gate and up: two pairs take 81 us without them and 77 with, four 120 and 87, 32 687 and 138; of
-/// Q8_0 half a pair takes 64 and 55.
+/// From this number of pairs per expert on, tensor cores are faster. Measured on an H200 with 128
+/// experts of 2048 x 768, gate and up. Q4_K: two pairs take 81 us without tensor cores and 77 with
+/// them, four take 120 and 87, 32 take 687 and 138. Q8_0: half a pair takes 64 and 55.
 const MATMUL_PAIRS_MIN: usize = 2;
 /// Bytes of the values that a matvec block collects before it adds them.
 const VALUES_BYTES_MAX: usize = 32 << 10;
 
-/// How pairs are grouped for a kernel. It never changes results.
+/// How pairs are grouped for a kernel. The grouping never changes results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PairGrouping {
     /// For expert_matvec_*: at most four pairs share a read of an expert's weights.
@@ -56,14 +56,14 @@ impl PairGrouping {
         if pairs < MATMUL_PAIRS_MIN * count { Self::Matvec } else { Self::Matmul }
     }
 
-    /// Slots for `pairs` pairs in the order of `count` experts.
+    /// The number of slots for `pairs` pairs, sorted by `count` experts.
     pub fn slots(self, pairs: usize, count: usize) -> usize {
         let padding = (self.align() - 1) * count.min(pairs);
         (pairs + padding).next_multiple_of(self.align())
     }
 
-    /// Words of [`ExpertRouting::groups`]: the pair of each slot, the groups, and the number of
-    /// groups.
+    /// The words of [`ExpertRouting::groups`]. They hold the pair of each slot, then the groups,
+    /// then the number of groups.
     pub fn words(self, pairs: usize, count: usize) -> usize {
         self.slots(pairs, count) + GROUP_WORDS * self.groups_max(pairs, count) + 1
     }
@@ -79,7 +79,7 @@ impl PairGrouping {
         }
     }
 
-    /// The first slot of an expert is a multiple of this.
+    /// The first slot of each expert is a multiple of this number.
     fn align(self) -> usize {
         match self {
             Self::Matvec => 1,
@@ -95,27 +95,27 @@ impl PairGrouping {
     }
 }
 
-/// Where the device writes its routing.
+/// The buffers to which the device writes its routing.
 pub struct ExpertRouting<'a> {
     /// The expert of each pair.
     pub experts: DeviceViewMut<'a, u32>,
     /// The weight of each pair in the sum of its row.
     pub expert_weights: DeviceViewMut<'a, f32>,
     pub grouping: PairGrouping,
-    /// Scratch memory of [`PairGrouping::words`].
+    /// Scratch memory of [`PairGrouping::words`] words.
     pub groups: DeviceViewMut<'a, u32>,
 }
 
-/// The matrices of all experts, of one shape and type, one after the other.
+/// The matrices of all experts, one after the other. They have the same shape and type.
 pub struct ExpertWeights<'a> {
-    /// Of one expert.
+    /// The shape of one expert's matrix.
     pub shape: Tiles,
     pub tiles: DeviceView<'a, u8>,
     /// `[pairs, rows]`, or `[slots, rows]`.
     pub out: DeviceViewMut<'a, f32>,
 }
 
-/// Pairs that [`ExpertKernels::route`] sorted and grouped.
+/// The pairs that [`ExpertKernels::route`] has sorted and grouped.
 #[derive(Clone, Copy)]
 pub struct GroupedPairs<'a> {
     pub pairs: usize,
@@ -124,7 +124,7 @@ pub struct GroupedPairs<'a> {
     pub groups: DeviceView<'a, u32>,
 }
 
-/// Where the parts of [`ExpertRouting::groups`] begin.
+/// The addresses of the parts of [`ExpertRouting::groups`].
 struct GroupAddress {
     sorted_pairs: u64,
     groups: u64,
@@ -198,7 +198,7 @@ impl ExpertKernels {
         Self { device: device.clone(), routing_kernels, products }
     }
 
-    /// Routes rows by `logits`, `[rows, count]`, through `used` experts each, then sorts their
+    /// Routes each row through `used` experts by its `logits`, `[rows, count]`. Then sorts the
     /// pairs by expert.
     pub fn route(
         &self,
@@ -237,8 +237,8 @@ impl ExpertKernels {
         };
         let name = kernel_name!("experts", "expert_topk_softmax");
         let blocks = launch(rows.div_ceil(EXPERT_TOPK_ROWS), 32 * EXPERT_TOPK_ROWS as u32);
-        // SAFETY: a warp reads a row of `logits` and writes `used` values of the row; experts are
-        // below `count`.
+        // SAFETY: a warp reads one row of `logits` and writes `used` values of that row. The
+        // experts that it writes are below `count`.
         unsafe { launch_kernel(&self.routing_kernels, name, stream, blocks, &topk) }
             .map_err(device_error(OP))?;
         let GroupAddress { sorted_pairs, groups, group_count } =
@@ -261,11 +261,11 @@ impl ExpertKernels {
             .map_err(device_error(OP))
     }
 
-    /// Quantises rows of `x`, `[tokens, cols]`, for [`Self::matmul`]: the slot of pair p gets row
-    /// p / pairs_per_token.
+    /// Quantises rows of `x`, `[tokens, cols]`, for [`Self::matmul`]. The slot of pair p gets row p
+    /// / pairs_per_token.
     ///
     /// # Safety
-    /// `of.groups` is what [`Self::route`] made, grouped as [`PairGrouping::Matmul`].
+    /// [`Self::route`] wrote `of.groups` with [`PairGrouping::Matmul`].
     pub unsafe fn quantize(
         &self,
         stream: &Stream,
@@ -312,12 +312,12 @@ impl ExpertKernels {
             .map_err(device_error(OP))
     }
 
-    /// `stack.out = matrix of a slot's expert times the slot's row of x` on the tensor cores, for
-    /// one or two stacks of one shape. Outputs are in the order of pairs if `by_pair`, else of
-    /// slots.
+    /// Computes `stack.out = matrix of a slot's expert times the slot's row of x` on the tensor
+    /// cores. It takes one or two stacks of one shape. If `by_pair`, outputs are in the order of
+    /// pairs, otherwise in the order of slots.
     ///
     /// # Safety
-    /// `of.groups` is what [`Self::route`] made, grouped as [`PairGrouping::Matmul`].
+    /// [`Self::route`] wrote `of.groups` with [`PairGrouping::Matmul`].
     pub unsafe fn matmul(
         &self,
         stream: &Stream,
@@ -338,8 +338,8 @@ impl ExpertKernels {
         let stage_bytes = EXPERT_MATMUL_WARPS * shape.tile_bytes() + EXPERT_MATMUL_ACT_TILES * act_tile;
         let barriers = 2 * MATMUL_STAGES_MAX * size_of::<u64>();
         let available = self.device.shared_bytes_max() as usize;
-        // A multiprocessor runs two blocks if each has room for a stage that loads while the block
-        // computes another.
+        // If half of the shared memory has room for two stages, two blocks run on each
+        // multiprocessor. Each of them then loads one stage while it computes another.
         let half = available.saturating_sub(BLOCK_SHARED_BYTES) / 2;
         let available = if half >= 2 * stage_bytes + barriers { half } else { available };
         let stages = (available.saturating_sub(barriers) / stage_bytes).min(MATMUL_STAGES_MAX);
@@ -365,14 +365,14 @@ impl ExpertKernels {
         let output_tiles = PairGrouping::Matmul.groups_max(pairs, count) * row_blocks * stacks.len();
         let blocks = output_tiles.min((resident.max(1) * self.device.multiprocessors()) as usize) as u32;
         let launch = LaunchConfig { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true };
-        // SAFETY: experts of groups are below `count`, slots and pairs below their numbers by this
-        // function's contract, so tiles, activation tiles and outputs are read and written inside
-        // the lengths that were checked.
+        // SAFETY: by this function's contract the experts of groups are below `count`, and slots
+        // and pairs are below their numbers. So the kernel reads and writes tiles, activation tiles
+        // and outputs inside the lengths that were checked.
         unsafe { launch_kernel(&kernels.family, kernels.matmul, stream, launch, &ExpertMatmul { params }) }
             .map_err(device_error(OP))
     }
 
-    /// Checks what both kinds of products need; none if there is nothing to compute.
+    /// Checks what matvec and matmul both require. Returns None if there is nothing to compute.
     fn check_stacks(
         &self,
         x: QuantizedActivations<'_>,
@@ -404,11 +404,11 @@ impl ExpertKernels {
         Ok((!is_empty).then_some(kernels))
     }
 
-    /// `stack.out[p] = matrix of pair p's expert times row p / pairs_per_token of x`, for one or
-    /// two stacks of one shape.
+    /// Computes `stack.out[p] = matrix of pair p's expert times row p / pairs_per_token of x`. It
+    /// takes one or two stacks of one shape.
     ///
     /// # Safety
-    /// `of.groups` is what [`Self::route`] made, grouped as [`PairGrouping::Matvec`].
+    /// [`Self::route`] wrote `of.groups` with [`PairGrouping::Matvec`].
     pub unsafe fn matvec(
         &self,
         stream: &Stream,
@@ -425,7 +425,7 @@ impl ExpertKernels {
             ensure_equal("values of the output", stack.out.len(), pairs * shape.rows())?;
         }
         let (row_tiles, col_tiles) = (shape.row_tiles(), shape.col_tiles());
-        // Enough row tiles that every warp has work.
+        // A block takes enough row tiles to give every warp work.
         let pairs_per_row_tile = col_tiles.div_ceil(EXPERT_MATVEC_TILES);
         let tile_values = col_tiles * TILE_ROWS * MATVEC_GROUP_PAIRS * size_of::<f32>();
         let tiles =
@@ -449,17 +449,17 @@ impl ExpertKernels {
             shared_bytes: shared as u32,
             overlaps_predecessor: true,
         };
-        // SAFETY: experts of groups are below `count` and pairs below `pairs` by this function's
-        // contract, so tiles, activation tiles and outputs are read and written inside the lengths
-        // that were checked.
+        // SAFETY: by this function's contract the experts of groups are below `count` and pairs are
+        // below `pairs`. So the kernel reads and writes tiles, activation tiles and outputs inside
+        // the lengths that were checked.
         unsafe { launch_kernel(&kernels.family, kernels.matvec, stream, launch, &ExpertMatvec { params }) }
             .map_err(device_error(OP))
     }
 
-    /// [`Self::matvec`] of one stack of floats, with rows of `x` as they are.
+    /// Computes [`Self::matvec`] for one stack of float weights. `x` is not quantised.
     ///
     /// # Safety
-    /// Every one of `experts`, which are on the device, is below `count`.
+    /// `experts` are in device memory. Each of them is below `count`.
     pub unsafe fn float_matvec(
         &self,
         stream: &Stream,
@@ -509,7 +509,7 @@ impl ExpertKernels {
         .map_err(device_error(OP))
     }
 
-    /// `out[r] = sum over ranks of expert weight times contribution`.
+    /// Computes `out[r] = sum over ranks of expert weight times contribution`.
     pub fn combine(
         &self,
         stream: &Stream,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of gather.cu: rows picked out of a matrix.
+//! Launcher of gather.cu: copies chosen rows of a matrix.
 
 use super::abi::elementwise::{GATHER_THREADS, GatherRows};
 use super::launch::{kernel_name, launch_kernel};
@@ -15,10 +15,10 @@ impl GatherKernels {
         Self(LazyModule::new(device, "gather", image!("gather")))
     }
 
-    /// `out[i] = x[rows[i]]`, rows of `cols` values.
+    /// Computes `out[i] = x[rows[i]]` for rows of `cols` values.
     ///
     /// # Safety
-    /// Every one of `rows`, which are on the device, is below the number of rows of `x`.
+    /// `rows` is in device memory. Each of its values is below the number of rows of `x`.
     pub unsafe fn rows(
         &self,
         stream: &Stream,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of kv_write.cu: writes a step's keys and values to the KV cache. [`KvLayerAddress`]
-//! says where kernels find a layer of the cache.
+//! Launcher of kv_write.cu: writes the keys and values of a step to the KV cache. A
+//! [`KvLayerAddress`] tells kernels where a layer of the cache begins.
 
 use ops::KvType;
 
@@ -12,15 +12,15 @@ use super::module::image;
 use super::norm::ensure_same_len;
 use super::{CudaError, Device, DeviceView, LaunchConfig, LazyModule, Stream};
 
-/// Bytes of the scales of one head of one token: an even number of f16 scales (q8_scales in
-/// kv_layer.cuh).
+/// Bytes of the scales of one head of one token. The number of f16 scales is even, as in q8_scales
+/// of kv_layer.cuh.
 pub(super) fn q8_scale_bytes(head_dim: usize) -> usize {
     const SCALED_VALUES: usize = 32;
     head_dim.div_ceil(SCALED_VALUES).next_multiple_of(2) * size_of::<u16>()
 }
 
-/// Bytes of the keys, or of the values, of one head in a block of `block_tokens` tokens; none if
-/// they do not fit 32 bits.
+/// Bytes of the keys (or of the values) of one head in a block of `block_tokens` tokens. None if
+/// the number of bytes exceeds 32 bits.
 pub fn head_bytes(kind: KvType, head_dim: usize, block_tokens: usize) -> Option<u32> {
     /// Kernels copy scales in units of 4 bytes.
     const SCALES_ALIGN: usize = 4;
@@ -40,7 +40,8 @@ pub fn head_bytes(kind: KvType, head_dim: usize, block_tokens: usize) -> Option<
 }
 
 impl KvLayerAddress {
-    /// Where the layer's part of a block begins: its keys of head 0 (head_keys in kv_layer.cuh).
+    /// The address of the layer's part of a block, which begins with the keys of head 0 (head_keys
+    /// in kv_layer.cuh).
     pub fn of_block(&self, block: u32) -> u64 {
         let (unit, inside) = (block >> self.unit_shift, block & ((1 << self.unit_shift) - 1));
         self.base
@@ -57,11 +58,13 @@ impl KvWriteKernels {
         Self(LazyModule::new(device, "kv_write", image!("kv_write")))
     }
 
-    /// Writes keys and values of `slots.len()` rows of `kv_heads` heads of `head_dim` values.
+    /// Writes the keys and values of `slots.len()` rows, each of `kv_heads` heads of `head_dim`
+    /// values.
     ///
     /// # Safety
-    /// `layer` describes mapped memory of this shape and type, and the blocks of all `slots`, which
-    /// are on the device, lie in it. Nothing else uses these slots until the kernel has ended.
+    /// `layer` describes mapped memory of this shape and type. `slots` are in device memory, and
+    /// their blocks lie in the memory of `layer`. Nothing else uses these slots until the kernel
+    /// has ended.
     #[expect(clippy::too_many_arguments, reason = "operands of one kernel, each of its own meaning")]
     pub unsafe fn launch(
         &self,
@@ -100,8 +103,8 @@ impl KvWriteKernels {
             kv_heads: kv_heads as i32,
             head_dim: head_dim as i32,
         };
-        // SAFETY: block r reads row r of keys and values and writes slot `slots[r]`, valid by this
-        // function's contract.
+        // SAFETY: block r reads row r of keys and values and writes slot `slots[r]`, which is valid
+        // by this function's contract.
         unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
     }
 }

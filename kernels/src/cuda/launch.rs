@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`launch_kernel`]: starts a kernel with arguments and a name that the build has checked.
+//! [`launch_kernel`] enqueues a kernel launch. The build has checked the kernel's name and its
+//! arguments.
 
 use std::ffi::CStr;
 use std::marker::PhantomData;
@@ -10,7 +11,7 @@ use super::{CudaError, LaunchConfig, LazyModule, Stream};
 
 include!(concat!(env!("OUT_DIR"), "/compiled_kernels.rs"));
 
-/// A kernel that takes arguments `A`. [`kernel_name!`] makes it.
+/// The name of a kernel that takes arguments of type `A`. [`kernel_name!`] makes one.
 pub(super) struct KernelName<A> {
     name: &'static CStr,
     arguments: PhantomData<fn(A)>,
@@ -25,8 +26,8 @@ impl<A> Clone for KernelName<A> {
 impl<A> Copy for KernelName<A> {}
 
 impl<A> KernelName<A> {
-    /// `name` ends with a zero byte. Panics, in a constant and so at build time, if `image` holds
-    /// no such kernel.
+    /// `name` ends with a zero byte. If `image` holds no such kernel, the function panics. It runs
+    /// in a constant, so the panic fails the build.
     pub(super) const fn new(image: &str, name: &'static str) -> Self {
         let Ok(name) = CStr::from_bytes_with_nul(name.as_bytes()) else {
             panic!("the name of a kernel must end with a zero byte");
@@ -43,7 +44,8 @@ impl<A> KernelName<A> {
     }
 }
 
-/// Whether build.rs found the kernel in the image. An image whose names are unknown has PTX alone.
+/// Whether build.rs found the kernel in the image. An image without names has PTX alone, and every
+/// name is accepted for it.
 const fn is_compiled(image: &str, kernel: &[u8]) -> bool {
     let mut at = 0;
     while at < COMPILED_KERNELS.len() {
@@ -77,8 +79,8 @@ const fn is_equal(a: &[u8], b: &[u8]) -> bool {
     true
 }
 
-/// `kernel_name!("norm", "rms_norm")`: a kernel of norm.cu. A name that nvcc did not compile fails
-/// the build of this crate.
+/// `kernel_name!("norm", "rms_norm")` names a kernel of norm.cu. If nvcc did not compile the
+/// kernel, this crate does not build.
 macro_rules! kernel_name {
     ($image:expr, $name:expr) => {
         const { $crate::cuda::launch::KernelName::new($image, concat!($name, "\0")) }
@@ -89,7 +91,8 @@ pub(super) use kernel_name;
 /// Enqueues one launch.
 ///
 /// # Safety
-/// What the kernel reads and writes with `arguments` is valid until it has ended.
+/// All memory that the kernel reads or writes with `arguments` stays valid until the kernel has
+/// ended.
 pub(super) unsafe fn launch_kernel<A: KernelArguments>(
     family: &LazyModule,
     name: KernelName<A>,
@@ -99,7 +102,7 @@ pub(super) unsafe fn launch_kernel<A: KernelArguments>(
 ) -> Result<(), CudaError> {
     let kernel = family.kernel(name.as_c_str())?;
     // SAFETY: `A` has a field for each parameter of the kernel, in order and of the parameter's
-    // type: CHECK_SIGNATURE compared them when the kernel was compiled. The rest is the caller's
+    // type. CHECK_SIGNATURE compared them when the kernel was compiled. The rest is the caller's
     // contract.
     unsafe { kernel.launch(stream, launch, arguments.pointers().as_mut()) }
 }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of linear_*.cu: products of weight matrices with activations, for any number of tokens.
+//! Launcher of linear_*.cu: multiplies weight matrices with activations, for any number of tokens.
 //!
 //! The result of a row depends neither on the kernel that computes it nor on the other tokens (I5).
-//! Every kernel of a type forms the value of 256 columns alike, and adds these values in ascending
-//! order (F32: linear_f32.cu). So the choice of a [`LinearMethod`] decides speed alone.
+//! Every kernel of a type computes the partial sum over 256 columns in the same way. It then adds
+//! the partial sums in ascending order (for F32 see linear_f32.cu). So the choice of a
+//! [`LinearMethod`] changes the speed alone.
 
 use ops::OpError;
 use quant::DType;
@@ -23,11 +24,11 @@ use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModu
 
 const OP: &str = "linear";
 
-/// One matrix and where its product goes.
+/// One matrix and the buffer for its product.
 pub struct MatrixProduct<'a> {
     pub shape: Tiles,
-    /// In layout 1, written before the stream's last synchronisation: kernels read weights before
-    /// the previous kernel of the stream has ended.
+    /// In layout 1. The weights must be written before the stream's last synchronisation, because
+    /// kernels read weights before the previous kernel of the stream has ended.
     pub tiles: DeviceView<'a, u8>,
     /// `[rows]`.
     pub bias: Option<DeviceView<'a, f32>>,
@@ -35,31 +36,31 @@ pub struct MatrixProduct<'a> {
     pub out: DeviceViewMut<'a, f32>,
 }
 
-/// Which kernel computes a product.
+/// The kernel that computes a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinearMethod {
-    /// linear/matvec.cuh, for one to four tokens: a lane per row and 256 columns.
+    /// linear/matvec.cuh, for one to four tokens. Each lane computes one row over 256 columns.
     Matvec(usize),
-    /// linear/matmul.cuh: tensor cores.
+    /// linear/matmul.cuh, on the tensor cores.
     Matmul(MatmulShape),
-    /// linear_f32.cu: one warp per row.
+    /// linear_f32.cu. Each warp computes one row.
     Scalar,
 }
 
 impl MatmulShape {
-    /// All shapes that a type has kernels for.
+    /// All shapes for which a type has kernels.
     pub fn all(dtype: DType) -> Vec<Self> {
         let small = (dtype == DType::BF16).then_some(Self::BF16_SMALL);
         Self::for_type(dtype).iter().copied().chain(small).collect()
     }
 
-    /// By ascending number of tokens.
+    /// The usual shapes, by ascending number of tokens.
     fn for_type(dtype: DType) -> &'static [Self; 4] {
         if is_float16(dtype) { &Self::FLOATS } else { &Self::QUANTS }
     }
 
-    /// Bytes of a pipeline stage. `tile_bytes` is 0 for rows of 16-bit floats, which stand 16 bytes
-    /// apart in shared memory.
+    /// Bytes of a pipeline stage. For weights of 16-bit floats, `tile_bytes` is 0: shared memory
+    /// holds their rows with 16 bytes of padding.
     fn stage_bytes(&self, tile_bytes: usize, act_tile_bytes: usize) -> usize {
         let tiles = match tile_bytes {
             0 => TILE_ROWS * (self.depth() * TILE_COLS * 2 + 16),
@@ -68,22 +69,24 @@ impl MatmulShape {
         self.row_tiles() * tiles + self.act_tiles() * self.depth() * act_tile_bytes
     }
 
-    /// Bytes of the values that wait for their sum: two buffers of f32.
+    /// Bytes of the partial sums that are not added yet: two buffers of f32.
     fn partial_sum_bytes(&self) -> usize {
         let depth = self.depth();
         if depth == 1 { 0 } else { 2 * depth * self.row_tiles() * self.act_tiles() * 128 * 4 }
     }
 }
 
-/// More tokens than this use the tensor cores. On an H200, Q4_K 4096 x 12288: two tokens take 10.3
-/// us by matvec and 12.6 by matmul, four 12.6 and 12.6; 12288 x 4096: 12.0 and 12.1, 15.8 and 12.1.
+/// Above this number of tokens, products use the tensor cores. Measured on an H200 with Q4_K. 4096
+/// x 12288: two tokens take 10.3 us by matvec and 12.6 by matmul, four take 12.6 and 12.6. 12288 x
+/// 4096: two take 12.0 and 12.1, four take 15.8 and 12.1.
 const MATVEC_TOKENS_MAX: usize = 3;
-/// For BF16 and up to 8 tokens, on an H200: 4096 x 151936 takes 318 us with BF16_SMALL and 445 with
-/// the usual shape, 4096 x 12288 28 and 41. Of 4096 x 4096, whose blocks would be too few, 26 and
-/// 15.
+/// If a matrix gives every multiprocessor this many blocks, BF16 uses BF16_SMALL for up to 8
+/// tokens. Measured on an H200: 4096 x 151936 takes 318 us with BF16_SMALL and 445 with the usual
+/// shape, 4096 x 12288 takes 28 and 41. 4096 x 4096 has too few blocks: it takes 26 and 15.
 const BF16_SMALL_WAVES: usize = 2;
-/// Bytes of copies in flight: 40 KiB per multiprocessor hide the latency of an H200's memory; two
-/// blocks share one. Four times as much changed no time by more than 10%.
+/// Bytes of the copies in flight. 40 KiB per multiprocessor hide the latency of an H200's memory,
+/// and two blocks share a multiprocessor. Four times as many bytes changed no time by more than
+/// 10%.
 const PIPELINE_BYTES: usize = 64 << 10;
 const PIPELINE_STAGES: (usize, usize) = (2, 6);
 const NO_SHARED_MEMORY: &str = "bytes of shared memory for a row this long";
@@ -115,7 +118,7 @@ impl LinearKernels {
         Self { device: device.clone(), families }
     }
 
-    /// The fastest method for `row_tiles` groups of 16 rows and this many tokens.
+    /// The fastest method for `row_tiles` tiles of 16 rows and this many tokens.
     pub fn method(&self, dtype: DType, row_tiles: usize, tokens: usize) -> LinearMethod {
         if dtype == DType::F32 {
             return LinearMethod::Scalar;
@@ -133,8 +136,8 @@ impl LinearKernels {
             return LinearMethod::Matmul(small);
         }
         let [narrow @ .., wide, large] = MatmulShape::for_type(dtype);
-        // Large blocks do the most work for what they load. They pay if half of the device has a
-        // block and blocks are at least half full.
+        // A large block does the most work per byte that it loads. Large blocks are faster if at
+        // least half of the multiprocessors get a block and each block is at least half full.
         let blocks = row_tiles.div_ceil(large.row_tiles()) * tokens.div_ceil(large.tokens());
         if 2 * tokens > large.tokens() && 2 * blocks >= multiprocessors {
             return LinearMethod::Matmul(*large);
@@ -142,7 +145,8 @@ impl LinearKernels {
         LinearMethod::Matmul(*narrow.iter().find(|shape| tokens <= shape.tokens()).unwrap_or(wide))
     }
 
-    /// `out[t] = matrix x[t] (+ bias)` for up to four matrices of one type that share their input.
+    /// Computes `out[t] = matrix x[t] (+ bias)` for up to four matrices of one type that share
+    /// their input.
     pub fn launch(
         &self,
         stream: &Stream,
@@ -154,7 +158,8 @@ impl LinearKernels {
         let first_dtype = first.shape.dtype();
         let method = self.method(first_dtype, row_tiles, x.tokens);
         match self.launch_with(stream, method, x, products) {
-            // Smaller blocks for longer rows, or a device with less shared memory.
+            // If rows are too long for the device's shared memory, a shape with smaller blocks is
+            // used.
             Err(OpError::Shape { what: NO_SHARED_MEMORY, .. }) => {
                 let smaller = LinearMethod::Matmul(MatmulShape::for_type(first_dtype)[1]);
                 self.launch_with(stream, smaller, x, products)
@@ -163,8 +168,8 @@ impl LinearKernels {
         }
     }
 
-    /// As [`Self::launch`], with a given method, for tests and benches. The tokens of a matvec
-    /// method must be those of `x`.
+    /// Computes [`Self::launch`] with a given method, for tests and benches. The number of tokens
+    /// in [`LinearMethod::Matvec`] must be that of `x`.
     pub fn launch_with(
         &self,
         stream: &Stream,
@@ -192,8 +197,8 @@ impl LinearKernels {
                 let (launch, stages) =
                     self.matvec_launch(family, name, tokens, x, products).map_err(in_op)?;
                 // SAFETY: tiles, activation tiles and outputs have the lengths that the kernel
-                // derives from rows, col_tiles and tokens: `check_products` compared them. Shared
-                // memory is laid out as in linear/matvec.cuh from the same numbers.
+                // derives from rows, col_tiles and tokens: `check_products` compared them. The
+                // kernel lays out shared memory as in linear/matvec.cuh, from the same numbers.
                 unsafe { launch_kernel(family, name, stream, launch, &LinearMatvec { params, stages }) }
                     .map_err(device_error(OP))
             }
@@ -207,8 +212,8 @@ impl LinearKernels {
         }
     }
 
-    /// The launch and the number of pipeline stages, with shared memory as linear/matvec.cuh
-    /// divides it.
+    /// The launch of a matvec kernel and its number of pipeline stages. linear/matvec.cuh divides
+    /// shared memory in the same way.
     fn matvec_launch(
         &self,
         family: &LazyModule,
@@ -230,7 +235,8 @@ impl LinearKernels {
         Ok((launch, stages))
     }
 
-    /// The same for linear/matmul.cuh.
+    /// The launch of a matmul kernel and its number of pipeline stages. linear/matmul.cuh divides
+    /// shared memory in the same way.
     fn matmul_launch(
         &self,
         family: &LazyModule,
@@ -251,7 +257,8 @@ impl LinearKernels {
         Ok((launch, stages))
     }
 
-    /// Blocks walk over their share of `work_items`, so there are at most as many as run at once.
+    /// A launch of at most as many blocks as run at once. Each block loops over its share of
+    /// `work_items`.
     fn persistent_launch<A>(
         &self,
         family: &LazyModule,
@@ -266,7 +273,8 @@ impl LinearKernels {
         Ok(LaunchConfig { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true })
     }
 
-    /// The number of pipeline stages, and shared memory for them and `rest`.
+    /// The number of pipeline stages, and the bytes of shared memory for these stages and for
+    /// `rest`.
     fn pipeline(&self, stage_bytes: usize, rest: usize) -> Result<(i32, u32), OpError> {
         let available = (self.device.shared_bytes_max() as usize).saturating_sub(rest);
         let (least, most) = PIPELINE_STAGES;
@@ -279,7 +287,7 @@ impl LinearKernels {
     }
 }
 
-/// Why a launch has no shape.
+/// The reason why a launch could not be prepared.
 enum LaunchError {
     Op(OpError),
     Cuda(CudaError),
@@ -304,7 +312,7 @@ fn in_op(error: LaunchError) -> OpError {
     }
 }
 
-/// At most MATRICES_MAX products.
+/// The kernels' parameters for at most MATRICES_MAX products.
 fn linear_params(x: QuantizedActivations<'_>, products: &[MatrixProduct<'_>]) -> LinearParams {
     let mut params = LinearParams {
         weights: [0; MATRICES_MAX],
@@ -358,7 +366,7 @@ fn launch_scalar(
         .map_err(device_error(OP))
 }
 
-/// Bytes of one token's part of an activation tile in shared memory, as act_row_bytes in
+/// Bytes of one token's row of an activation tile in shared memory, equal to act_row_bytes in
 /// linear/tile.cuh.
 pub(super) fn act_row_bytes(format: DType) -> usize {
     match format {

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The CUDA backend: kernels embedded as machine code, started through the driver API, which is
-//! loaded at run time.
+//! The CUDA backend. The crate embeds its kernels as machine code and launches them through the
+//! CUDA driver API, which is loaded at run time.
 //!
-//! The crate `cuda` owns devices, streams, buffers and kernels; here are the launchers, one per .cu
-//! file, which check shapes and are safe to call, and the backend that is made of them.
+//! The crate `cuda` owns devices, streams, buffers and kernels. This module has two parts:
+//!
+//! - one launcher per .cu file, which checks shapes and so is safe to call;
+//! - [`Cuda`], the backend that calls the launchers.
 
 mod abi;
 mod archs;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`image!`]: the image that build.rs made of a .cu file.
+//! [`image!`] embeds the image that build.rs compiled from a .cu file.
 
 /// The image of `kernels/cuda/<stem>.cu`.
 macro_rules! image {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of naive.cu: attention and matrix products without tiles, in f64. The GPU tests compare
-//! the fast kernels with them.
+//! Launcher of naive.cu: attention and matrix products in f64, without tiles. The GPU tests compare
+//! the fast kernels with these.
 
 use ops::AttentionSpec;
 
@@ -18,8 +18,8 @@ impl NaiveKernels {
         Self(LazyModule::new(device, "naive", image!("naive")))
     }
 
-    /// Attention of consecutive tokens of one sequence, the first of them at `first_position`. Rows
-    /// of `keys` and `values` are those of positions 0, 1, ...
+    /// Computes attention for consecutive tokens of one sequence. The first token is at
+    /// `first_position`. Row p of `keys` and `values` belongs to position p.
     #[expect(clippy::too_many_arguments, reason = "operands of one kernel, each of its own meaning")]
     pub fn attention(
         &self,
@@ -69,7 +69,7 @@ impl NaiveKernels {
         }
     }
 
-    /// `out[t][r] = weights[r] . x[t] + bias[r]`; rows of `cols` values.
+    /// Computes `out[t][r] = weights[r] . x[t] + bias[r]`. Rows have `cols` values.
     pub fn matmul(
         &self,
         stream: &Stream,

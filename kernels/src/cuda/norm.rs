@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of norm.cu: RMS norms of rows and heads, and the residual sum.
+//! Launcher of norm.cu: RMS norms of rows and of heads, and the residual sum.
 
 use super::abi::elementwise::{
     ADD_THREADS, AddResidual, AddRmsNorm, NORM_HEADS, NORM_QUANTIZED_COLS_MAX, NORM_THREADS, RmsNorm,
@@ -23,7 +23,7 @@ impl NormKernels {
         cols.is_multiple_of(32) && cols <= NORM_QUANTIZED_COLS_MAX
     }
 
-    /// `out = norm(x)`, rows of `weight.len()` values.
+    /// Computes `out = norm(x)` over rows of `weight.len()` values.
     pub fn rows(
         &self,
         stream: &Stream,
@@ -56,12 +56,12 @@ impl NormKernels {
             ]),
         };
         // SAFETY: block r reads and writes `cols` values at r * cols, inside `x` and `out` by the
-        // checks above, and its token's part of the activation tiles. The kernel does not write
-        // `x`.
+        // checks above. It also writes its token's part of the activation tiles. The kernel does
+        // not write `x`.
         unsafe { launch_kernel(&self.0, name, stream, one_block_per_row(rows), &arguments) }
     }
 
-    /// `x += y; out = norm(x)`.
+    /// Computes `x += y; out = norm(x)`.
     #[expect(clippy::too_many_arguments, reason = "operands of one kernel, each of its own meaning")]
     pub fn add_rows(
         &self,
@@ -97,7 +97,7 @@ impl NormKernels {
                 kernel_name!("norm", "add_rms_norm_q8_k"),
             ]),
         };
-        // SAFETY: as for `rows`, but that the kernel writes `x` too.
+        // SAFETY: as for `rows`, except that the kernel also writes `x`.
         unsafe { launch_kernel(&self.0, name, stream, one_block_per_row(rows), &arguments) }
     }
 
@@ -126,11 +126,11 @@ impl NormKernels {
             heads: heads as i32,
             head_dim: weight.len() as i32,
         };
-        // SAFETY: warp h works on `head_dim` values at h * head_dim, h < heads.
+        // SAFETY: warp h reads and writes `head_dim` values at h * head_dim, and h < heads.
         unsafe { launch_kernel(&self.0, kernel_name!("norm", "rms_norm_heads"), stream, launch, &arguments) }
     }
 
-    /// `x += y`.
+    /// Computes `x += y`.
     pub fn add(
         &self,
         stream: &Stream,
@@ -148,12 +148,12 @@ impl NormKernels {
             overlaps_predecessor: true,
         };
         let arguments = AddResidual { x: x.address(), y: y.address(), values: x.len() as u64 };
-        // SAFETY: a thread has one value below `values`.
+        // SAFETY: a thread reads and writes one value below `values`.
         unsafe { launch_kernel(&self.0, kernel_name!("norm", "add_residual"), stream, launch, &arguments) }
     }
 }
 
-/// The address of the activation tiles, 0 if there are none.
+/// The address of the activation tiles, or 0 if there are none.
 fn act_tiles_address(
     quantized: Option<&QuantizedOutput<'_>>,
     rows: usize,
@@ -178,14 +178,14 @@ fn one_block_per_row(rows: usize) -> LaunchConfig {
     }
 }
 
-/// The number of rows of `cols` values that `len` values are.
+/// Returns the number of rows of `cols` values in `len` values.
 pub(super) fn count_rows(what: &'static str, len: usize, cols: usize) -> Result<usize, CudaError> {
     let rows = len / cols.max(1);
     ensure_same_len(what, len, rows * cols)?;
     Ok(rows)
 }
 
-/// Lengths in f32 values.
+/// Compares two lengths, given in f32 values.
 pub(super) fn ensure_same_len(what: &'static str, found: usize, expected: usize) -> Result<(), CudaError> {
     if found == expected {
         return Ok(());

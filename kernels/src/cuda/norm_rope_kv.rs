@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of norm_rope_kv.cu: RMS norms and rotary embeddings of query and key heads, and the
-//! write of keys and values to the KV cache, in one pass.
+//! Launcher of norm_rope_kv.cu. In one pass, the kernel applies RMS norms and rotary embeddings to
+//! query and key heads, and writes keys and values to the KV cache.
 
 use ops::KvType;
 
@@ -15,12 +15,12 @@ use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModu
 
 pub struct NormRopeKvKernels(LazyModule);
 
-/// A step's query, key and value heads.
+/// The query, key and value heads of a step.
 pub struct NormRopeKvOperands<'a> {
     pub queries: DeviceViewMut<'a, f32>,
     pub keys: DeviceViewMut<'a, f32>,
     pub values: DeviceView<'a, f32>,
-    /// Weights of the norms of query and key heads, and their epsilon.
+    /// The weights of the query norm and of the key norm, and their epsilon.
     pub norms: Option<(DeviceView<'a, f32>, DeviceView<'a, f32>, f32)>,
     pub positions: DeviceView<'a, u32>,
     pub slots: DeviceView<'a, u32>,
@@ -34,15 +34,15 @@ impl NormRopeKvKernels {
         Self(LazyModule::new(device, "norm_rope_kv", image!("norm_rope_kv")))
     }
 
-    /// Whether the kernel has room for heads of `head_dim` values.
+    /// Whether the kernel's registers hold a head of `head_dim` values.
     pub(super) fn supports(head_dim: usize) -> bool {
         head_dim <= NORM_ROPE_HEAD_DIM_MAX
     }
 
     /// # Safety
-    /// `layer` describes mapped memory of this shape and type, and the blocks of all `slots`, which
-    /// are on the device, lie in it. Positions, slots, weights and frequencies were written before
-    /// the stream's last kernel was started.
+    /// `layer` describes mapped memory of this shape and type. The slots are in device memory, and
+    /// their blocks lie in the memory of `layer`. Positions, slots, weights and frequencies were
+    /// written before the stream's last kernel was launched.
     pub unsafe fn launch(
         &self,
         stream: &Stream,
@@ -98,8 +98,8 @@ impl NormRopeKvKernels {
             KvType::Q8_0 => kernel_name!("norm_rope_kv", "norm_rope_kv_write_q8_0"),
         };
         let arguments = NormRopeKvWrite { kv: layer, params };
-        // SAFETY: a warp works on one head of one row, inside lengths that were checked, and the
-        // slot of its row by this function's contract.
+        // SAFETY: a warp reads and writes one head of one row, inside lengths that were checked. It
+        // writes the slot of its row, which is valid by this function's contract.
         unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
     }
 }

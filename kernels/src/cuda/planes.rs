@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! quant::layout's planes as the numbers that kernels take.
+//! Converts the planes of `quant::layout` to the numbers that kernels take.
 
 use quant::layout::{Tiles, planes};
 

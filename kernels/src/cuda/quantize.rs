@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Launcher of quantize.cu: converts activation rows to the format that a weight type is multiplied
-//! with (`DType::activation`): activation tiles of quants or of 16-bit floats, or f32 rows as they
-//! are.
+//! with (`DType::activation`). That format is activation tiles of quants, activation tiles of
+//! 16-bit floats, or unchanged f32 rows.
 
 use ops::OpError;
 use quant::DType;
@@ -17,11 +17,11 @@ use super::{Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream}
 
 const OP: &str = "quantize";
 
-/// Rows of F16 and BF16 weights have a multiple of this many values: bulk copies move whole runs of
-/// 16 values.
+/// The length of F16 and BF16 weight rows is a multiple of this number of values, because bulk
+/// copies move whole runs of 16 values.
 pub const FLOAT16_ROW_STEP: usize = 16;
 
-/// Activations in the format that [`super::linear::LinearKernels`] multiplies with.
+/// Activations in the format that [`super::linear::LinearKernels`] takes.
 #[derive(Clone, Copy)]
 pub struct QuantizedActivations<'a> {
     pub(super) format: DType,
@@ -30,11 +30,11 @@ pub struct QuantizedActivations<'a> {
     pub(super) data: DeviceView<'a, u8>,
 }
 
-/// Bytes that `tokens` rows need; none if no weight type has `format` as its activation.
+/// Bytes that `tokens` rows need. None if no weight type has `format` as its activation.
 pub fn activation_bytes(format: DType, tokens: usize, cols: usize) -> Option<usize> {
     let act_tile = match format {
         DType::F32 => return tokens.checked_mul(cols)?.checked_mul(4),
-        // A value is the sum of two f16 with a scale per token, or of three bf16.
+        // A value is the sum of two f16 (with one scale per token), or of three bf16.
         DType::F16 => ACT_TILE_TOKENS * (TILE_COLS * 2 * 2 + 4),
         DType::BF16 => ACT_TILE_TOKENS * TILE_COLS * 3 * 2,
         DType::Q8_0 => ACT_TILE_TOKENS * (TILE_COLS + 8 * 4),
@@ -52,8 +52,8 @@ impl QuantizeKernels {
         Self(LazyModule::new(device, "quantize", image!("quantize")))
     }
 
-    /// `x` is `[tokens, cols]`. `out` is scratch memory at a multiple of 128 bytes, and may be
-    /// longer than needed.
+    /// Converts `x`, `[tokens, cols]`. `out` is scratch memory at a multiple of 128 bytes. It may
+    /// be longer than needed.
     pub fn launch<'a>(
         &self,
         stream: &Stream,
@@ -110,8 +110,8 @@ impl QuantizeKernels {
                 let (tokens, cols) = (tokens as i32, cols as i32);
                 let arguments =
                     QuantizeActivations { x: x.address(), tokens, cols, act_tiles: out.address() };
-                // SAFETY: a warp reads 256 values of one row inside `x` and writes its token's part
-                // of one activation tile inside `out`: lengths and alignment were checked.
+                // SAFETY: a warp reads 256 values of one row inside `x`. It writes its token's part
+                // of one activation tile inside `out`. Lengths and alignment were checked.
                 unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
                     .map_err(device_error(OP))?;
             }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`QuantizedOutput`]: where a kernel that makes activations also quantises them, which saves
-//! another pass by quantize.cu.
+//! [`QuantizedOutput`] makes a kernel that computes activations also quantise them. This saves a
+//! separate pass by quantize.cu.
 
 use quant::DType;
 
@@ -16,16 +16,17 @@ pub struct QuantizedOutput<'a> {
     pub act_tiles: DeviceViewMut<'a, u8>,
 }
 
-/// Quantised rows have whole blocks of this many values.
+/// A quantised row consists of whole blocks of this many values.
 const BLOCK: usize = 32;
 
 impl QuantizedOutput<'_> {
-    /// Whether there are kernels that quantise into this format.
+    /// Whether kernels can quantise into this format.
     pub(super) fn supports(format: DType) -> bool {
         matches!(format, DType::Q8_0 | DType::Q8_1 | DType::Q8_K)
     }
 
-    /// The address of the activation tiles, if they have room for `rows` rows of `cols` values.
+    /// Returns the address of the activation tiles, if they have room for `rows` rows of `cols`
+    /// values.
     pub(super) fn address(&self, rows: usize, cols: usize) -> Result<u64, CudaError> {
         let expected = activation_bytes(self.format, rows, cols).unwrap_or(usize::MAX);
         for (what, found, expected) in [
@@ -40,8 +41,8 @@ impl QuantizedOutput<'_> {
         Ok(self.act_tiles.address())
     }
 
-    /// The kernel for the format: `names` are those of Q8_0, Q8_1 and Q8_K. [`Self::address`] has
-    /// refused other formats.
+    /// Selects the kernel for the format from `names`, those of Q8_0, Q8_1 and Q8_K.
+    /// [`Self::address`] has already refused other formats.
     pub(super) fn select<A>(&self, names: [KernelName<A>; 3]) -> KernelName<A> {
         match self.format {
             DType::Q8_0 => names[0],

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of repack.cu: rows of blocks to tiles and back, as `quant::layout` does it on the host.
+//! Launcher of repack.cu: converts rows of blocks to tiles and back, as `quant::layout` does on the
+//! host.
 
 use quant::layout::{TILE_ROWS, Tiles, planes};
 
@@ -11,7 +12,7 @@ use super::planes::tile_planes;
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
 const THREADS: u32 = 256;
-/// Limit of a grid's second dimension.
+/// The limit of a grid's second dimension.
 const ROW_TILES_MAX: usize = 65_535;
 
 pub struct RepackKernels(LazyModule);
@@ -23,13 +24,13 @@ impl RepackKernels {
         Self(LazyModule::new(device, "repack", image!("repack")))
     }
 
-    /// Loads the kernel of [`Self::repack`] now rather than with the first launch.
+    /// Loads the kernel of [`Self::repack`] now, so that the first launch does not.
     pub fn load(&self) -> Result<(), CudaError> {
         self.0.kernel(Self::REPACK.as_c_str()).map(drop)
     }
 
-    /// `raw` holds rows as the file has them, at an even address. A loader calls this for parts of
-    /// a tensor that begin at a multiple of 16 rows.
+    /// Converts `raw`, rows as in the file at an even address, to tiles. A loader calls this
+    /// function for parts of a tensor that begin at a multiple of 16 rows.
     pub fn repack(
         &self,
         stream: &Stream,
@@ -75,7 +76,7 @@ impl RepackKernels {
             tiles: tiles.address(),
         };
         let name = kernel_name!("repack", "unpack_tiles_to_rows");
-        // SAFETY: as above, with the directions exchanged.
+        // SAFETY: as for `repack`, with input and output exchanged.
         unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
     }
 }
@@ -84,7 +85,7 @@ fn row_bytes(shape: &Tiles) -> i64 {
     (shape.raw_bytes() / shape.rows().max(1)) as i64
 }
 
-/// None if there is no tile.
+/// The launch of a repack kernel, or None if there is no tile.
 fn launch_shape(shape: &Tiles) -> Option<LaunchConfig> {
     let grid = (shape.col_tiles() as u32, shape.row_tiles() as u32, 1);
     let launch = LaunchConfig { grid, block: THREADS, shared_bytes: 0, overlaps_predecessor: false };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of rope.cu: rotary position embedding in place.
+//! Launcher of rope.cu: applies rotary position embedding in place.
 
 use ops::RopePairing;
 
@@ -16,7 +16,7 @@ pub struct RopeKernels(LazyModule);
 #[derive(Clone, Copy)]
 pub struct RopeAngles<'a> {
     pub pairing: RopePairing,
-    /// One per pair.
+    /// One for each pair.
     pub inverse_frequencies: DeviceView<'a, f32>,
     pub magnitude: f32,
 }
@@ -26,7 +26,7 @@ impl RopeKernels {
         Self(LazyModule::new(device, "rope", image!("rope")))
     }
 
-    /// Row r of `x` is `heads` heads of `head_dim` values, which are rotated by `positions[r]`.
+    /// Rotates row r of `x`, which has `heads` heads of `head_dim` values, by `positions[r]`.
     pub fn launch(
         &self,
         stream: &Stream,
@@ -58,7 +58,7 @@ impl RopeKernels {
             heads: heads as i32,
         };
         // SAFETY: block r rotates pairs of the heads of row r. Both values of a pair lie in the
-        // head, since 2 * pairs <= head_dim.
+        // head, because 2 * pairs <= head_dim.
         unsafe { launch_kernel(&self.0, kernel_name!("rope", "rope"), stream, launch, &arguments) }
     }
 }

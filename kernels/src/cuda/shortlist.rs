@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of shortlist.cu: what the sampler needs of each row of logits.
+//! Launcher of shortlist.cu: computes the [`Shortlist`] of each row of logits for the sampler.
 
 use ops::rank::RankedLogit;
 use ops::{DrawParams, NO_ARGMAX, Shortlist};
@@ -17,21 +17,21 @@ use super::norm::ensure_same_len;
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
 const _: () = assert!(SHORTLIST_LEN == ops::SHORTLIST_LEN);
-/// Candidates take the place of the group maxima, which are u32 and no longer needed.
+/// Candidates overwrite the group maxima (u32), which are no longer needed by then.
 const _: () = assert!(SHORTLIST_GROUPS <= 2 * SHORTLIST_CANDIDATES_MAX);
-/// Values of a row at most: its partial sums stand in shared memory.
+/// The largest number of values in a row. The kernel keeps a row's partial sums in shared memory.
 pub const COLS_MAX: usize = SHORTLIST_SUMS_MAX * SHORTLIST_BLOCK;
 
 pub struct ShortlistKernels(LazyModule);
 
-/// u64 words of work space: first the results of all rows, then what one kernel leaves for the
-/// next.
+/// The u64 words of the work space. It holds the results of all rows first, then the intermediate
+/// data that one kernel leaves for the next.
 pub fn work_words(rows: usize, cols: usize) -> usize {
     rows * (RESULT_WORDS + 1 + cols.div_ceil(SHORTLIST_BLOCK) + SHORTLIST_CANDIDATES_MAX) + rows.div_ceil(2)
 }
 
-/// One row's parameters as the kernels read them: temperature, whether a token is drawn, and the
-/// low and high half of the uniform random number.
+/// One row's parameters in the form that kernels read: temperature, whether to draw a token, and
+/// the low and high half of the uniform random number.
 pub fn draw_param_words(params: &DrawParams) -> [u32; DRAW_PARAM_WORDS] {
     let uniform = params.uniform.unwrap_or(0.0).to_bits();
     [
@@ -54,8 +54,8 @@ impl ShortlistKernels {
         Self(LazyModule::new(device, "shortlist", image!("shortlist")))
     }
 
-    /// Writes the results of the rows of `x`, which have `cols` values, to the beginning of `work`,
-    /// which has [`work_words`]. `draw_params` has [`draw_param_words`] of each row.
+    /// Writes the result of each row of `x` to the beginning of `work`. A row has `cols` values,
+    /// `work` has [`work_words`], and `draw_params` has [`draw_param_words`] of each row.
     pub fn rows(
         &self,
         stream: &Stream,
@@ -94,28 +94,27 @@ impl ShortlistKernels {
 
         let name = kernel_name!("shortlist", "shortlist_group_max");
         let each = launch(SHORTLIST_GROUPS / SHORTLIST_THREADS as usize, rows);
-        // SAFETY: block (b, r) reads values of row r and writes its group maxima from b * THREADS
-        // on.
+        // SAFETY: block (b, r) reads values of row r and writes the row's group maxima from b *
+        // THREADS on.
         unsafe { launch_kernel(&self.0, name, stream, each, &ShortlistGroupMax { x, cols, groups })? };
 
         let name = kernel_name!("shortlist", "shortlist_threshold");
         let arguments = ShortlistThreshold { groups, thresholds, counts };
-        // SAFETY: a RowThreshold is a word; block r reads the group maxima of row r and writes its
-        // threshold and count.
+        // SAFETY: a RowThreshold is one word. Block r reads the group maxima of row r and writes
+        // the row's threshold and count.
         unsafe { launch_kernel(&self.0, name, stream, launch(rows, 1), &arguments)? };
 
         let name = kernel_name!("shortlist", "shortlist_collect");
         let arguments = ShortlistCollect { x, cols, draw_params, thresholds, counts, candidates, sums };
         let each = launch(blocks.div_ceil(SHORTLIST_SUMS), rows);
-        // SAFETY: block (b, r) reads row r, its parameters and threshold, adds to its count, and
-        // writes its candidates below CANDIDATES_MAX and its sums from b * SUMS on, as far as there
-        // are.
+        // SAFETY: block (b, r) reads row r with its parameters and threshold, and adds to its
+        // count. It writes candidates below CANDIDATES_MAX, and existing sums from b * SUMS on.
         unsafe { launch_kernel(&self.0, name, stream, each, &arguments)? };
 
         let name = kernel_name!("shortlist", "shortlist_sort_and_draw");
         let arguments =
             ShortlistSortAndDraw { x, cols, draw_params, thresholds, counts, candidates, sums, results };
-        // SAFETY: blocks (r, 0) and (r, 1) read what belongs to row r and write parts of result r.
+        // SAFETY: blocks (r, 0) and (r, 1) read the data of row r and write parts of result r.
         unsafe { launch_kernel(&self.0, name, stream, launch(rows, 2), &arguments) }
     }
 }

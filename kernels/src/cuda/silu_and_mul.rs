@@ -11,7 +11,7 @@ use super::norm::{count_rows, ensure_same_len};
 use super::quantized_output::QuantizedOutput;
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
-/// Values of a float4.
+/// The number of values in a float4.
 const VECTOR: usize = 4;
 
 pub struct SiluKernels(LazyModule);
@@ -21,7 +21,7 @@ impl SiluKernels {
         Self(LazyModule::new(device, "silu_and_mul", image!("silu_and_mul")))
     }
 
-    /// `out = silu(gate) * up`.
+    /// Computes `out = silu(gate) * up`.
     pub fn silu(
         &self,
         stream: &Stream,
@@ -46,18 +46,18 @@ impl SiluKernels {
             let vectors = values / VECTOR;
             let arguments = SiluAndMul { gate, up, out, vectors: vectors as u64 };
             let name = kernel_name!("silu_and_mul", "silu_and_mul");
-            // SAFETY: a thread has one vector below `vectors`. Tensors begin at multiples of 256
-            // bytes.
+            // SAFETY: a thread reads and writes one vector below `vectors`. Tensors begin at
+            // multiples of 256 bytes.
             unsafe { launch_kernel(&self.0, name, stream, launch(vectors), &arguments) }
         } else {
             let arguments = SiluAndMulScalar { gate, up, out, values: values as u64 };
             let name = kernel_name!("silu_and_mul", "silu_and_mul_scalar");
-            // SAFETY: a thread has one value below `values`.
+            // SAFETY: a thread reads and writes one value below `values`.
             unsafe { launch_kernel(&self.0, name, stream, launch(values), &arguments) }
         }
     }
 
-    /// The same over rows of `cols` values, which are also quantised.
+    /// Computes [`Self::silu`] over rows of `cols` values, and also quantises the rows.
     pub fn silu_quantized(
         &self,
         stream: &Stream,
@@ -94,7 +94,8 @@ impl SiluKernels {
             kernel_name!("silu_and_mul", "silu_and_mul_q8_1"),
             kernel_name!("silu_and_mul", "silu_and_mul_q8_k"),
         ]);
-        // SAFETY: a warp works on 256 columns of a token and its part of an activation tile.
+        // SAFETY: a warp reads and writes 256 columns of one token, and writes its part of an
+        // activation tile.
         unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
     }
 }
