@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Compiles kernels/cuda/*.cu with nvcc, one image per file, if the feature `cuda` is on.
+//! If the feature `cuda` is on, compiles kernels/cuda/*.cu with nvcc, one image per file.
 //!
-//! nvcc comes from CUDA_HOME, PATH or scripts/cuda-toolkit. BALLAST_CUDA_ARCHS lists what an image
-//! holds: `sm_90a` is machine code, `compute_90` is PTX that newer drivers compile when they load
-//! it. The default is what the development machines need; a release sets
+//! nvcc comes from CUDA_HOME, PATH or scripts/cuda-toolkit. BALLAST_CUDA_ARCHS lists the contents
+//! of an image: `sm_90a` is machine code, `compute_90` is PTX that newer drivers compile when they
+//! load it. The default is what the development machines need. A release sets
 //! "sm_90a,sm_100,sm_120,compute_120". Bulk copies need at least 9.0.
 //!
-//! Before nvcc runs, the tables of src/cuda/abi become headers in $OUT_DIR/abi. Afterwards
-//! $OUT_DIR/compiled_kernels.rs lists the kernels of each image, so that the crate can refuse a
-//! launch of a kernel that does not exist.
+//! Before nvcc runs, build.rs writes the tables of src/cuda/abi as headers to $OUT_DIR/abi.
+//! Afterwards it lists the kernels of each image in $OUT_DIR/compiled_kernels.rs. With this list
+//! the crate refuses to launch a kernel that does not exist.
 //!
-//! An image is compiled again only if its command changed, or a file that nvcc read for it. Four
-//! files record this: `x.fatbin`, `x.command` (written when the compilation began), `x.d` (the
-//! files that nvcc read) and `x.kernels` (the names that ptxas compiled).
+//! An image is compiled again only if its command changed, or if a file that nvcc read for it
+//! changed. Four files record this: `x.fatbin`, `x.command` (written when the compilation began),
+//! `x.d` (the files that nvcc read) and `x.kernels` (the names that ptxas compiled).
 
 #[path = "src/cuda/abi/mod.rs"]
 mod abi;
@@ -24,7 +24,8 @@ use std::sync::Mutex;
 use std::time::SystemTime;
 
 const DEFAULT_ARCHS: &str = "sm_90a";
-/// What `ptxas -v` prints for each kernel: "Compiling entry function 'rms_norm' for 'sm_90a'".
+/// The text before a kernel's name in the output of `ptxas -v`: "Compiling entry function
+/// 'rms_norm' for 'sm_90a'".
 const COMPILED_KERNEL: &str = "Compiling entry function '";
 
 fn main() {
@@ -38,7 +39,7 @@ fn main() {
     println!("cargo:rerun-if-changed=cuda");
     println!("cargo:rerun-if-changed=src/cuda/abi");
     if let Err(problem) = compile_all() {
-        // Cargo shows what a failed build script printed.
+        // Cargo prints the output of a build script that failed.
         eprintln!("{problem}");
         std::process::exit(1);
     }
@@ -46,7 +47,7 @@ fn main() {
 
 struct Compiler {
     nvcc: PathBuf,
-    /// Values of `-gencode`.
+    /// The values of `-gencode`.
     targets: Vec<String>,
     out: PathBuf,
 }
@@ -85,8 +86,8 @@ fn compile_all() -> Result<(), String> {
     write_kernel_names(&compiler.out, &sources)
 }
 
-/// The tables of src/cuda/abi as headers. An unchanged header keeps its time, or all images would
-/// be compiled again.
+/// Writes the tables of src/cuda/abi as headers. A header that did not change keeps its time,
+/// because a newer header would compile all images again.
 fn write_headers(folder: &Path) -> Result<(), String> {
     let failed = |error| format!("{} cannot be written: {error}", folder.display());
     std::fs::create_dir_all(folder).map_err(failed)?;
@@ -100,8 +101,8 @@ fn write_headers(folder: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// The kernels of each image; none for an image without machine code (PTX alone), whose names nvcc
-/// does not print.
+/// Writes the list of the kernels of each image. For an image without machine code (PTX alone), the
+/// list is empty, because nvcc does not print names.
 fn write_kernel_names(out: &Path, sources: &[PathBuf]) -> Result<(), String> {
     let mut text = String::from("const COMPILED_KERNELS: &[(&str, &[&str])] = &[\n");
     for source in sources {
@@ -126,8 +127,8 @@ fn gencode(arch: &str) -> Result<String, String> {
 }
 
 impl Compiler {
-    /// `--fmad=false`: nvcc fuses an addition with a product only where the source says fmaf, so
-    /// that every kernel rounds alike.
+    /// Compiles one source. With `--fmad=false`, nvcc fuses an addition with a product only where
+    /// the source says fmaf. So every kernel rounds in the same way.
     fn compile(&self, source: &Path) -> Result<(), String> {
         let stem = source.file_stem().ok_or("a source without a name")?;
         let output_path = |extension: &str| self.out.join(stem).with_extension(extension);
@@ -173,12 +174,12 @@ impl Compiler {
     }
 }
 
-/// The kernels that `ptxas -v` named, one a line.
+/// Returns the kernels that `ptxas -v` named, one per line.
 fn compiled_kernels(printed: &str) -> String {
     let named = |line: &str| Some(line.split_once(COMPILED_KERNEL)?.1.split_once('\'')?.0.to_owned());
     let mut names: Vec<String> = printed.lines().filter_map(named).collect();
     names.sort();
-    // Once per architecture.
+    // ptxas names a kernel once per architecture.
     names.dedup();
     names.join("\n")
 }
@@ -187,7 +188,7 @@ fn compiled_kernels(printed: &str) -> String {
 fn is_current(image: &Path, dependencies: &Path, record: &Path) -> std::io::Result<bool> {
     let changed = |path: &Path| -> std::io::Result<SystemTime> { path.metadata()?.modified() };
     let began = changed(record)?;
-    // As make reads it: `target: file file \`, and a space in a name has a backslash before it.
+    // The format of make: `target: file file \`. A backslash precedes a space in a name.
     let text = std::fs::read_to_string(dependencies)?.replace("\\\n", " ").replace("\\ ", "\0");
     let Some((_, files)) = text.split_once(": ") else { return Ok(false) };
     for file in files.split_whitespace() {

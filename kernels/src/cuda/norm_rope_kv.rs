@@ -34,7 +34,7 @@ impl NormRopeKvKernels {
         Self(LazyModule::new(device, "norm_rope_kv", image!("norm_rope_kv")))
     }
 
-    /// Whether the kernel's registers hold a head of `head_dim` values.
+    /// Whether the kernel's shared memory has room for heads of `head_dim` values.
     pub(super) fn supports(head_dim: usize) -> bool {
         head_dim <= NORM_ROPE_HEAD_DIM_MAX
     }

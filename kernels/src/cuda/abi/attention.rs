@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Attention over the paged KV cache: constants of the tensor-core kernels, entries of a step's
-//! plan, and the kernels' parameters.
+//! The interface of attention over the paged KV cache: constants of the tensor-core kernels,
+//! entries of a step's plan, and the kernels' parameters.
 
 use super::kv::KvLayerAddress;
 
@@ -14,14 +14,14 @@ abi! {
         const ATTENTION_TILE: usize = 64;
         /// Warps of a block.
         const ATTENTION_WARPS: usize = 4;
-        /// Stages of the KV pipeline, where a block has more than one tile.
+        /// Stages of the KV pipeline, if a block has more than one tile.
         const ATTENTION_STAGES: usize = 2;
-        /// 16-bit values between rows in shared memory: 16-byte vectors of a column fall into
-        /// different banks.
+        /// Padding between rows in shared memory, in 16-bit values. With it, the 16-byte vectors of
+        /// a column are in different banks.
         const ATTENTION_PAD: usize = 8;
-        /// The same between rows of bytes.
+        /// Padding between rows of bytes in shared memory.
         const ATTENTION_PAD_BYTES: usize = 16;
-        /// (token, head) pairs of a block of the prefill kernel: 16 per warp.
+        /// (token, head) pairs of a block of the prefill kernel: 16 for each warp.
         const PREFILL_PAIRS: usize = 64;
         /// (token, head) pairs of a block of the split-KV kernel: the rows of one MMA.
         const SPLIT_KV_PAIRS: usize = 16;
@@ -30,12 +30,12 @@ abi! {
         /// Consecutive tokens of one sequence.
         #[derive(Debug, PartialEq, Eq)]
         struct QueryTile [20 bytes] {
-            /// Row of the first token in the step.
+            /// The row of the first token in the step.
             row: u32,
             tokens: u32,
-            /// Position of the first token.
+            /// The position of the first token.
             position: u32,
-            /// Where the block ids of the sequence begin in the step's tables.
+            /// The index in the step's tables at which the block ids of the sequence begin.
             table: u32,
             /// A split has 64 << split_shift keys.
             split_shift: u32,
@@ -46,7 +46,8 @@ abi! {
         struct KvSplit [32 bytes, align 16] {
             queries: QueryTile,
             split: u32,
-            /// Index of the first token's partial result; those of the other tokens follow.
+            /// Index of the first token's partial result. The results of the other tokens follow
+            /// it.
             partial: u32,
             unused: u32,
         }
@@ -91,7 +92,7 @@ abi! {
             dim: i32,
             out: u64 as "float *",
         );
-        /// The same, and the row as activation tiles.
+        /// Like AttentionMerge. The kernel also writes the row as activation tiles.
         kernel AttentionMergeQuantized(
             partial_sums: u64 as "const float *",
             partial_weights: u64 as "const float2 *",

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Kernels that work row by row or value by value.
+//! The interface of kernels that work row by row or value by value.
 
 use super::tiles::TilePlanes;
 
@@ -9,23 +9,23 @@ abi! {
     include "\"abi/tiles.cuh\"";
 
     constants {
-        /// Threads of a block of norm.cu, which normalises one row.
+        /// Threads of a block of norm.cu. A block normalises one row.
         const NORM_THREADS: u32 = 512;
-        /// Longest row that norm.cu also quantises: what a block keeps in registers.
+        /// The longest row that norm.cu can also quantise. A block keeps the row in registers.
         const NORM_QUANTIZED_COLS_MAX: usize = 16_384;
-        /// Heads of a block of rms_norm_heads, one warp each.
+        /// Heads of a block of rms_norm_heads. Each has one warp.
         const NORM_HEADS: usize = 4;
         const ADD_THREADS: u32 = 256;
         const SILU_THREADS: u32 = 256;
-        /// Warps of a block of silu_and_mul_q8_*, each with 256 columns of a token.
+        /// Warps of a block of silu_and_mul_q8_*. Each takes 256 columns of a token.
         const SILU_WARPS: usize = 8;
         const ROPE_THREADS: u32 = 256;
         const GATHER_THREADS: u32 = 256;
         const ARGMAX_THREADS: u32 = 1024;
-        /// Warps of a block of quantize.cu, each with 256 columns of a token.
+        /// Warps of a block of quantize.cu. Each takes 256 columns of a token.
         const QUANTIZE_WARPS: usize = 8;
         const CHECKSUM_THREADS: u32 = 512;
-        /// Bytes of a checksummed piece; the weight server's loader has the same number.
+        /// Bytes of a piece, the unit of checksums. The weight-server's loader has the same number.
         const PIECE_BYTES: usize = 1 << 20;
     }
     structs {}

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Mixture of experts: routing, and products with the matrices of the chosen experts.
+//! The interface of the mixture-of-experts kernels: routing, and products with the matrices of the
+//! chosen experts.
 
 abi! {
     header "experts.cuh";
@@ -8,13 +9,13 @@ abi! {
     include "<cuda_fp16.h>";
 
     constants {
-        /// Experts of a layer at most: 16 per lane of a warp.
+        /// The largest number of experts of a layer: 16 for each lane of a warp.
         const EXPERTS_MAX: usize = 512;
-        /// Stacks of expert matrices that one launch multiplies with: gate and up.
+        /// The largest number of stacks of expert matrices in one launch: gate and up.
         const EXPERT_STACKS_MAX: usize = 2;
-        /// Rows of a block of expert_topk_softmax, one warp each.
+        /// Rows of a block of expert_topk_softmax. Each has one warp.
         const EXPERT_TOPK_ROWS: usize = 4;
-        /// Threads of the one block of expert_sort_pairs.
+        /// Threads of the only block of expert_sort_pairs.
         const EXPERT_SORT_THREADS: u32 = 1024;
         const EXPERT_COMBINE_THREADS: u32 = 256;
         /// Warps of a block of expert_quantize_*.
@@ -23,8 +24,8 @@ abi! {
         const EXPERT_MATVEC_WARPS: usize = 8;
         /// Weight tiles that a warp of expert_matvec_* takes at a time.
         const EXPERT_MATVEC_TILES: usize = 2;
-        /// Warps of a block of expert_matmul_*, one row tile each. A multiprocessor has two such
-        /// blocks.
+        /// Warps of a block of expert_matmul_*. Each has one row tile. A multiprocessor runs two
+        /// such blocks.
         const EXPERT_MATMUL_WARPS: usize = 8;
         /// Activation tiles of a group of expert_matmul_*.
         const EXPERT_MATMUL_ACT_TILES: usize = 8;
@@ -33,12 +34,12 @@ abi! {
         /// Pairs of (row, rank) that go through one expert together.
         struct ExpertGroup [12 bytes] {
             expert: u32,
-            /// First slot, in the order of sorted pairs.
+            /// The first slot, in the order of sorted pairs.
             first: u32,
             pairs: u32,
         }
 
-        /// What expert_matvec_* and expert_matmul_* read and write.
+        /// The inputs and outputs of expert_matvec_* and expert_matmul_*.
         struct ExpertParams [72 bytes] {
             /// Tiles of all experts' matrices, one matrix after the other.
             weights: [u64; EXPERT_STACKS_MAX] as "const uint8_t *",
@@ -56,14 +57,14 @@ abi! {
 
         struct ExpertMatvecParams [80 bytes] {
             common: ExpertParams,
-            /// The activations of pair p are token p / pairs_per_token of the activation tiles.
+            /// Pair p uses the activations of token p / pairs_per_token of the activation tiles.
             pairs_per_token: i32,
             /// Tiles of 16 rows of a block.
             row_tiles: i32,
         }
 
-        /// The activation tiles are those of slots. Without sorted pairs, outputs are those of
-        /// slots too.
+        /// The activation tiles are in the order of slots. If sorted_pairs is null, outputs are in
+        /// that order too.
         struct ExpertMatmulParams [80 bytes] {
             common: ExpertParams,
             stacks: i32,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Linear layers: the matrices of one launch, and the block shapes of the tensor-core kernels.
+//! The interface of linear layers: the matrices of one launch, and the block shapes of the
+//! tensor-core kernels.
 
 use std::fmt::Write;
 
@@ -11,13 +12,13 @@ abi! {
     include "\"abi/tiles.cuh\"";
 
     constants {
-        /// Matrices that one launch multiplies with the same input, at most.
+        /// The largest number of matrices that one launch multiplies with the same input.
         const MATRICES_MAX: usize = 4;
         /// Warps of a matrix-vector block.
         const MATVEC_WARPS: usize = 8;
-        /// Weight tiles of a pipeline stage of a matrix-vector warp.
+        /// Weight tiles in one pipeline stage of a matrix-vector warp.
         const MATVEC_TILES_PER_STAGE: usize = 2;
-        /// Rows of a block of linear_f32.cu, one warp each.
+        /// Rows of a block of linear_f32.cu. Each has one warp.
         const LINEAR_F32_WARPS: usize = 8;
         /// Tokens of a block of linear_f32.cu.
         const LINEAR_F32_TOKENS: usize = 4;
@@ -25,7 +26,7 @@ abi! {
     structs {
         /// Up to four matrices of one type that share their input.
         struct LinearParams [136 bytes] {
-            /// Tiles (quant's layout 1), or rows of floats; 16-byte aligned.
+            /// Tiles (layout 1 of quant), or rows of floats. They are 16-byte aligned.
             weights: [u64; MATRICES_MAX] as "const uint8_t *",
             /// f32 [tokens][rows].
             out: [u64; MATRICES_MAX] as "float *",
@@ -59,8 +60,9 @@ abi! {
     text matmul_kernels;
 }
 
-/// A block of a tensor-core kernel. It has `warps_m * warps_n * warps_k` warps; each computes
-/// `tiles_m` row tiles by `tiles_n` activation tiles of one of `warps_k` column tiles at a time.
+/// The shape of a block of a tensor-core kernel. The block has `warps_m * warps_n * warps_k` warps.
+/// Each warp computes `tiles_m` row tiles by `tiles_n` activation tiles of one column tile at a
+/// time. The block works on `warps_k` column tiles at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(unreachable_pub, reason = "the launcher exports it")]
 pub struct MatmulShape {
@@ -78,26 +80,27 @@ impl MatmulShape {
         Self { tiles_m, tiles_n, warps_m, warps_n, warps_k }
     }
 
-    /// 16 warps: fewer do not hide the latencies of the steps between the tensor cores.
+    /// 16 warps. Fewer warps do not hide the latencies of the steps between tensor-core
+    /// instructions.
     pub(crate) const QUANTS: [Self; 4] = [
         Self::new([1, 1], [2, 1, 8]),
         Self::new([1, 1], [2, 2, 4]),
         Self::new([1, 2], [2, 2, 4]),
         Self::new([2, 4], [4, 4, 1]),
     ];
-    /// 16-bit floats use the tensor cores from one token on, so that there is one order of sums.
-    /// Their stages are larger, so their blocks are smaller.
+    /// 16-bit floats use the tensor cores from one token on, so that all sums have one order. Their
+    /// stages are larger, so their blocks are smaller.
     pub(crate) const FLOATS: [Self; 4] = [
         Self::new([1, 1], [2, 1, 2]),
         Self::new([1, 2], [2, 1, 2]),
         Self::new([1, 4], [4, 1, 1]),
         Self::new([1, 4], [4, 2, 1]),
     ];
-    /// For BF16 and at most 8 tokens: three blocks of it fit one multiprocessor, where one of
+    /// For BF16 and at most 8 tokens. Three of these blocks fit one multiprocessor. One block of
     /// `FLOATS[0]` fills it with its large activation tiles.
     pub(crate) const BF16_SMALL: Self = Self::new([1, 1], [2, 1, 1]);
 
-    /// Tokens of a block; part of the kernel's name.
+    /// Tokens of a block. The kernel's name contains this number.
     pub const fn tokens(&self) -> usize {
         self.act_tiles() * ACT_TILE_TOKENS
     }
@@ -127,7 +130,8 @@ impl MatmulShape {
     }
 }
 
-/// `QUANT_MATMULS(q4_k, Q4_K)` and `FLOAT_MATMULS(f16, F16)` define the kernels of a type.
+/// Returns macros that define the kernels of a type: `QUANT_MATMULS(q4_k, Q4_K)`,
+/// `FLOAT_MATMULS(f16, F16)`.
 #[allow(dead_code, reason = "for build.rs")]
 fn matmul_kernels() -> String {
     let mut out = String::new();

@@ -2,14 +2,14 @@
 
 //! The binary interface between launchers and kernels: structs, constants and kernel signatures.
 //!
-//! Every table below is the only place where its contents are written by hand:
+//! The tables below are the only hand-written definition of the interface:
 //!
 //! ```text
 //! abi/linear.rs ──┬─ this crate:  #[repr(C)] structs, constants, one struct of arguments per kernel
 //!                 └─ build.rs:    $OUT_DIR/abi/linear.cuh, which kernels/cuda/*.cu include
 //! ```
 //!
-//! Three checks fail the build when the two sides disagree:
+//! Three checks fail the build if Rust and CUDA disagree:
 //!
 //! 1. The header asserts the size of each struct and the offset of each field as Rust lays them
 //!    out.
@@ -17,7 +17,7 @@
 //!    table. `kernels/tests/kernel_sources.rs` finds kernels without that line.
 //! 3. [`kernel_name!`](super::launch) refuses a name that nvcc did not compile into the image.
 //!
-//! build.rs compiles this module too, so it uses nothing but the standard library.
+//! build.rs compiles this module too, so the module uses nothing but the standard library.
 
 mod header;
 #[macro_use]

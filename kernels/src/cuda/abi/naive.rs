@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The naive kernels of naive.cu, for tests.
+//! The interface of the reference kernels in naive.cu, which only tests use.
 
 abi! {
     header "naive.cuh";

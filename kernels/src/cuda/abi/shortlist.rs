@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Shortlists of logits for the sampler.
+//! The interface of the shortlist kernels, which select logits for the sampler.
 
 abi! {
     header "shortlist.cuh";
 
     constants {
         const SHORTLIST_THREADS: u32 = 256;
-        /// Values of a list, as ops::SHORTLIST_LEN.
+        /// Values of a list. Equal to ops::SHORTLIST_LEN.
         const SHORTLIST_LEN: usize = 256;
-        /// Groups of a row whose highest values give the threshold.
+        /// Groups of a row. Their maxima give the threshold.
         const SHORTLIST_GROUPS: usize = 2048;
-        /// Candidates of a row; a row with more has no list.
+        /// The largest number of candidates of a row. A row with more candidates has no list.
         const SHORTLIST_CANDIDATES_MAX: usize = 1024;
-        /// Values of a partial sum, as in ops::weights.
+        /// Values of a partial sum, as in ops::softmax.
         const SHORTLIST_BLOCK: usize = 1024;
         /// Partial sums of a thread block: as many as one warp adds at once.
         const SHORTLIST_SUMS: usize = 4;
-        /// Partial sums of a row at most: they stand in shared memory.
+        /// The largest number of partial sums of a row. They are kept in shared memory.
         const SHORTLIST_SUMS_MAX: usize = 1024;
         /// u32 words of a row's temperature and random number.
         const DRAW_PARAM_WORDS: usize = 4;
@@ -25,7 +25,8 @@ abi! {
         const SHORTLIST_RESULT_WORDS: usize = 3 + SHORTLIST_LEN;
     }
     structs {
-        /// What is known of a row before its values are read again, as sort keys.
+        /// The facts about a row that the first pass finds before the second pass reads the values
+        /// again. Both are sort keys.
         struct RowThreshold [8 bytes] {
             highest: u32,
             threshold: u32,

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! `abi!`: one table of the interface. It makes Rust items and the
-//! [`SharedHeader`](super::SharedHeader) from the same lines, so neither can be changed alone.
+//! `abi!` defines one table of the interface. It generates Rust items and the
+//! [`SharedHeader`](super::SharedHeader) from the same lines, so one cannot change without the
+//! other.
 
 /// ```text
 /// abi! {
@@ -21,8 +22,8 @@
 /// }
 /// ```
 ///
-/// A device address is a `u64` whose CUDA type stands behind `as`. An `align` above Rust's is for
-/// CUDA's vector loads: the kernels only see such structs in arrays that begin at a multiple of it.
+/// A device address is a `u64`; its CUDA type follows `as`. An `align` greater than Rust's serves
+/// CUDA's vector loads: kernels see such structs only in arrays that begin at a multiple of it.
 macro_rules! abi {
     (@type $ty:ty) => { <$ty as super::CudaType>::NAME };
     (@type $ty:ty, $cuda:literal) => { $cuda };

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A step's attention plan in device memory, built once per step and shape of query tiles, at
-//! addresses that stay. A step of many rows has several plans, which use the buffer of partial
-//! results one after the other.
+//! Builds the attention plans of a step and keeps them in device memory. It builds them once for
+//! each step and each shape of query tiles, at addresses that do not change from step to step. A
+//! step of many rows has several plans, which use the buffer of partial results one after the
+//! other.
 
 use ops::OpError;
 
@@ -15,10 +16,10 @@ use crate::cuda::error::device_error;
 use crate::cuda::{Buffer, Stream};
 
 const OP: &str = "attention";
-/// Words of counts before the sections of a plan.
+/// Words for the counts at the beginning of a plan.
 const HEADER_WORDS: usize = 4;
 
-/// What decides a plan besides the rows, and the memory that it needs.
+/// All that decides a plan and its memory, besides the rows of the step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct AttentionPlanShape {
     pub(super) split_tokens: usize,
@@ -29,7 +30,7 @@ pub(super) struct AttentionPlanShape {
 
 pub(super) struct DeviceAttentionPlan {
     shape: AttentionPlanShape,
-    /// The step that the plans are for.
+    /// The number of the step that `plans` belong to.
     step: u64,
     plans: Vec<AttentionPlan>,
     upload: StepUpload,
@@ -66,7 +67,7 @@ impl DeviceAttentionPlan {
         partials.iter().sum::<u64>() + self.upload.bytes()
     }
 
-    /// The plans of step number `step`, each for other rows.
+    /// Returns the addresses of the plans of step number `step`. Each plan covers other rows.
     pub(super) fn addresses(
         &mut self,
         stream: &Stream,
@@ -121,8 +122,8 @@ impl DeviceAttentionPlan {
     }
 }
 
-/// Where the sections of a plan begin, in words. Each has room for a power of two of entries, so
-/// that it keeps its address from step to step.
+/// The offsets of a plan's sections, in words. Each section has room for a power of two of entries,
+/// so its address stays the same from step to step.
 struct PlanSections {
     counts: usize,
     splits: usize,
@@ -131,7 +132,7 @@ struct PlanSections {
 }
 
 impl PlanSections {
-    /// Places the sections behind `words` words, and adds theirs.
+    /// Places the sections after the first `words` words, and adds their own words to `words`.
     fn new(plan: &AttentionPlan, words: &mut usize) -> Self {
         let mut take = |count: usize, size: usize| {
             let start = *words;
@@ -142,7 +143,8 @@ impl PlanSections {
             counts: take(HEADER_WORDS, size_of::<u32>()),
             splits: take(launch_bound(plan.splits.len()), size_of::<KvSplit>()),
             merges: take(launch_bound(plan.merges.len()), size_of::<PartialMerge>()),
-            // Sections are aligned for the largest of their structs; a query tile has five words.
+            // A query tile has five words. Rounding their number up to a multiple of 4 keeps the
+            // next plan's sections aligned for the largest struct.
             prefill_tiles: take(
                 launch_bound(plan.prefill_tiles.len()).next_multiple_of(4),
                 size_of::<QueryTile>(),
@@ -160,7 +162,7 @@ impl PlanSections {
     }
 }
 
-/// The count that launches are made for: the next power of two.
+/// The upper bound that launches use for `count`: the next power of two.
 fn launch_bound(count: usize) -> usize {
     if count == 0 { 0 } else { count.next_power_of_two() }
 }

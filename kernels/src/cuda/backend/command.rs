@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`KernelCommand`]: one op by device addresses. The recorder collects commands and enqueues them
-//! together, so that it can replay a list that comes again as a CUDA graph.
+//! [`KernelCommand`] describes one op by device addresses. The recorder collects commands and
+//! enqueues them together. If a list of commands repeats, the recorder replays it as a CUDA graph.
 
 use ops::{AttentionSpec, KvType, RopePairing};
 use quant::DType;
@@ -27,21 +27,21 @@ use crate::cuda::silu_and_mul::SiluKernels;
 use crate::cuda::{Device, DeviceView, DeviceViewMut, Stream};
 use ops::OpError;
 
-/// Bytes in device memory.
+/// A range of bytes in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct ByteRange {
     pub(super) address: u64,
     pub(super) len: usize,
 }
 
-/// f32 values in device memory.
+/// A range of f32 values in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct FloatRange {
     pub(super) address: u64,
     pub(super) len: usize,
 }
 
-/// An f32 that compares and hashes by its bits.
+/// An f32 that is compared and hashed by its bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct F32Bits(u32);
 
@@ -57,7 +57,7 @@ impl F32Bits {
     }
 }
 
-/// A matrix of weights.
+/// A weight matrix in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct WeightMatrix {
     pub(super) dtype: DType,
@@ -94,7 +94,7 @@ impl AttentionShape {
     }
 }
 
-/// The operands that both methods of attention have.
+/// The operands of both attention commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct AttentionOperands {
     pub(super) layer: KvLayerAddress,
@@ -197,7 +197,7 @@ pub(super) enum KernelCommand {
     Experts(ExpertCommand),
 }
 
-/// Commands, and the attention plans that they refer to.
+/// A list of commands, and the attention plans that its commands name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct CommandList {
     pub(super) list: Vec<KernelCommand>,
@@ -243,9 +243,11 @@ impl KernelSet {
     /// Enqueues all commands on the stream.
     ///
     /// # Safety
-    /// Every range of the commands is device memory of its type that lives until the work has
-    /// ended; ranges that a command writes do not overlap others of it, except where an op works in
-    /// place; indices among a step's words are below the lengths of what they index.
+    /// 1. Every range of the commands is device memory of its type that lives until the work has
+    ///    ended.
+    /// 2. A range that a command writes does not overlap another range of that command, unless the
+    ///    op works in place.
+    /// 3. Indices among a step's words are below the lengths of what they index.
     pub(super) unsafe fn enqueue(&self, stream: &Stream, commands: &CommandList) -> Result<(), OpError> {
         let mut rest = commands.list.as_slice();
         while !rest.is_empty() {
@@ -407,7 +409,7 @@ impl KernelSet {
 
 impl WeightMatrix {
     pub(super) fn tiles(&self) -> Result<Tiles, OpError> {
-        // The same numbers made a valid shape when the command was pushed.
+        // `push` received the same numbers from a valid shape, so this cannot fail.
         Tiles::new(self.dtype, self.cols as usize, self.rows as usize)
             .map_err(|_| OpError::Type { op: "linear", dtype: self.dtype })
     }
@@ -437,7 +439,7 @@ impl AttentionOperands {
             spec: self.shape.spec(),
             // SAFETY: the caller's contract.
             queries: unsafe { self.queries.view() },
-            // SAFETY: as above; the launcher takes the address alone.
+            // SAFETY: as above. The launcher uses the address alone.
             tables: unsafe { DeviceView::from_raw(self.tables, 0) },
         }
     }
@@ -476,7 +478,7 @@ impl FloatRange {
 }
 
 impl FloatRange {
-    /// The `len` values from `start` on, which lie in the range.
+    /// The `len` values from `start` on. They lie inside the range.
     pub(super) fn part(self, start: usize, len: usize) -> Self {
         debug_assert!(start + len <= self.len);
         Self { address: self.address + (start * size_of::<f32>()) as u64, len }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`WeightData`]: the bytes of a weight. They are in device memory, which this or another process
-//! owns, or still on the host as the file has them; then the first use uploads them.
+//! [`WeightData`] is the bytes of a weight. They are either in device memory, which this process or
+//! another one owns, or on the host in the file's layout. In the second case, the first use uploads
+//! them.
 
 use std::any::Any;
 use std::sync::{Arc, OnceLock};
@@ -15,7 +16,7 @@ use super::command::ByteRange;
 use crate::cuda::error::device_error;
 use crate::cuda::{Buffer, Stream};
 
-/// Cheap to clone; keeps its memory.
+/// Cheap to clone. Each clone keeps the memory alive.
 #[derive(Clone)]
 pub struct WeightData(WeightLocation);
 
@@ -33,7 +34,7 @@ struct HostWeight {
 impl WeightData {
     /// # Safety
     /// `len` bytes at `address` are readable by kernels of the backend's device as long as `owner`
-    /// lives, and it ends only when the work that was given them has ended.
+    /// lives. `owner` ends only after all work that was enqueued with these bytes has ended.
     pub unsafe fn on_device(address: u64, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
         Self(WeightLocation::Device { range: ByteRange { address, len }, owner })
     }
@@ -44,7 +45,8 @@ impl From<memory::device::DeviceTensor> for WeightData {
     fn from(tensor: memory::device::DeviceTensor) -> Self {
         let (address, len) = (tensor.address(), tensor.bytes as usize);
         // SAFETY: the tensor's bytes are mapped for the device as long as the value lives. The
-        // backend keeps owners until it has waited for the work that was given their addresses.
+        // backend keeps each owner until it has waited for the work that uses the owner's
+        // addresses.
         unsafe { Self::on_device(address, len, Arc::new(tensor)) }
     }
 }
@@ -64,8 +66,8 @@ pub(super) struct ResidentWeight {
     pub(super) owner: Arc<dyn Any + Send + Sync>,
 }
 
-/// Uploads a weight if it is not in device memory, and checks its size. The matrices of a stack
-/// stand one after the other, as if their rows were those of one matrix.
+/// Checks the size of a weight. If the weight is not in device memory, uploads it. The matrices of
+/// a stack follow one another, as if their rows were the rows of one matrix.
 pub(super) fn make_resident(
     op: &'static str,
     stream: &Stream,
@@ -75,7 +77,7 @@ pub(super) fn make_resident(
         .map_err(|error| layout_error(op, weight, &error))?;
     let (range, owner): (ByteRange, Arc<dyn Any + Send + Sync>) = match (&weight.data.0, weight.layout) {
         (WeightLocation::Device { range, owner }, LAYOUT_TILES) => (*range, owner.clone()),
-        // Types without blocks are the same in both layouts.
+        // Types without blocks have the same bytes in both layouts.
         (WeightLocation::Device { range, owner }, LAYOUT_GGML) if tiles.tile_bytes() == 0 => {
             (*range, owner.clone())
         }
@@ -98,7 +100,7 @@ pub(super) fn make_resident(
     Ok(ResidentWeight { range, tiles, owner })
 }
 
-/// Matrix `index` of a stack in the third dimension, as a view.
+/// Returns matrix `index` of a stack in the third dimension, as a view.
 pub(super) fn expert(
     op: &'static str,
     expert_weights: &Weight<Cuda>,
@@ -116,7 +118,7 @@ pub(super) fn expert(
     let (whole, one) = (shape(expert_weights.rows())?, shape(matrix_rows)?);
     let place = match &expert_weights.data.0 {
         WeightLocation::Device { range, owner } => {
-            // A tile has rows of one matrix only if matrices are whole tiles.
+            // Only if each matrix has a whole number of tiles does every tile belong to one matrix.
             let expected = one.bytes() * len;
             if range.len != expected || whole.bytes() != expected {
                 return Err(OpError::Shape { op, what: "bytes of the weight", found: range.len, expected });

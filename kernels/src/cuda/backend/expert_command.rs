@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`ExpertCommand`]: the commands of a mixture of experts, which experts.rs makes.
+//! [`ExpertCommand`]: the commands of a mixture-of-experts layer. experts.rs makes them.
 
 use ops::OpError;
 
@@ -70,7 +70,8 @@ pub(super) enum ExpertCommand {
 
 impl ExpertCommand {
     /// # Safety
-    /// As [`super::command::KernelSet::enqueue`]; and groups are those of the `Route` before.
+    /// As [`super::command::KernelSet::enqueue`]. In addition, the groups are those of the
+    /// preceding `Route`.
     pub(super) unsafe fn enqueue(&self, kernels: &ExpertKernels, stream: &Stream) -> Result<(), OpError> {
         // SAFETY: for all calls and views below, the caller's contract.
         unsafe {
@@ -157,7 +158,7 @@ unsafe fn expert_weight_list<'a>(
 }
 
 impl WeightMatrix {
-    /// One of the `count` expert matrices in this matrix, and where its products go.
+    /// One of the `count` expert matrices in this matrix, and the buffer for its products.
     ///
     /// # Safety
     /// As [`ExpertCommand::enqueue`].

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A mixture of experts as commands: routing, the gate and up products, the activation between
-//! them, the down product, and the weighted sum.
+//! Turns a mixture-of-experts layer into commands: routing, the gate and up products, the
+//! activation, the down product, and the weighted sum.
 
 use std::sync::Arc;
 
@@ -19,25 +19,25 @@ use crate::cuda::experts::PairGrouping;
 
 const OP: &str = "experts";
 
-/// Pairs of (row, rank) computed at once, which bounds the scratch memory. It does not change
-/// results. With 8 experts a row these are as many rows as a model computes at once at most; half
-/// as many would read the weights of 128 experts twice as often.
+/// The number of (row, rank) pairs computed at once. It bounds the scratch memory and does not
+/// change results. With 8 experts for each row, this covers the largest number of rows that a model
+/// computes at once. Half as many pairs would read the weights of 128 experts twice as often.
 pub(super) const PAIRS_MAX: usize = 4096;
 /// Parts of the scratch memory begin at multiples of this.
 const ALIGN: usize = 256;
 
-/// Scratch memory of a range of rows.
+/// The scratch memory for a range of rows.
 struct ExpertScratch {
     experts: WordRange,
     pair_weights: FloatRange,
-    /// Sorted pairs and groups.
+    /// The sorted pairs and the groups.
     words: WordRange,
     gate: FloatRange,
     up: FloatRange,
     contributions: FloatRange,
 }
 
-/// The pairs of a product.
+/// The inputs of a product: its pairs, and the product of the layer that they are for.
 #[derive(Clone, Copy)]
 struct ProductInputs {
     groups: ExpertGroups,
@@ -48,7 +48,7 @@ struct ProductInputs {
 /// Which of a layer's products.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ProductSide {
-    /// Gate and up: from rows to pairs, `used` of them for each row.
+    /// Gate and up: from rows to pairs. Each row has `used` pairs.
     In { used: usize },
     /// Down: from pairs to pairs.
     Out,
@@ -82,7 +82,7 @@ impl Cuda {
             let rows = rows_max.min(rows - first);
             let pairs = rows * used;
             let part = |floats: FloatRange, cols: usize| floats.part(first * cols, rows * cols);
-            // Products of floats take pairs in their own order.
+            // Products of float weights take pairs in their original order.
             let floats = [gate, up, down].iter().any(|expert_weights| is_float(expert_weights.dtype));
             let grouping = if floats { PairGrouping::Matvec } else { PairGrouping::of(pairs, count) };
             let scratch = self.expert_scratch(pairs, count, grouping, hidden, n_in)?;
@@ -104,7 +104,7 @@ impl Cuda {
                 self.expert_products(input, n_in, of_rows, &[(gate, scratch.gate)])?;
                 self.expert_products(input, n_in, of_rows, &[(up, scratch.up)])?;
             }
-            // In place. Slots without a pair keep what they held.
+            // Works in place. Slots without a pair keep their old contents.
             self.push(KernelCommand::Gated { gate: scratch.gate, up: scratch.up, out: scratch.gate });
             let of_pairs = ProductInputs { side: ProductSide::Out, ..of_rows };
             self.expert_products(scratch.gate, hidden, of_pairs, &[(down, contributions)])?;
@@ -119,7 +119,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// The matrices of all experts, `[cols, rows]` each, as one matrix.
+    /// Returns the matrices of all experts, `[cols, rows]` each, as one matrix.
     fn expert_weights(
         &mut self,
         weight: &ops::Weight<Self>,
@@ -137,7 +137,7 @@ impl Cuda {
             }
         }
         if !is_float(weight.dtype) && !rows.is_multiple_of(TILE_ROWS) {
-            // A tile would hold rows of two experts.
+            // Otherwise a tile would hold rows of two experts.
             let found = rows % TILE_ROWS;
             return Err(OpError::Shape {
                 op: OP,
@@ -149,7 +149,7 @@ impl Cuda {
         Ok(matrix)
     }
 
-    /// Products of `x`, rows of `cols` values, with one or two stacks of one type.
+    /// Enqueues products of `x`, rows of `cols` values, with one or two stacks of one type.
     fn expert_products(
         &mut self,
         x: FloatRange,
@@ -205,7 +205,7 @@ impl Cuda {
                         groups,
                         activation_tiles,
                     }),
-                    // The products before left these rows in the order of slots.
+                    // The gate and up products wrote these rows in the order of slots.
                     ProductSide::Out => KernelCommand::Quantize { x, activation_tiles },
                 });
                 let by_pair = side == ProductSide::Out;
@@ -255,7 +255,8 @@ fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }
 
-/// Lengths in 4-byte words of experts, pair weights, groups, gate, up and contributions.
+/// Lengths of the scratch parts in 4-byte words: experts, pair weights, groups, gate, up,
+/// contributions.
 fn scratch_values(
     pairs: usize,
     count: usize,
@@ -277,8 +278,8 @@ pub(super) fn scratch_bytes(pairs: usize, count: usize, hidden: usize, n_in: usi
     values.into_iter().map(part_bytes).sum()
 }
 
-/// Refuses other activations: models that use them have attention windows too, which the CUDA
-/// backend does not support.
+/// Refuses other activations than SiLU. Models with other activations also have attention windows,
+/// which the CUDA backend does not support.
 pub(super) fn silu_only(op: &'static str, activation: Activation) -> Result<(), OpError> {
     match activation {
         Activation::Silu => Ok(()),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Kernel fusion: which successive commands become one launch. A launch costs more than a
-//! microsecond of an otherwise idle device, and a decode step has hundreds.
+//! Kernel fusion: decides which successive commands become one launch. A launch costs more than a
+//! microsecond in which the device is otherwise idle, and a decode step has hundreds of launches.
 //!
 //! ```text
 //! products of one type with the same input            one launch of linear_*.cu
@@ -9,9 +9,9 @@
 //! [2 norms of heads,] 2 rotations, write to the cache norm_rope_kv.cu
 //! ```
 //!
-//! A fused launch writes the same bits to the same places as its commands one by one.
-//! [`count_fusible`] decides; [`KernelSet::enqueue_fused`] must know every combination that it
-//! decides on.
+//! A fused launch writes the same bits to the same places as its commands would one by one.
+//! [`count_fusible`] decides what is fused. [`KernelSet::enqueue_fused`] must handle every
+//! combination that [`count_fusible`] returns.
 
 use ops::{OpError, RopePairing};
 
@@ -25,7 +25,8 @@ use crate::cuda::norm_rope_kv::{NormRopeKvKernels, NormRopeKvOperands};
 use crate::cuda::quantized_output::QuantizedOutput;
 use crate::cuda::rope::RopeAngles;
 
-/// The number of commands at the beginning of `list` that one launch computes. `list` is not empty.
+/// Returns the number of commands at the beginning of `list` that one launch computes. `list` is
+/// not empty.
 pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddress]) -> usize {
     if let Some(KernelCommand::Product { activation_tiles, matrix, .. }) = list.first() {
         let together = |other: &&KernelCommand| matches!(other, KernelCommand::Product { activation_tiles: p, matrix: m, .. } if p == activation_tiles && m.dtype == matrix.dtype);
@@ -93,8 +94,8 @@ fn is_norm_rope_kv(list: &[KernelCommand]) -> bool {
 }
 
 impl KernelSet {
-    /// Enqueues commands that [`count_fusible`] put together. Panics on a combination that it never
-    /// makes: a dropped command would give wrong text.
+    /// Enqueues the commands that [`count_fusible`] put together. On any other combination, the
+    /// function panics, because a dropped command would give wrong text.
     ///
     /// # Safety
     /// As [`Self::enqueue`].
@@ -187,8 +188,8 @@ impl KernelSet {
         }
     }
 
-    /// Enqueues two rotations and the write to the cache, after `norms` of the heads if there are
-    /// any.
+    /// Enqueues two rotations and the write to the cache. If there are `norms`, the same launch
+    /// first applies them to the heads.
     ///
     /// # Safety
     /// As [`Self::enqueue`].

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`CudaKv`]: the keys and values of all layers, in one address range that grows as blocks are
-//! first written.
+//! [`CudaKv`] holds the KV cache of all layers in one address range. The range grows when blocks
+//! are written for the first time.
 //!
 //! The range grows in units of 2^k blocks over all layers. Inside a unit the blocks of each layer
 //! are contiguous, so that attention reads long ranges.
 //!
 //! 1. The first unit is mapped from the beginning.
-//! 2. A unit is mapped before the step that first writes to it, mostly while the device is busy
-//!    with the step before.
-//! 3. Units are unmapped when the engine trims the cache, after all work.
+//! 2. A unit is mapped before the step that first writes to it. This happens mostly while the
+//!    device is busy with the previous step.
+//! 3. When the engine trims the cache, units are unmapped after all work has ended.
 //! 4. Addresses never change, so captured graphs stay valid.
 
 use std::any::Any;
@@ -24,12 +24,12 @@ use crate::cuda::error::device_error;
 use crate::cuda::kv_write::{KvLayerAddress, head_bytes};
 
 const OP: &str = "kv";
-/// The smallest unit: mapping one takes about 100 us whatever its size.
+/// The smallest unit. Mapping a unit takes about 100 us whatever its size.
 const UNIT_BYTES_MIN: u64 = 32 << 20;
-/// The parts of layers begin at multiples of this.
+/// The part of each layer begins at a multiple of this.
 const ALIGN: u64 = 256;
-/// Device memory comes in multiples of this on every GPU so far. The driver states its own
-/// granularity before memory is mapped.
+/// On every GPU so far, the driver maps device memory in multiples of this. Before memory is
+/// mapped, the driver states its own granularity.
 const GRANULARITY: u64 = 2 << 20;
 
 pub struct CudaKv {
@@ -39,33 +39,33 @@ pub struct CudaKv {
     address: u64,
     /// Whether a block has been written, by layer, then by block.
     written: Vec<Vec<bool>>,
-    /// By layer, the last step whose blocks were found to be written.
+    /// By layer: the last step for which all blocks that it reads were found to be written.
     checked: Vec<AtomicU64>,
 }
 
 /// How a cache is divided into units.
 struct UnitLayout {
-    /// Bytes of a unit, without rounding to the driver's granularity.
+    /// Bytes of a unit, before rounding up to the driver's granularity.
     bytes: u64,
-    /// A unit has two to the power of this many blocks.
+    /// A unit has 2^shift blocks.
     shift: u32,
     count: u64,
-    /// Where each layer begins in a unit.
+    /// The offset of each layer in a unit.
     layer_offsets: Vec<u64>,
 }
 
-/// Shared with the commands in flight, so that it is unmapped only after them.
+/// The commands in flight share this value, so the memory is unmapped only after they have ended.
 struct MappedKv {
     range: ResizableMemory,
     context: Context,
-    /// Units that will soon be needed.
+    /// The number of units that steps will need soon.
     ahead: u64,
 }
 
-/// Lets the backend map the units of a cache that will soon be needed.
+/// Lets the backend map the cache units that steps will need soon.
 pub(super) struct UnitPrefetch(Weak<Mutex<MappedKv>>);
 
-/// Device memory of a cache of which every block has been written; none if it overflows 64 bits.
+/// The device memory of a cache after every block has been written. None if it overflows 64 bits.
 pub fn kv_bytes(layout: &KvLayout) -> Option<u64> {
     let units = UnitLayout::new(layout)?;
     units.bytes.checked_next_multiple_of(GRANULARITY)?.checked_mul(units.count)
@@ -87,7 +87,7 @@ impl UnitLayout {
         Some(Self { bytes: bytes.max(1), shift: blocks.trailing_zeros(), count, layer_offsets })
     }
 
-    /// Units that hold the first `blocks` blocks.
+    /// The number of units that hold the first `blocks` blocks.
     fn of_blocks(&self, blocks: usize) -> u64 {
         (blocks as u64).div_ceil(1 << self.shift)
     }
@@ -101,8 +101,8 @@ impl MappedKv {
 }
 
 impl UnitPrefetch {
-    /// Maps the units that will soon be needed. A lack of memory is reported when a step needs the
-    /// unit. None if the cache was dropped.
+    /// Maps the units that steps will need soon. If memory is short, this reports no error: the
+    /// step that needs the unit does. Returns None if the cache was dropped.
     pub(super) fn map(&self) -> Option<()> {
         let memory = self.0.upgrade()?;
         let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
@@ -152,12 +152,12 @@ impl CudaKv {
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Device memory that is mapped now.
+    /// The device memory that is mapped now.
     pub fn mapped_bytes(&self) -> u64 {
         self.memory().range.mapped_bytes()
     }
 
-    /// Unmaps the units that hold none of the first `blocks` blocks, after `fence` has waited for
+    /// Unmaps the units that hold none of the first `blocks` blocks. Before that, `fence` waits for
     /// all work.
     pub(super) fn trim(
         &mut self,
@@ -178,7 +178,7 @@ impl CudaKv {
     }
 
     /// Copies written blocks of all layers, one pair after the other in the order of `stream`. The
-    /// memory must stay mapped until that work has ended ([`Self::owner`]).
+    /// memory must stay mapped until this work has ended ([`Self::owner`]).
     pub(super) fn copy(&mut self, stream: &Stream, copies: &[(u32, u32)]) -> Result<(), OpError> {
         const OP: &str = "kv_copy";
         let (tokens, len) = (self.layout.block_tokens as u32, self.layout.blocks);
@@ -196,9 +196,9 @@ impl CudaKv {
                 }
                 let (_, address) = self.layer(OP, layer)?;
                 let (source, target) = (address.of_block(from), address.of_block(to));
-                // SAFETY: both are whole blocks of this layer, distinct, and in mapped memory: a
-                // written block is, and `prepare` maps the other. The caller keeps the memory until
-                // the work has ended.
+                // SAFETY: source and target are distinct whole blocks of this layer, in mapped
+                // memory. A written block is mapped, and `prepare` maps the other one. The caller
+                // keeps the memory until the work has ended.
                 unsafe { stream.enqueue_copy_on_device(target, source, address.block_bytes as usize) }
                     .map_err(device_error(OP))?;
             }
@@ -234,8 +234,7 @@ impl CudaKv {
         Ok((shape, address))
     }
 
-    /// Maps memory for `slots`, the largest of which is `slot_max`, and marks their blocks as
-    /// written.
+    /// Maps memory for `slots` and marks their blocks as written. `slot_max` is the largest slot.
     pub(super) fn prepare(
         &mut self,
         op: &'static str,
@@ -264,7 +263,7 @@ impl CudaKv {
         Ok(())
     }
 
-    /// Checks that the blocks that step number `step` reads have been written.
+    /// Checks that all blocks that step number `step` reads have been written.
     pub(super) fn check_written<I: Iterator<Item = u32>>(
         &self,
         op: &'static str,
@@ -300,15 +299,16 @@ impl From<ResizeError> for TrimError {
     }
 }
 
-/// Bytes of a head's keys or values in a block of `tokens` tokens, and of the whole layer's part of
-/// it.
+/// Returns the bytes of one head's keys (or values) in a block of `tokens` tokens, and the bytes of
+/// the whole layer's part of the block.
 fn bytes_in_block(layer: &KvLayer, tokens: usize) -> Option<(u32, u32)> {
     let head = head_bytes(layer.kind, layer.head_dim, tokens)?;
     let block = head.checked_mul(u32::try_from(layer.kv_heads).ok()?)?.checked_mul(2)?;
     Some((head, block))
 }
 
-/// Bytes of `blocks` blocks of each layer; none if they overflow 64 bits, or a block 32 bits.
+/// Bytes of `blocks` blocks of each layer. None if they overflow 64 bits, or if a block overflows
+/// 32 bits.
 fn layer_bytes(layout: &KvLayout, blocks: u64) -> Option<Vec<u64>> {
     let bytes = |layer: &KvLayer| {
         let (_, block) = bytes_in_block(layer, layout.block_tokens)?;
@@ -348,7 +348,7 @@ mod tests {
     fn a_cache_takes_its_blocks_rounded_up_to_units() {
         let layer = KvLayer { kv_heads: 8, head_dim: 128, kind: KvType::F16, span: AttentionSpan::Full };
         let layout = KvLayout { block_tokens: 16, blocks: 1000, layers: vec![layer; 36] };
-        // A block has 2.25 MiB, so a unit of 36 MiB has 16 of them.
+        // A block has 2.25 MiB, so a unit of 36 MiB has 16 blocks.
         assert_eq!(kv_bytes(&layout), Some((63 * 36) << 20));
         let few = KvLayout { blocks: 3, ..layout.clone() };
         assert_eq!(kv_bytes(&few), Some(10 << 20), "four blocks are 9 MiB");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`Cuda`]: `ops::Backend` on a GPU. Each op becomes a [`KernelCommand`]; the [`Recorder`]
-//! enqueues the collected commands when a result is read.
+//! [`Cuda`] implements `ops::Backend` on a GPU. Each op becomes a [`KernelCommand`]. The
+//! [`Recorder`] enqueues the collected commands when the model reads a result.
 //!
 //! ```text
 //! begin      checks the rows of a step and uploads them               step, upload
@@ -54,7 +54,7 @@ pub use rope::CudaRope;
 pub use tensor::CudaTensor;
 pub use usage::{CudaWorkerShape, DeviceBytes, predict_device_bytes};
 
-/// Rows whose best token one argmax finds without a larger buffer.
+/// Rows for which argmax needs no larger buffer.
 const BEST_ROWS: usize = 64;
 
 /// The GPU backend. It collects ops and runs them when a result is read.
@@ -66,12 +66,12 @@ pub struct Cuda {
     steps: u64,
     plans: Vec<DeviceAttentionPlan>,
     caches: Vec<UnitPrefetch>,
-    /// Quantised activations of one op at a time.
+    /// Quantised activations. One op at a time uses this buffer.
     activation_tiles: Arc<Buffer<u8>>,
     expert_scratch: Arc<Buffer<u8>>,
     best: Arc<Buffer<u32>>,
     draw_params: StepUpload,
-    /// Work space of the shortlist kernels, which begins with their results.
+    /// The work space of the shortlist kernels. It begins with their results.
     shortlists: Arc<Buffer<u64>>,
     records: Vec<u64>,
     readback: Readback,
@@ -107,25 +107,26 @@ impl Cuda {
         &self.device
     }
 
-    /// Turns the replay of repeated steps as CUDA graphs on or off, for benches and tests. It is on
-    /// by default.
+    /// Turns the replay of repeated steps as CUDA graphs on or off, for benches and tests. Replay
+    /// is on by default.
     pub fn set_graphs(&mut self, on: bool) {
         self.recorder.set_graphs(on);
     }
 
-    /// Number of captured graphs that are kept.
+    /// The number of captured graphs in memory.
     pub fn graphs(&self) -> usize {
         self.recorder.graphs()
     }
 
-    /// What decides the bits of results besides the types of weights and cache. Kernels for one
-    /// architecture add in one order; tensor cores of another may round differently.
+    /// Names all that decides the bits of results, besides the types of weights and KV cache. All
+    /// kernels for one architecture add in one order. The tensor cores of another architecture may
+    /// round differently.
     pub fn fingerprint(&self) -> String {
         let (major, minor) = self.device.capability();
         format!("cuda-sm{major}{minor}")
     }
 
-    /// Device memory that this backend has allocated by now.
+    /// The device memory that this backend has allocated so far.
     pub fn device_bytes(&self) -> DeviceBytes {
         let lists = self.shortlists.len() * size_of::<u64>();
         let scratch = [
@@ -145,24 +146,24 @@ impl Cuda {
         }
     }
 
-    /// Time spent on captures so far. A list of commands is captured when it comes for the second
-    /// time.
+    /// The time spent on captures so far. A list of commands is captured when it occurs for the
+    /// second time.
     pub fn graph_time(&self) -> Duration {
         self.recorder.graph_time()
     }
 
-    /// Enqueues the collected commands and waits until they have ended. `read` does so too.
+    /// Enqueues the collected commands and waits until they have ended. `read` does the same.
     pub fn wait(&mut self) -> Result<(), OpError> {
         self.recorder.flush()?;
         self.recorder.wait()
     }
 
-    /// Adds a command whose memory lives: its ranges belong to this value, or to tensors and
-    /// weights whose owners were kept.
+    /// Adds a command. The command's memory stays alive: it belongs to this value, or to tensors
+    /// and weights whose owners the recorder keeps.
     fn push(&mut self, command: KernelCommand) {
-        // SAFETY: ops make ranges of tensors, weights, tables of angles, caches and scratch memory,
-        // and keep the owners of the first three; caches and scratch memory go only after the
-        // device was waited for. Lengths and indices were checked.
+        // SAFETY: ops make ranges of tensors, weights, tables of angles, caches and scratch memory.
+        // They keep the owners of the first three. Caches and scratch memory are freed only after
+        // the backend has waited for the device. Lengths and indices were checked.
         unsafe { self.recorder.push(command) };
     }
 
@@ -171,7 +172,7 @@ impl Cuda {
         tensor.rows(rows)
     }
 
-    /// A norm weight or a bias: `len` values of f32.
+    /// Returns the range of a norm weight or a bias: `len` values of f32.
     fn vector(
         &mut self,
         op: &'static str,
@@ -198,7 +199,7 @@ impl Cuda {
         Ok(WeightMatrix { dtype: weight.dtype, range, cols: tiles.cols() as u32, rows: tiles.rows() as u32 })
     }
 
-    /// Scratch memory for `rows` rows of activations in `format`.
+    /// Returns scratch memory for `rows` rows of activations in `format`.
     fn activation_tiles(
         &mut self,
         op: &'static str,
@@ -218,7 +219,7 @@ impl Cuda {
 }
 
 impl Cuda {
-    /// The plans of this step for one shape of query tiles, as indices for commands.
+    /// Returns the plans of this step for one shape of query tiles, as indices for commands.
     fn plan_attention(&mut self, shape: AttentionPlanShape) -> Result<Vec<u32>, OpError> {
         let at = match self.plans.iter().position(|plan| plan.shape() == shape) {
             Some(at) => at,
@@ -232,7 +233,7 @@ impl Cuda {
         Ok(addresses.iter().map(|&address| self.recorder.plan(address)).collect())
     }
 
-    /// Waits for all ops, then fills `host` with the values at `address`, which lie in a tensor or
+    /// Waits for all ops, then fills `host` with the values at `address`. They lie in a tensor or
     /// in scratch memory.
     fn read_to_host<T: bytemuck::Pod>(
         &mut self,
@@ -240,7 +241,7 @@ impl Cuda {
         address: u64,
         host: &mut [T],
     ) -> Result<(), OpError> {
-        // Maps cache units while the device is busy.
+        // Maps cache units for the next step while the device is busy.
         self.caches.retain(|cache| cache.map().is_some());
         // SAFETY: the callers checked lengths against what they own.
         unsafe { self.readback.read_to_host(self.recorder.stream(), address, host) }

@@ -1,27 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The attention plan: which kernel computes which rows of a step. A plan is a pure function of
-//! positions, sequences and table starts.
+//! The attention plan: decides which kernel computes which rows of a step. A plan is a pure
+//! function of positions, sequences and table starts.
 //!
-//! Every plan gives the same bits (attention.cu says why); it decides speed alone. Long runs of
-//! consecutive tokens of one sequence go to the prefill kernel. Decode rows and short runs are
-//! split along their keys, so that a few rows fill the device. A plan ends when its partial results
-//! fill their buffer; the remaining rows get further plans.
+//! Every plan gives the same bits (attention.cu says why); a plan changes the speed alone.
+//!
+//! 1. A long run of consecutive tokens of one sequence goes to the prefill kernel.
+//! 2. Decode rows and short runs are split along their keys, so that a few rows fill the device.
+//! 3. When the partial results of a plan fill their buffer, the plan ends. The remaining rows get
+//!    further plans.
 
 pub(super) use crate::cuda::abi::attention::{KvSplit, PartialMerge, QueryTile};
 
-/// Keys of a tile, which is the smallest split.
+/// Keys of a tile. A tile is the smallest split.
 const TILE: u32 = 64;
-/// Partial results of a plan: 16 decode rows of 32 splits. Further rows get a plan of their own.
+/// Partial results of a plan: 16 decode rows of 32 splits. Further rows get another plan.
 pub(super) const PARTIALS_MAX: u32 = 512;
-/// Splits of a row at most: the length of a split grows with the position.
+/// The largest number of splits of a row. The length of a split grows with the position.
 pub(super) const SPLITS_MAX: u32 = 32;
-/// Tokens of a run from which on the prefill kernel computes it. Shorter runs would leave most of
-/// the device idle there.
+/// The smallest run of tokens that the prefill kernel computes. A shorter run would leave most of
+/// the device idle in that kernel.
 const PREFILL_TOKENS_MIN: usize = 64;
 
-// SAFETY: repr(C) structs of u32 alone, and so without padding (the assertions below); all zeros
-// are valid values.
+// SAFETY: these are repr(C) structs of u32 alone, so they have no padding (the assertions below
+// check this). All zeros are valid values.
 unsafe impl bytemuck::Zeroable for QueryTile {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for QueryTile {}
@@ -43,16 +45,16 @@ pub(super) struct AttentionPlan {
     pub(super) splits: Vec<KvSplit>,
     pub(super) merges: Vec<PartialMerge>,
     pub(super) prefill_tiles: Vec<QueryTile>,
-    /// Partial results, one per row and split.
+    /// The number of partial results, one for each row and split.
     pub(super) partials: u32,
-    /// Whether a split has more than one tile.
+    /// Whether any split has more than one tile.
     pub(super) has_multi_tile_splits: bool,
 }
 
 /// Limits of a plan.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AttentionPlanLimits {
-    /// Tokens of one query tile of the split-KV kernel, and of the prefill kernel.
+    /// Tokens of one query tile: of the split-KV kernel, then of the prefill kernel.
     pub(super) split_tokens: usize,
     pub(super) prefill_tokens: usize,
     pub(super) partials_max: u32,
@@ -65,7 +67,7 @@ pub(super) fn split_shift(position: u32) -> u32 {
 
 impl AttentionPlan {
     /// Plans the rows of an [`ops::Step`] from row `start` on. The block ids of row r begin at
-    /// `table_starts[r]`. Returns the first row that does not fit this plan.
+    /// `table_starts[r]`. Returns the first row that does not fit into this plan.
     pub(super) fn build(
         &mut self,
         mut start: usize,
@@ -174,8 +176,8 @@ mod tests {
     }
 
     proptest! {
-        /// Every row is in one query tile. Tokens of a tile are consecutive and have splits of one
-        /// length. Partial results of different rows and splits do not overlap.
+        /// Every row is in one query tile. The tokens of a tile are consecutive and have splits of
+        /// one length. Partial results of different rows and splits do not overlap.
         #[test]
         fn every_row_is_computed_once(runs in prop::collection::vec((0_u32..9000, 1_u32..200), 1..12)) {
             let (mut positions, mut starts) = (Vec::new(), Vec::new());
@@ -196,7 +198,7 @@ mod tests {
         }
     }
 
-    /// Counts the rows of a plan in `seen`.
+    /// Checks a plan and counts its rows in `seen`.
     fn check(
         plan: &AttentionPlan,
         positions: &[u32],

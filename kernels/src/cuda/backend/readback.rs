@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`Readback`]: copies device memory to a caller's slice through pinned memory, in chunks. While
+//! [`Readback`] copies device memory to a caller's slice through pinned memory, in chunks. While
 //! one chunk is in flight, the chunk before it is copied to the slice. Several threads copy the
-//! logits of many rows, since one thread copies at a fifth of the bus's rate.
+//! logits of many rows, because one thread copies at a fifth of the bus's rate.
 
 use bytemuck::Pod;
 
 use crate::cuda::{CudaError, Device, Event, PinnedBuffer, Stream};
 
-/// Words of a chunk: small enough that the copy of the last one, which overlaps nothing, is short.
+/// Words of a chunk. A chunk is small, so that the copy of the last one is short: it overlaps
+/// nothing.
 const PIECE_WORDS: usize = 1 << 17;
-/// Chunks in flight at once: 10 MiB, the logits that a model computes at once.
+/// Chunks in flight at once. Together they have 10 MiB, the logits that a model computes at once.
 const PIECES: usize = 20;
-/// Threads that copy, including the caller's, and the chunks that pay for starting one (20 us).
+/// The number of threads that copy, including the caller's. A thread must have at least
+/// `PIECES_OF_THREAD` chunks to be worth its start (20 us).
 const THREADS: usize = 4;
 const PIECES_OF_THREAD: usize = 2;
 
@@ -24,12 +26,12 @@ pub(super) struct Readback {
 
 struct ReadbackSlot {
     staging: PinnedBuffer<u32>,
-    /// Recorded when the copy into `staging` has ended.
+    /// Recorded after the copy into `staging`.
     arrived: Event,
 }
 
 impl ReadbackSlot {
-    /// Waits for the chunk and copies it.
+    /// Waits until the chunk has arrived, then copies it to `to`.
     fn take(&self, to: &mut [u32]) -> Result<(), CudaError> {
         self.arrived.synchronize()?;
         to.copy_from_slice(&self.staging.as_slice()[..to.len()]);
@@ -42,10 +44,10 @@ impl Readback {
         Self { device: device.clone(), slots: Vec::new() }
     }
 
-    /// Fills `host`, behind all work of the stream.
+    /// Fills `host` after all work that was enqueued on the stream before.
     ///
     /// # Safety
-    /// As many values stand at `address` on the device until this returns.
+    /// Device memory at `address` holds as many values as `host` until this function returns.
     pub(super) unsafe fn read_to_host<T: Pod>(
         &mut self,
         stream: &Stream,
@@ -61,9 +63,9 @@ impl Readback {
             }
             for (slot, piece) in self.slots.iter_mut().zip(&pieces) {
                 let staging = &mut slot.staging.as_mut_slice()[..piece.len()];
-                // SAFETY: the source by this function's contract; `staging` has the length, and
-                // nobody touches it before the copy has ended: what it held before has been taken
-                // by the end of the round or call before.
+                // SAFETY: the source is valid by this function's contract, and `staging` has the
+                // same length. No code touches `staging` before the copy has ended. Its previous
+                // contents were taken at the end of the previous round or call.
                 unsafe { stream.enqueue_copy_to_host(staging, from) }?;
                 slot.arrived.record(stream)?;
                 from += size_of_val(staging) as u64;
@@ -76,7 +78,7 @@ impl Readback {
 
 fn take_all(device: &Device, slots: &[ReadbackSlot], pieces: &mut [&mut [u32]]) -> Result<(), CudaError> {
     let threads = (pieces.len() / PIECES_OF_THREAD).clamp(1, THREADS);
-    // Every thread gets chunks from the beginning to the end, in the order in which they arrive.
+    // Each thread gets every n-th chunk, so all threads take chunks in the order of arrival.
     let mut shares: Vec<Vec<(&ReadbackSlot, &mut [u32])>> = (0..threads).map(|_| Vec::new()).collect();
     for (at, (slot, piece)) in slots.iter().zip(pieces).enumerate() {
         shares[at % threads].push((slot, piece));

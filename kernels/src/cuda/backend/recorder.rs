@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`Recorder`]: collects the commands of a step and enqueues them together, as a CUDA graph if the
-//! same list came before, else one by one.
+//! [`Recorder`] collects the commands of a step and enqueues them together. If the same list of
+//! commands came before, it launches them as one CUDA graph; otherwise it launches them one by one.
 //!
-//! All that changes from step to step (tokens, positions, tables, plans) stands in device memory.
+//! All data that changes from step to step (tokens, positions, tables, plans) is in device memory.
 //! So two steps have the same list if they have the same number of rows and the same bounds of the
 //! attention plan.
 //!
-//! 1. A graph runs only for a list equal to the one it was captured from.
-//! 2. The addresses in it are thus addresses of memory whose owners this step keeps.
+//! 1. A graph is launched only for a list equal to the one from which it was captured.
+//! 2. So the addresses in the graph are addresses of memory whose owners this step keeps.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -23,11 +23,11 @@ use crate::cuda::attention::AttentionPlanAddress;
 use crate::cuda::error::device_error;
 use crate::cuda::{Device, Graph, Stream};
 
-/// Graphs kept at once: one per size of decode batch.
+/// The number of graphs kept at once: one for each size of decode batch.
 pub(super) const GRAPHS_MAX: usize = 12;
-/// Hashes of lists that came once.
+/// The number of hashes kept of lists that occurred once.
 const SEEN_MAX: usize = 256;
-/// Owners of memory in use before the recorder waits for the device.
+/// The number of memory owners in use at which the recorder waits for the device.
 const IN_FLIGHT_MAX: usize = 1 << 15;
 
 pub(super) type MemoryOwner = Arc<dyn Any + Send + Sync>;
@@ -36,14 +36,14 @@ pub(super) struct Recorder {
     stream: Stream,
     kernels: KernelSet,
     pending: CommandList,
-    /// Owners of the memory of `pending`, and of work in flight.
+    /// Owners of the memory that `pending` uses. `in_flight` has the owners for work in flight.
     owners: Vec<MemoryOwner>,
     in_flight: Vec<MemoryOwner>,
-    /// The most recently used graph is the last one.
+    /// In order of use: the most recently used graph is the last one.
     graphs: Vec<CapturedGraph>,
     seen: VecDeque<u64>,
     use_graphs: bool,
-    /// Time spent on captures so far.
+    /// The time spent on captures so far.
     graph_time: Duration,
 }
 
@@ -76,24 +76,24 @@ impl Recorder {
         self.use_graphs = on;
     }
 
-    /// Number of captured graphs that are kept.
+    /// The number of captured graphs in memory.
     pub(super) fn graphs(&self) -> usize {
         self.graphs.len()
     }
 
-    /// Launches in the graphs that are kept.
+    /// The number of launches in the graphs in memory.
     pub(super) fn graph_launches(&self) -> u64 {
         self.graphs.iter().map(|captured| captured.commands.list.len() as u64).sum()
     }
 
-    /// Time spent on captures so far.
+    /// The time spent on captures so far.
     pub(super) fn graph_time(&self) -> Duration {
         self.graph_time
     }
 
     /// # Safety
-    /// As [`KernelSet::enqueue`], where memory needs to live only as long as the owners given with
-    /// [`Self::keep`].
+    /// As [`KernelSet::enqueue`], except that memory needs to live only as long as the owners that
+    /// [`Self::keep`] received.
     pub(super) unsafe fn push(&mut self, command: KernelCommand) {
         self.pending.list.push(command);
     }
@@ -102,7 +102,7 @@ impl Recorder {
         self.owners.push(owner);
     }
 
-    /// The index of a plan for [`KernelCommand::AttentionPaged`].
+    /// Returns the index of a plan for [`KernelCommand::AttentionPaged`].
     pub(super) fn plan(&mut self, plan: AttentionPlanAddress) -> u32 {
         let plans = &mut self.pending.plans;
         let index = plans.iter().position(|known| *known == plan).unwrap_or_else(|| {
@@ -140,9 +140,9 @@ impl Recorder {
             self.graphs.iter().position(|graph| graph.hash == hash && graph.commands == self.pending)
         {
             let captured = self.graphs.remove(at);
-            // SAFETY: the contract of `push` for a list equal to the captured one: the owners of
-            // this step's addresses, which are those of the graph, are kept until the work has been
-            // waited for.
+            // SAFETY: the contract of `push`, for a list equal to the captured one. So the graph's
+            // addresses are those of this step, and the recorder keeps their owners until it has
+            // waited for the work.
             let launched = unsafe { captured.graph.launch() }.map_err(device_error("graph"));
             self.graphs.push(captured);
             return launched;
@@ -153,7 +153,8 @@ impl Recorder {
                 self.seen.pop_front();
             }
             self.seen.push_back(hash);
-            // SAFETY: the contract of `push`; owners are kept until the work has been waited for.
+            // SAFETY: the contract of `push`. The recorder keeps owners until it has waited for the
+            // work.
             return unsafe { self.kernels.enqueue(&self.stream, &self.pending) };
         }
         let started = Instant::now();
@@ -165,7 +166,7 @@ impl Recorder {
         let graph = self.stream.capture(work).map_err(CaptureError::into_op)?;
         graph.upload().map_err(device_error("graph"))?;
         self.graph_time += started.elapsed();
-        // SAFETY: the contract of `push`; these are the commands it was captured from.
+        // SAFETY: the contract of `push`. The graph was captured from these commands.
         let launched = unsafe { graph.launch() }.map_err(device_error("graph"));
         self.graphs.push(CapturedGraph { hash, commands: self.pending.clone(), graph });
         launched
@@ -174,8 +175,8 @@ impl Recorder {
 
 impl Drop for Recorder {
     fn drop(&mut self) {
-        // Owners may be dropped only after the work. If waiting fails, the context is gone, and its
-        // memory too.
+        // Owners may be dropped only after the work has ended. If waiting fails, the context is
+        // gone, and its memory with it.
         let _ = self.stream.synchronize();
     }
 }
@@ -200,8 +201,8 @@ impl CaptureError {
     }
 }
 
-/// A hash of 40 KB a step: one multiplication per word. It needs no defence against crafted input,
-/// since equality decides.
+/// Hashes about 40 KB for each step, with one multiplication per word. The hash needs no defence
+/// against crafted input, because graphs are compared by equality as well.
 fn hash_commands(commands: &CommandList) -> u64 {
     #[derive(Default)]
     struct MixHasher(u64);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`CudaRope`]: the frequencies of one rotary embedding in device memory.
+//! [`CudaRope`] holds the frequencies of one rotary embedding in device memory.
 
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The rows of the current step: checked once, kept for the checks of the ops, and uploaded to the
-//! device.
+//! The rows of the current step. They are checked once, kept for the checks of the ops, and
+//! uploaded to the device.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use super::upload::StepUpload;
 use crate::cuda::error::device_error;
 use crate::cuda::{CudaError, Stream};
 
-/// u32 words of a step in device memory.
+/// A range of u32 words of a step in device memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct WordRange {
     pub(super) address: u64,
@@ -23,11 +23,11 @@ pub(super) struct StepRows {
     /// Where the block ids of each row begin in `blocks`.
     pub(super) table_starts: Vec<u32>,
     kv_slots: Vec<u32>,
-    /// Block ids of all sequences, one sequence after the other.
+    /// The block ids of all sequences, one sequence after the other.
     pub(super) blocks: Vec<u32>,
-    /// Where the block ids of each sequence stand in `blocks`.
+    /// The range of each sequence's block ids in `blocks`.
     tables: Vec<Range<usize>>,
-    /// Keys that the rows of each sequence attend to.
+    /// The number of keys that the rows of each sequence attend to.
     keys: Vec<usize>,
     token_max: u32,
     slot_max: u32,
@@ -93,7 +93,8 @@ impl StepRows {
         self.slot_max = step.kv_slots.iter().copied().max().unwrap_or(0);
         self.outputs = step.outputs.len();
 
-        // Sections in this order; the tables come last, since their length changes most.
+        // The sections are written in this order. The tables come last, because their length
+        // changes most.
         let words = 4 * rows + step.outputs.len() + self.blocks.len();
         let sections: [&[u32]; 6] =
             [step.tokens, step.positions, step.kv_slots, &self.table_starts, step.outputs, &self.blocks];
@@ -135,7 +136,7 @@ impl StepRows {
         Err(OpError::Shape { op, what: "number of rows against the step's", found: rows, expected })
     }
 
-    /// The blocks that the rows of this step read, if a block holds `block_tokens` tokens.
+    /// Returns the blocks that the rows of this step read, for blocks of `block_tokens` tokens.
     pub(super) fn blocks_read(
         &self,
         op: &'static str,
@@ -169,12 +170,12 @@ impl StepRows {
         self.section(3 * self.len(), self.len())
     }
 
-    /// A range of the outputs, of which there are [`Self::outputs`].
+    /// A range of the step's outputs. There are [`Self::outputs`] of them.
     pub(super) fn outputs_on_device(&self, run: Range<usize>) -> WordRange {
         self.section(4 * self.len() + run.start, run.len())
     }
 
-    /// The address alone: the length of the tables is no part of a launch.
+    /// Returns only the address, because the length of the tables is not part of a launch.
     pub(super) fn tables_on_device(&self) -> u64 {
         self.section(4 * self.len() + self.outputs, 0).address
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`CudaTensor`]: an activation matrix in device memory, with the shape checks of the ops.
+//! [`CudaTensor`] is an activation matrix in device memory, with the shape checks of the ops.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,7 +19,7 @@ pub struct CudaTensor {
     _counted: CountedBytes,
 }
 
-/// A part of a total that counts as long as this value lives.
+/// A number of bytes that counts towards a total as long as this value lives.
 struct CountedBytes {
     bytes: u64,
     total: Arc<AtomicU64>,
@@ -32,7 +32,7 @@ impl Drop for CountedBytes {
 }
 
 impl CudaTensor {
-    /// Adds its bytes to `total`.
+    /// Makes a tensor and adds its bytes to `total`.
     pub(super) fn new(values: Buffer<f32>, rows_max: usize, cols: usize, total: &Arc<AtomicU64>) -> Self {
         let bytes = allocated((values.len() * size_of::<f32>()) as u64);
         total.fetch_add(bytes, Ordering::Relaxed);
@@ -48,18 +48,18 @@ impl CudaTensor {
         self.cols
     }
 
-    /// The value that keeps the memory.
+    /// The value that keeps the memory alive.
     pub(super) fn owner(&self) -> Arc<Buffer<f32>> {
         self.values.clone()
     }
 
-    /// The first `rows` rows, which the caller has checked.
+    /// The first `rows` rows. The caller has checked their number.
     pub(super) fn rows(&self, rows: usize) -> FloatRange {
         FloatRange { address: self.values.view().address(), len: rows * self.cols }
     }
 
-    /// Checks for room of `rows` rows of exactly `cols` columns; `what` names the columns in the
-    /// error.
+    /// Checks that the tensor has room for `rows` rows and has exactly `cols` columns. `what` names
+    /// the columns in the error.
     pub(super) fn check(
         &self,
         op: &'static str,
@@ -76,7 +76,7 @@ impl CudaTensor {
         Ok(())
     }
 
-    /// Checks that rows are whole heads of `head_dim` values.
+    /// Checks that each row consists of whole heads of `head_dim` values.
     pub(super) fn check_heads(
         &self,
         op: &'static str,
@@ -88,7 +88,7 @@ impl CudaTensor {
         self.check(op, what, rows, heads * head_dim)
     }
 
-    /// Checks that `len` host values are the first `rows` rows.
+    /// Checks that `len` host values are the values of the first `rows` rows.
     pub(super) fn check_host(&self, op: &'static str, rows: usize, len: usize) -> Result<(), OpError> {
         self.check(op, "columns", rows, self.cols)?;
         let expected = rows * self.cols;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`StepUpload`]: words that are copied to the device once a step, to an address that changes only
-//! when the buffer grows.
+//! [`StepUpload`] copies words to the device once for each step. Their address changes only when
+//! the buffer grows.
 
 use crate::cuda::{Buffer, CudaError, Event, PinnedBuffer, Stream};
 
@@ -11,7 +11,7 @@ const WORDS_MIN: usize = 1 << 12;
 pub(super) struct StepUpload {
     staging: PinnedBuffer<u32>,
     device: Buffer<u32>,
-    /// Recorded behind the last copy out of `staging`.
+    /// Recorded after the last copy out of `staging`.
     copied: Event,
 }
 
@@ -35,7 +35,7 @@ impl StepUpload {
         (self.device.len() * size_of::<u32>()) as u64
     }
 
-    /// Lets `fill` write `words` words and enqueues their copy.
+    /// Lets `fill` write `words` words, then enqueues their copy to the device.
     pub(super) fn send(
         &mut self,
         stream: &Stream,
@@ -48,8 +48,8 @@ impl StepUpload {
         }
         fill(&mut self.staging.as_mut_slice()[..words]);
         let (address, staging) = (self.address(), &self.staging.as_slice()[..words]);
-        // SAFETY: the device buffer has room; the staging buffer is not touched before `copied`,
-        // and freed after it.
+        // SAFETY: the device buffer has room for `staging`. The staging buffer is not touched
+        // before `copied`, and it is freed after it.
         unsafe { stream.enqueue_copy_to_device(address, staging) }?;
         self.copied.record(stream)
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Device memory of a worker besides context, weights and KV cache: as it is counted, and as a plan
-//! predicts it.
+//! Counts a worker's device memory besides context, weights and KV cache, and predicts it for a
+//! memory plan.
 
 use quant::DType;
 
@@ -13,21 +13,21 @@ use crate::cuda::quantize::activation_bytes;
 
 /// Bytes of a launch in a graph (measured on an H200).
 const GRAPH_LAUNCH_BYTES: u64 = 512;
-/// Allocations from 1 MiB on take whole units of this; smaller ones share a unit.
+/// An allocation of 1 MiB or more takes whole units of this size. Smaller allocations share a unit.
 const UNIT_BYTES: u64 = 2 << 20;
 /// The code of all modules that a model loads, in the driver's unit (measured on an H200).
 const MODULES_BYTES: u64 = UNIT_BYTES;
-/// What the driver allocates for streams, events and the first launches without counting it
+/// The driver allocates this for streams, events and the first launches, and does not count it
 /// (measured on an H200).
 pub(super) const DRIVER_BYTES: u64 = UNIT_BYTES;
-/// Rows, block tables and attention plans of the current step, and shortlists of its logits.
+/// Rows, block tables and attention plans of the current step, and the shortlists of its logits.
 const STEP_BYTES: u64 = 1 << 20;
-/// Launches of one layer, when norms, gates and merges also quantise; and launches before and
-/// behind the layers.
+/// The launches of one layer if norms, gates and merges also quantise, and the launches before and
+/// after the layers.
 const LAUNCHES_OF_LAYER: u64 = 9;
 const LAUNCHES_AROUND: u64 = 8;
 
-/// Bytes of device memory.
+/// Bytes of device memory, by purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceBytes {
     /// Activations and logits.
@@ -36,7 +36,7 @@ pub struct DeviceBytes {
     /// steps.
     pub scratch: u64,
     pub graphs: u64,
-    /// Modules, and what the driver keeps for this process besides its context.
+    /// Modules, and memory that the driver keeps for this process besides its context.
     pub modules: u64,
 }
 
@@ -46,8 +46,8 @@ impl DeviceBytes {
     }
 }
 
-/// What decides how much memory a worker uses. `models::ModelDescription` and `models::StepLimits`
-/// have all of it.
+/// All that decides how much memory a worker uses. `models::ModelDescription` and
+/// `models::StepLimits` hold these values.
 #[derive(Clone, Debug)]
 pub struct CudaWorkerShape {
     pub layers: usize,
@@ -61,17 +61,17 @@ pub struct CudaWorkerShape {
     pub rows_at_once: usize,
     /// Bytes of each tensor of activations or logits.
     pub tensors: Vec<u64>,
-    /// Types of the model's matrices, each once.
+    /// The types of the model's matrices, each once.
     pub dtypes: Vec<DType>,
 }
 
-/// The value of [`super::Cuda::device_bytes`] after steps of all sizes.
+/// Predicts [`super::Cuda::device_bytes`] after steps of all sizes.
 pub fn predict_device_bytes(shape: &CudaWorkerShape) -> DeviceBytes {
     let rows = shape.rows_at_once;
     let width = shape.heads * shape.head_dim;
     let formats = shape.dtypes.iter().filter_map(|dtype| dtype.activation());
     let activation_tiles = |format: DType| match format {
-        // F32 weights take rows as they are.
+        // F32 weights take rows without conversion.
         DType::F32 => 0,
         _ if shape.experts > 0 => {
             let pairs = expert_pairs(shape);
@@ -105,13 +105,13 @@ fn expert_pairs(shape: &CudaWorkerShape) -> usize {
     (PAIRS_MAX / used).clamp(1, shape.rows_at_once.max(1)) * used
 }
 
-/// Bytes of graphs, by their number of launches. What the whole device has less during a capture
-/// may belong to other processes.
+/// Bytes of graphs, from their number of launches. They are not measured during a capture, because
+/// other processes may also take device memory at that time.
 pub(super) fn graph_bytes(launches: u64) -> u64 {
     (launches * GRAPH_LAUNCH_BYTES).next_multiple_of(UNIT_BYTES)
 }
 
-/// Bytes that an allocation takes of the device.
+/// Bytes of device memory that an allocation of `bytes` takes.
 pub(super) fn allocated(bytes: u64) -> u64 {
     if bytes < UNIT_BYTES / 2 { bytes } else { bytes.next_multiple_of(UNIT_BYTES) }
 }
@@ -120,7 +120,7 @@ pub(super) fn allocated(bytes: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// qwen3-8b as Q4_K_M with logits of 16 rows at once.
+    /// The shape of qwen3-8b as Q4_K_M, with logits of 16 rows at once.
     fn shape(rows_at_once: usize) -> CudaWorkerShape {
         let widths = [4096, 4096, 4096, 4096, 1024, 1024, 4096, 12_288, 12_288, 12_288];
         let rows = widths.map(|width| 4 * width * rows_at_once as u64);

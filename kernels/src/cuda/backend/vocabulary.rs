@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! `ops::Backend` for [`Cuda`]: each op checks its shapes, uploads weights on first use, and pushes
-//! commands.
+//! Implements `ops::Backend` for [`Cuda`]. Each op checks its shapes, uploads weights on first use,
+//! and pushes commands.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -51,7 +51,7 @@ impl Backend for Cuda {
     }
 
     fn kv_copy(&mut self, kv: &mut CudaKv, copies: &[(u32, u32)]) -> Result<(), OpError> {
-        // Collected commands may write the blocks that are copied.
+        // Collected commands may write blocks that this function copies.
         self.recorder.flush()?;
         self.recorder.keep(kv.owner());
         kv.copy(self.recorder.stream(), copies)
@@ -62,7 +62,7 @@ impl Backend for Cuda {
     }
 
     fn begin(&mut self, step: &Step<'_>) -> Result<(), OpError> {
-        // Commands of the previous step refer to its rows.
+        // Commands of the previous step refer to that step's rows.
         self.recorder.flush()?;
         self.steps += 1;
         self.step.set(self.recorder.stream(), step)
@@ -160,7 +160,8 @@ impl Backend for Cuda {
     ) -> Result<(), OpError> {
         const OP: &str = "linear";
         let mut quantized: Option<ActivationTiles> = None;
-        // Layers of one type become neighbours: they share launches and their quantised input.
+        // Sorting makes layers of one type neighbours, so they share launches and their quantised
+        // input.
         let mut order: Vec<usize> = (0..layers.len()).collect();
         order.sort_by_key(|&at| {
             let dtype = layers[at].0.weight.dtype;
@@ -180,7 +181,7 @@ impl Backend for Cuda {
             let (input, out) = (self.use_tensor(x, rows), self.use_tensor(out, rows));
             let activation_tiles = match quantized {
                 Some(activation_tiles) if activation_tiles.format == format => activation_tiles,
-                // F32 weights take rows as they are.
+                // F32 weights take rows without conversion.
                 _ if format == DType::F32 => {
                     let range =
                         command::ByteRange { address: input.address, len: input.len * size_of::<f32>() };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Uploads a model: what the loader does with bytes once it has read them.
+//! Uploads a model to the device: the loader hands over bytes that it has read, and this module
+//! copies, checks and repacks them.
 //!
 //! ```text
 //! readers                    ModelUpload, one thread
@@ -9,15 +10,16 @@
 //! StagingRing::take ...      staging 2: ...                           --checksum--> checksums of the tiles
 //! ```
 //!
-//! A part is what one slot brings: whole row tiles of one tensor, so that it can be repacked alone.
-//! Checksums are those of pieces of 1 MiB, and a part may end inside a piece. The rest of that
-//! piece is carried over to the front of the next part.
+//! A part is the content of one slot: whole row tiles of one tensor, so that the part can be
+//! repacked alone. A checksum covers a piece of 1 MiB, and a part may end inside a piece. In that
+//! case, the rest of the piece is carried over to the front of the next part.
 //!
-//! The bus limits a load, so nothing delays its copies: they are in one stream, and each slot has a
-//! staging buffer of its own. Work on a part is in the stream of its staging buffer.
+//! The bus limits the speed of a load, so nothing may delay its copies. All copies are in one
+//! stream, and each slot has its own staging buffer. Checksum and repack work on a part runs in the
+//! stream of its staging buffer.
 //!
-//! [`sum_all`] computes the same checksums over any ranges, [`verify`] over a model that another
-//! process loaded.
+//! [`sum_all`] computes the same checksums over any ranges, and [`verify`] over a model that
+//! another process loaded.
 
 mod ring;
 mod sums;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`StagingRing`]: pinned host memory that readers fill and the device copies from.
+//! [`StagingRing`] is pinned host memory that readers fill and from which the device copies.
 //!
-//! All of it is pinned at once, before the first copy. While the driver pins, it starts no copies,
-//! and threads that pin wait for each other: 24 slots pinned one by one on first use took 47 ms of
-//! a load of 165 ms.
+//! The whole ring is pinned at once, before the first copy. While the driver pins memory, it starts
+//! no copies, and threads that pin wait for each other. Pinning 24 slots one by one on first use
+//! took 47 ms of a load of 165 ms.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,43 +12,44 @@ use std::time::Duration;
 
 use crate::cuda::{CudaError, Device, Event, PinnedBuffer};
 
-/// Bytes of a tensor that one slot holds at most. A copy of it takes 78 us. With 2 MiB the bus
-/// carries 51.5 GB/s, with 4 MiB 53.4, with 8 MiB 54.4, but 8 MiB need twice the memory for as many
+/// The largest number of a tensor's bytes in one slot. Copying it takes 78 us. With 2 MiB the bus
+/// carries 51.5 GB/s, with 4 MiB 53.4, with 8 MiB 54.4. But 8 MiB need twice the memory for as many
 /// readers.
 pub const PART_BYTES: usize = 4 << 20;
 
-/// Room before and after a part: reads around the page cache begin and end at multiples of it.
+/// Room before and after a part. Reads that bypass the page cache begin and end at multiples of it.
 pub const EDGE_BYTES: usize = 4096;
 
 const SLOT_BYTES: usize = PART_BYTES + 2 * EDGE_BYTES;
 
-/// Enough that every reader fills one slot while another is copied. Half as many lose 3% of the
-/// rate.
+/// With this many slots, every reader fills one slot while another slot is copied. Half as many
+/// slots lose 3% of the rate.
 pub(super) const SLOTS: usize = 24;
 
-/// Time between two polls of a slot that is in use: less than a copy takes, and other threads have
-/// the core meanwhile. Waiting for the device's interrupt instead costs 2% of the rate.
+/// Time between two polls of a slot in use. It is less than the time of a copy, and other threads
+/// can use the core meanwhile. Waiting for the device's interrupt instead costs 2% of the rate.
 const PAUSE: Duration = Duration::from_micros(20);
 
-/// Bytes of host memory for a load: at least two slots, since an upload keeps the last one that it
-/// was given.
+/// Bytes of pinned host memory for a load. There are at least two slots, because an upload keeps
+/// the last slot that it received.
 pub fn ring_bytes(model_bytes: u64) -> usize {
     let slots = (model_bytes / PART_BYTES as u64 + 2).min(SLOTS as u64);
     SLOT_BYTES * slots as usize
 }
 
-/// Page-aligned pinned memory. Each slot has its own staging buffer on the device (`upload`), and
-/// is free when that buffer is.
+/// A slot of page-aligned pinned memory. Each slot has its own staging buffer on the device
+/// (`upload`). A slot is free when its staging buffer is free.
 pub struct HostSlot {
-    /// Its index in the ring.
+    /// The slot's index in the ring.
     pub(super) index: usize,
-    /// Recorded behind the last work on its bytes.
+    /// Recorded after the last work on the slot's bytes.
     pub(super) done: Event,
     memory: PinnedBuffer<u8>,
 }
 
 impl HostSlot {
-    /// No copy uses the bytes: a slot comes out of the ring only when all work on them has ended.
+    /// The slot's bytes. No copy uses them: a slot leaves the ring only when all work on it has
+    /// ended.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.memory.as_mut_slice()
     }
@@ -66,7 +67,7 @@ impl Drop for HostSlot {
     }
 }
 
-/// Slots in the order in which they become free.
+/// The slots, in the order in which they become free.
 pub struct StagingRing {
     slots: usize,
     state: Mutex<RingState>,
@@ -79,7 +80,7 @@ struct RingState {
 }
 
 impl StagingRing {
-    /// `pinned` has [`ring_bytes`] bytes.
+    /// Makes a ring of `pinned`, which has [`ring_bytes`] bytes.
     pub fn new(device: &Device, pinned: PinnedBuffer<u8>) -> Result<Self, CudaError> {
         let slot = |(index, memory)| Ok(HostSlot { index, done: Event::new(device)?, memory });
         let free: VecDeque<HostSlot> =
@@ -92,7 +93,7 @@ impl StagingRing {
         self.slots
     }
 
-    /// Waits for a free slot; none once the ring is closed.
+    /// Waits for a free slot. Returns None once the ring is closed.
     pub fn take(&self) -> Result<Option<HostSlot>, CudaError> {
         let mut state = self.lock();
         let slot = loop {
@@ -111,21 +112,22 @@ impl StagingRing {
         Ok(Some(slot))
     }
 
-    /// Returns a slot on whose bytes all work has been enqueued. The ring hands it out again when
-    /// that work has ended.
+    /// Returns a slot to the ring after all work on its bytes has been enqueued. The ring hands the
+    /// slot out again when that work has ended.
     pub fn put_back(&self, slot: HostSlot) {
         self.lock().free.push_back(slot);
         self.returned.notify_one();
     }
 
-    /// Wakes all threads that wait for a slot.
+    /// Closes the ring and wakes all threads that wait for a slot.
     pub fn close(&self) {
         self.lock().closed = true;
         self.returned.notify_all();
     }
 
     fn lock(&self) -> MutexGuard<'_, RingState> {
-        // No code that holds the lock can panic halfway through a change.
+        // No code can panic halfway through a change while it holds the lock, so a poisoned state
+        // is usable.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

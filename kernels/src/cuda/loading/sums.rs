@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Checksums of many ranges of device memory: all launched first, then read back together.
+//! Computes checksums of many ranges of device memory. All kernels are launched first, then all
+//! results are read back together.
 
 use memory::device::DeviceTensor;
 use xxhash_rust::xxh3::xxh3_128;
@@ -8,14 +9,14 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::cuda::checksum::{ChecksumKernels, PIECE_BYTES, SHORT_BYTES};
 use crate::cuda::{Buffer, CudaError, Device, DeviceView, Stream};
 
-/// Kernels over small tensors do not fill the device, and one of a few MiB takes as long as one of
-/// 100 MiB. So many run at once.
+/// The number of streams whose kernels run at once. A kernel over a small tensor does not fill the
+/// device, and a kernel over a few MiB takes as long as one over 100 MiB.
 const STREAMS: usize = 16;
 
-/// Distance in `tails` between the last pieces that are so short that the host hashes them.
+/// The distance in `tails` between two short last pieces, which the host hashes.
 const TAIL_STRIDE: usize = 256;
 
-/// Checksums of pieces in device memory.
+/// Checksums of pieces, in device memory.
 pub(super) struct PieceChecksums {
     halves: Buffer<[u64; 2]>,
     tails: Buffer<u8>,
@@ -25,7 +26,7 @@ pub(super) struct PieceChecksums {
 #[derive(Clone, Copy)]
 struct ChecksumRange {
     bytes: u64,
-    /// Index of its first piece in `halves`.
+    /// The index of the range's first piece in `halves`.
     first: usize,
 }
 
@@ -56,8 +57,8 @@ impl PieceChecksums {
         Ok(Self { halves: Buffer::new(device, first)?, tails, ranges })
     }
 
-    /// Hashes `bytes`, which begin with piece `piece` of range `index` and hold whole pieces or the
-    /// end of the range.
+    /// Hashes `bytes`. They begin with piece `piece` of range `index`, and hold whole pieces or
+    /// reach the end of the range.
     pub(super) fn launch(
         &mut self,
         checksums: &ChecksumKernels,
@@ -87,7 +88,7 @@ impl PieceChecksums {
         Ok(())
     }
 
-    /// The checksums of the pieces of every range. All launched work has ended.
+    /// Returns the checksums of the pieces of every range. All launched work must have ended.
     pub(super) fn read(&self, stream: &Stream) -> Result<Vec<Vec<u128>>, CudaError> {
         let halves = self.halves.to_host(stream)?;
         let tails = self.tails.to_host(stream)?;
@@ -106,7 +107,7 @@ impl PieceChecksums {
     }
 }
 
-/// Checksums of the pieces of each range.
+/// Computes the checksums of the pieces of each range.
 pub fn sum_all(
     checksums: &ChecksumKernels,
     device: &Device,
@@ -121,13 +122,13 @@ pub fn sum_all(
     sums.read(&streams[0])
 }
 
-/// Checksums of the pieces of each tensor as it is in device memory.
+/// Computes the checksums of the pieces of each tensor from its bytes in device memory.
 pub fn verify(device: &Device, tensors: &[DeviceTensor]) -> Result<Vec<Vec<u128>>, CudaError> {
     device.bind()?;
     let view = |tensor: &DeviceTensor| {
-        // SAFETY: the tensor's bytes are mapped for reading as long as it lives, which is beyond
-        // `sum_all`; that waits for all work it gives, here and, where it fails, by dropping its
-        // buffers.
+        // SAFETY: the tensor's bytes are mapped for reading as long as the tensor lives, which is
+        // longer than `sum_all` runs. `sum_all` waits for all work that it enqueues. If it fails,
+        // dropping its buffers waits.
         unsafe { DeviceView::from_raw(tensor.address(), tensor.bytes as usize) }
     };
     sum_all(&ChecksumKernels::new(device), device, &tensors.iter().map(view).collect::<Vec<_>>())

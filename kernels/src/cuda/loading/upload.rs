@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`ModelUpload`]: takes filled slots in order and writes their tensors to a model in device
+//! [`ModelUpload`] takes filled slots in order and writes their tensors to a model in device
 //! memory.
 
 use std::marker::PhantomData;
@@ -14,10 +14,10 @@ use crate::cuda::checksum::{ChecksumKernels, PIECE_BYTES};
 use crate::cuda::repack::RepackKernels;
 use crate::cuda::{Buffer, CudaError, Device, DeviceView, DeviceViewMut, Event, Stream};
 
-/// Device memory that an upload needs besides the model, at most.
+/// The largest amount of device memory that an upload needs besides the model.
 pub const STAGING_BYTES: u64 = (SLOTS * (PIECE_BYTES + PART_BYTES)) as u64;
 
-/// Where a tensor goes, and its layout.
+/// The destination of a tensor, and its layout.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorDestination {
     pub allocation: usize,
@@ -25,8 +25,8 @@ pub struct TensorDestination {
     pub tiles: Tiles,
 }
 
-/// What a slot holds: `bytes` of a tensor from byte `start` of its file form on, at offset `at` of
-/// the slot.
+/// The content of a slot: `bytes` bytes of a tensor, from byte `start` of its file form on. They
+/// begin at offset `at` of the slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorPart {
     pub tensor: usize,
@@ -35,7 +35,7 @@ pub struct TensorPart {
     pub at: usize,
 }
 
-/// Checksums of the pieces of each tensor.
+/// The checksums of the pieces of each tensor.
 #[derive(Debug)]
 pub struct ModelChecksums {
     /// Of the file's bytes.
@@ -64,17 +64,18 @@ pub enum UploadError {
     Layout(#[from] LayoutError),
 }
 
-/// Fills a model. The borrow keeps the model from being dropped or finished before the upload,
-/// which waits for the device.
+/// Fills a model. The borrow prevents the model from being dropped or finished before the upload.
+/// The upload waits for the device when it ends.
 pub struct ModelUpload<'m> {
     device: Device,
     targets: Vec<UploadTarget>,
-    /// The stream of all copies from the host. It waits for nothing: a slot comes out of its ring
-    /// only when its staging buffer may be filled again.
+    /// The stream of all copies from the host. The stream waits for no event: a slot leaves its
+    /// ring only when its staging buffer may be filled again.
     copies: Stream,
-    /// By the index of the slot.
+    /// Indexed by the slot's index.
     staging: Vec<StagingBuffer>,
-    /// Not returned to its ring yet, since the next part may carry over its end.
+    /// The last slot. It is not yet returned to its ring, because the next part may carry over its
+    /// end.
     last: Option<HostSlot>,
     ring: &'m StagingRing,
     checksums: ChecksumKernels,
@@ -86,20 +87,20 @@ pub struct ModelUpload<'m> {
 struct UploadTarget {
     address: u64,
     tiles: Tiles,
-    /// Bytes of the file form that have come.
+    /// The number of bytes of the file form that have arrived.
     came: u64,
 }
 
-/// A part in device memory. It begins at `PIECE_BYTES`; carried bytes end there.
+/// A part in device memory. The part begins at `PIECE_BYTES`, and carried bytes end there.
 struct StagingBuffer {
-    /// Work on the part once it has been copied.
+    /// The stream for work on the part after its copy.
     stream: Stream,
     memory: Buffer<u8>,
     /// Bytes of the last part.
     bytes: usize,
-    /// Recorded behind the copy of the part.
+    /// Recorded after the copy of the part.
     copied: Event,
-    /// Recorded behind the copy of the carried bytes.
+    /// Recorded after the copy of the carried bytes.
     carried: Event,
 }
 
@@ -161,12 +162,12 @@ impl<'m> ModelUpload<'m> {
         })
     }
 
-    /// Enqueues all work on a part, then returns the slot to its ring. Parts of a tensor come in
-    /// order, one tensor after the other.
+    /// Enqueues all work on a part, then returns the previous slot to its ring. The parts of a
+    /// tensor come in order, and one tensor comes after the other.
     pub fn submit(&mut self, slot: HostSlot, part: TensorPart) -> Result<(), UploadError> {
         if let Err(error) = self.start(&slot, part) {
-            // A copy may have started that the slot's event does not cover: the slot is dropped
-            // when nothing runs.
+            // A copy may have started that the slot's event does not cover. So the slot is dropped
+            // only after all work has ended.
             let _ = self.device.synchronize();
             return Err(error);
         }
@@ -195,9 +196,9 @@ impl<'m> ModelUpload<'m> {
         let carry = (start % PIECE_BYTES as u64) as usize;
         let staging = &mut self.staging[slot.index];
         let address = staging.memory.view().address() + PIECE_BYTES as u64;
-        // SAFETY: the staging buffer has room for a part behind the carry, and all work on its last
-        // one ended before the slot came out of its ring. The slot's memory is pinned and not
-        // touched before `done`, which its ring waits for; so does dropping the slot.
+        // SAFETY: the staging buffer has room for a part after the carry. All work on its last part
+        // ended before the slot left its ring. The slot's memory is pinned and not touched before
+        // `done`: the ring waits for that event, and so does dropping the slot.
         unsafe { self.copies.enqueue_copy_to_device(address, source) }?;
         staging.copied.record(&self.copies)?;
         staging.stream.wait(&staging.copied)?;
@@ -240,8 +241,8 @@ impl<'m> ModelUpload<'m> {
         }
         let raw = self.raw.read(&self.staging[0].stream)?;
         let view = |target: &UploadTarget| {
-            // SAFETY: inside of the model, which this value borrows; `sum_all` waits for the work
-            // that it gives.
+            // SAFETY: the range is inside the model, which this value borrows. `sum_all` waits for
+            // the work that it enqueues.
             unsafe { DeviceView::from_raw(target.address, target.tiles.bytes()) }
         };
         let views: Vec<DeviceView<'_, u8>> = self.targets.iter().map(view).collect();
@@ -252,8 +253,8 @@ impl<'m> ModelUpload<'m> {
 
 impl Drop for ModelUpload<'_> {
     fn drop(&mut self) {
-        // No work may write to the model's addresses once the model can be freed. If waiting fails,
-        // the context is gone.
+        // Once the model can be freed, no work may write to its addresses. If waiting fails, the
+        // context is gone.
         let _ = self.device.synchronize();
     }
 }
@@ -270,7 +271,7 @@ impl StagingBuffer {
     }
 }
 
-/// Copies the last `carry` bytes of buffer `before` in front of the part of buffer `now`. Later
+/// Copies the last `carry` bytes of buffer `before` to the front of the part of buffer `now`. Later
 /// work on `before` waits for that copy.
 fn carry_over(
     staging: &mut [StagingBuffer],
@@ -279,11 +280,12 @@ fn carry_over(
     carry: usize,
 ) -> Result<(), CudaError> {
     let Ok([before, now]) = staging.get_disjoint_mut([before, now]) else {
-        // There are at least two slots, and these are neighbours.
+        // This cannot happen: there are at least two slots, and these two are neighbours.
         return Ok(());
     };
     if carry > before.bytes {
-        // Part of the carry was itself carried over; the part was copied before this one.
+        // Part of the carry was itself carried over. The stream must wait for that copy; the part
+        // of `before` itself was copied before this part.
         now.stream.wait(&before.carried)?;
     }
     let source = before.memory.view().slice(PIECE_BYTES + before.bytes - carry, carry);
@@ -312,8 +314,8 @@ fn lay_out(
         (first / TILE_ROWS * tiles.row_tile_bytes(), part.bytes(), Some(part))
     };
     debug_assert!(offset + bytes <= tiles.bytes(), "a part is inside of its tensor");
-    // SAFETY: inside of the tensor's place, which lies in an allocation of the model that the
-    // upload borrows; parts of a tensor do not overlap.
+    // SAFETY: the range is inside the tensor's place, which lies in an allocation of the model that
+    // the upload borrows. Parts of a tensor do not overlap.
     let mut to = unsafe { DeviceViewMut::from_raw(target.address + offset as u64, bytes) };
     match part {
         Some(part) => repack.repack(stream, &part, raw, &mut to)?,
