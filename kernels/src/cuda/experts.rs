@@ -306,8 +306,8 @@ impl ExpertKernels {
             kernel_name!("experts", "expert_quantize_q8_1"),
             kernel_name!("experts", "expert_quantize_q8_k"),
         ]);
-        // SAFETY: a warp reads 256 values of the row of a slot's pair, which is below `pairs` by
-        // this function's contract, and writes the slot's part of an activation tile.
+        // SAFETY: a warp reads 256 values of the row of a slot's pair, and writes the slot's part
+        // of an activation tile. The pair is below `pairs` by this function's contract.
         unsafe { launch_kernel(&self.routing_kernels, name, stream, launch, &arguments) }
             .map_err(device_error(OP))
     }

@@ -62,8 +62,8 @@ impl NaiveKernels {
             scale,
             out: out.address(),
         };
-        // SAFETY: block (r, h) reads row r and the rows up to its position, and writes head h of
-        // row r, inside lengths that were checked.
+        // SAFETY: block (r, h) reads row r and the rows up to its position. It writes head h of row
+        // r. All lengths were checked.
         unsafe {
             launch_kernel(&self.0, kernel_name!("naive", "naive_attention"), stream, launch, &arguments)
         }

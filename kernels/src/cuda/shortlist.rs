@@ -30,8 +30,8 @@ pub fn work_words(rows: usize, cols: usize) -> usize {
     rows * (RESULT_WORDS + 1 + cols.div_ceil(SHORTLIST_BLOCK) + SHORTLIST_CANDIDATES_MAX) + rows.div_ceil(2)
 }
 
-/// One row's parameters in the form that kernels read: temperature, whether to draw a token, and
-/// the low and high half of the uniform random number.
+/// Returns one row's parameters in the form that kernels read. The words are the temperature,
+/// whether to draw a token, and both halves of the uniform random number, low half first.
 pub fn draw_param_words(params: &DrawParams) -> [u32; DRAW_PARAM_WORDS] {
     let uniform = params.uniform.unwrap_or(0.0).to_bits();
     [

@@ -38,8 +38,8 @@ abi! {
             /// Column tiles of 256 columns.
             col_tiles: i32,
             tokens: i32,
-            /// The activation tile of tokens 8 t to 8 t + 7 and columns 256 c to 256 c + 255 has
-            /// index t * col_tiles + c.
+            /// Index t * col_tiles + c is the activation tile of tokens 8 t to 8 t + 7. It has
+            /// columns 256 c to 256 c + 255.
             act_tiles: u64 as "const uint8_t *",
         }
     }

@@ -5,8 +5,8 @@
 //! The tables below are the only hand-written definition of the interface:
 //!
 //! ```text
-//! abi/linear.rs ──┬─ this crate:  #[repr(C)] structs, constants, one struct of arguments per kernel
-//!                 └─ build.rs:    $OUT_DIR/abi/linear.cuh, which kernels/cuda/*.cu include
+//! abi/linear.rs ──┬─ this crate: #[repr(C)] structs, constants, a struct of arguments per kernel
+//!                 └─ build.rs:   $OUT_DIR/abi/linear.cuh, which kernels/cuda/*.cu include
 //! ```
 //!
 //! Three checks fail the build if Rust and CUDA disagree:

@@ -118,7 +118,8 @@ pub(super) fn expert(
     let (whole, one) = (shape(expert_weights.rows())?, shape(matrix_rows)?);
     let place = match &expert_weights.data.0 {
         WeightLocation::Device { range, owner } => {
-            // Only if each matrix has a whole number of tiles does every tile belong to one matrix.
+            // If matrices are not whole tiles, a tile has rows of two matrices, and the sizes
+            // differ.
             let expected = one.bytes() * len;
             if range.len != expected || whole.bytes() != expected {
                 return Err(OpError::Shape { op, what: "bytes of the weight", found: range.len, expected });

@@ -299,8 +299,8 @@ impl From<ResizeError> for TrimError {
     }
 }
 
-/// Returns the bytes of one head's keys (or values) in a block of `tokens` tokens, and the bytes of
-/// the whole layer's part of the block.
+/// Returns two sizes for a block of `tokens` tokens: the bytes of one head's keys (or values), and
+/// the bytes of the whole layer's part.
 fn bytes_in_block(layer: &KvLayer, tokens: usize) -> Option<(u32, u32)> {
     let head = head_bytes(layer.kind, layer.head_dim, tokens)?;
     let block = head.checked_mul(u32::try_from(layer.kv_heads).ok()?)?.checked_mul(2)?;

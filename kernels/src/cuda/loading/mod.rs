@@ -7,7 +7,10 @@
 //! readers                    ModelUpload, one thread
 //! StagingRing::take          staging 0: [carry][part] --checksum--> checksums of the file's bytes
 //!   file -> HostSlot ------> staging 1: [carry][part] --repack----> WritableModel
-//! StagingRing::take ...      staging 2: ...                           --checksum--> checksums of the tiles
+//! StagingRing::take ...      staging 2: ...                             |
+//!                                                                    checksum
+//!                                                                       v
+//!                                                        checksums of the tiles
 //! ```
 //!
 //! A part is the content of one slot: whole row tiles of one tensor, so that the part can be

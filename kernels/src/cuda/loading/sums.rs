@@ -10,7 +10,7 @@ use crate::cuda::checksum::{ChecksumKernels, PIECE_BYTES, SHORT_BYTES};
 use crate::cuda::{Buffer, CudaError, Device, DeviceView, Stream};
 
 /// The number of streams whose kernels run at once. A kernel over a small tensor does not fill the
-/// device, and a kernel over a few MiB takes as long as one over 100 MiB.
+/// device: a few MiB take as long as 100 MiB.
 const STREAMS: usize = 16;
 
 /// The distance in `tails` between two short last pieces, which the host hashes.
