@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Every CUDA kernel stands beside the check that compares its parameters with the launcher's.
+//! Checks that every CUDA kernel is followed by the macro that compares its parameters with the
+//! launcher's.
 //!
-//! nvcc evaluates `CHECK_SIGNATURE`, so this test needs neither nvcc nor a GPU: it finds kernels
-//! that have no such line.
+//! nvcc evaluates `CHECK_SIGNATURE`. This test finds kernels without that line, so it needs neither
+//! nvcc nor a GPU.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do: at once, saying where")]
 
@@ -20,7 +21,7 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The name in `extern "C" __global__ void __launch_bounds__(...) name(parameters)`.
+/// Returns the name in `extern "C" __global__ void __launch_bounds__(...) name(parameters)`.
 fn kernel_name(declaration: &str) -> String {
     let mut text = declaration.replace("\\\n", "").replace('\n', " ");
     if let Some(start) = text.find("__launch_bounds__") {
@@ -45,7 +46,7 @@ fn every_kernel_has_its_parameters_checked() {
         let parts: Vec<&str> = text.split("__global__ void").collect();
         for declaration in &parts[1..] {
             let name = kernel_name(declaration);
-            // Behind this kernel and before the next one.
+            // The check must come after this kernel and before the next one.
             assert!(
                 declaration.contains(&format!("CHECK_SIGNATURE({name}, ")),
                 "{}: kernel {name} lacks CHECK_SIGNATURE({name}, ...) behind its body",

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Linear layers against `ops::Reference`: quantised types bit for bit, float types within
-//! rounding, and the same bits for any number of rows and threads and on every instruction set.
+//! Compares linear layers with `ops::Reference`: quantised types bit by bit, float types within
+//! rounding. The bits do not depend on the number of rows and threads, or on the instruction set.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -13,7 +13,7 @@ use ops::{Backend, Linear, Reference, Weight};
 use quant::DType;
 use random::{DTYPES, SplitMix64};
 
-/// Where the f16 scales of a block are.
+/// The offsets of the f16 scales in a block.
 fn scale_offsets(dtype: DType) -> &'static [usize] {
     match dtype {
         DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => &[0],
@@ -25,8 +25,8 @@ fn scale_offsets(dtype: DType) -> &'static [usize] {
     }
 }
 
-/// Rows of any bits a quantised block may have, with scales among zero, subnormal, ordinary,
-/// negative and the largest.
+/// Rows of random bits in quantised blocks. Their scales are zero, subnormal, ordinary, negative,
+/// or the largest.
 fn arbitrary(random: &mut SplitMix64, dtype: DType, cols: usize, rows: usize) -> Bytes {
     let len = dtype.row_bytes((cols * rows) as u64).unwrap() as usize;
     let mut bytes: Vec<u8> = (0..len + 8).map(|_| random.next() as u8).collect();
@@ -173,7 +173,7 @@ fn long_rows_and_many_rows_are_multiplied() {
         LinearCase::new(&mut random, dtype, 70, 512, 50).check();
         LinearCase::new(&mut random, dtype, 9, 4352, 18).check();
     }
-    // More than one window of K at many rows.
+    // More than one window of K, with many rows.
     for dtype in [DType::Q8_0, DType::Q4_K, DType::Q6_K] {
         LinearCase::new(&mut random, dtype, 10, 21_504, 16).check();
     }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Whole models: llama.cpp's logits and greedy tokens on small random models of every architecture,
-//! its transcripts of the trained demo models, and the same logits whatever the instruction set and
-//! the number of threads.
+//! Checks whole models: the logits and greedy tokens of llama.cpp on small random models of every
+//! architecture, and its transcripts of the trained demo models. Logits must not depend on the
+//! instruction set or the number of threads.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -15,8 +15,8 @@ use ops::KvTypes;
 use std::path::Path;
 
 const ARCHITECTURES: &[&str] = &["gemma3", "llama", "qwen2", "qwen3", "qwen3moe"];
-/// llama.cpp's own rounding of activations decides below this gap in quantised files, and below the
-/// other in f16 ones.
+/// If two logits are closer than this, llama.cpp's own rounding of activations decides their order.
+/// The first gap is for quantised files, the second for f16 files.
 const QUANTISED_GAP_MIN: f32 = 0.3;
 const F16_GAP_MIN: f32 = 0.01;
 
@@ -87,7 +87,7 @@ fn logits_do_not_depend_on_instruction_set_threads_or_chunks() -> Result<()> {
             for isa in Isa::available() {
                 for threads in 1..=3 {
                     let mut runner = Runner::new(&file, cpu(threads, isa), types.clone(), 1, ids.len())?;
-                    // The others in chunks that cut blocks of the cache.
+                    // All runs but the first use chunks, which end inside blocks of the cache.
                     let chunks: &[usize] = if first.is_none() { &[] } else { &[5, 1, 17, threads] };
                     let logits = runner.extend_in_chunks(&ids, chunks)?.concat();
                     let bits: Vec<u32> = logits.into_iter().map(f32::to_bits).collect();
@@ -111,8 +111,8 @@ fn each_layer_uses_its_kv_type() -> Result<()> {
         Ok(runner.extend(&ids)?.concat())
     };
     let last = file.description()?.layers - 1;
-    // Exact where the other layer is rounded, and the other way round: all four differ, and each is
-    // near.
+    // Each layer is exact in one case and rounded in another. So all four results differ, and all
+    // are close to each other.
     let all =
         ["f32".to_owned(), "q8_0".to_owned(), format!("q8_0,0-{}=f32", last - 1), format!("f32,{last}=f16")];
     let all = all.iter().map(|types| logits(types)).collect::<Result<Vec<_>>>()?;

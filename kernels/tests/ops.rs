@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Every op but the linear layers against `ops::Reference`, and against itself: the same bits on
-//! every instruction set, for any number of threads, rows in a step, and tokens in a block.
+//! Compares every op except linear layers with `ops::Reference` and with itself. The bits do not
+//! depend on the instruction set, the number of threads, the rows in a step, or the tokens in a
+//! block.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -33,7 +34,7 @@ fn values<B: Backend>(backend: &mut B, tensor: &B::Tensor, len: usize, rows: usi
     host
 }
 
-/// Runs `op` on the reference and on every instruction set with one to three threads.
+/// Runs `op` on the reference, and on every instruction set with one to three threads.
 #[track_caller]
 fn check(tolerance: f32, reference: impl Fn(&mut Reference) -> Vec<f32>, op: impl Fn(&mut Cpu) -> Vec<f32>) {
     let expected = reference(&mut Reference::new());
@@ -59,7 +60,7 @@ fn check(tolerance: f32, reference: impl Fn(&mut Reference) -> Vec<f32>, op: imp
     }
 }
 
-/// The same generic body on the reference and on `Cpu`.
+/// Runs the same generic body on the reference and on `Cpu`.
 macro_rules! check {
     ($tolerance:expr, $body:ident($($argument:expr),*)) => {
         check($tolerance, |b| $body(b, $($argument),*), |b| $body(b, $($argument),*))
@@ -125,8 +126,8 @@ fn gates_match_the_reference() {
     }
 }
 
-/// Far out a gate is its input or nothing, and near zero half its input: no cancellation, no
-/// overflow.
+/// For large inputs a gate is its input or zero, and near zero it is half of its input. Neither
+/// cancellation nor overflow may occur.
 #[test]
 fn gates_are_accurate_over_the_whole_range() {
     let x = [1e-30, -1e-12, 1e-6, -1e-4, 0.5, -3.0, -8.0, 30.0, 1e15, -1e15, 3e38, -3e38, 0.0];
@@ -136,8 +137,8 @@ fn gates_are_accurate_over_the_whole_range() {
         for isa in Isa::available() {
             let found = gate(&mut Cpu::with_isa(1, isa).unwrap(), activation, 1, 13, &x, &ones);
             for ((x, found), expected) in x.iter().zip(found).zip(&expected) {
-                // An exponent may be off by 1e-5; what the reference takes for nothing may keep
-                // 1e-38 of its input.
+                // An exponential may be off by 1e-5. Where the reference gives zero, the result may
+                // be up to 1e-37 of its input.
                 let bound = 1e-5 * expected.abs() + x.abs() * 1e-37;
                 assert!(
                     (found - expected).abs() <= bound,
@@ -177,7 +178,7 @@ fn rotated<B: Backend<Data = Bytes>>(
     let zeros = vec![0; rows];
     let rope = b.rope_table(spec).unwrap();
     let mut out = Vec::new();
-    // A second step at other positions: angles must not be those of the first.
+    // A second step at other positions. It must not use the angles of the first step.
     for shift in [0, 5] {
         let positions: Vec<u32> = positions.iter().map(|position| position + shift).collect();
         let step = Step {
@@ -270,7 +271,7 @@ fn experts_match_the_reference() {
     let stacks = [(64, 96), (64, 96), (96, 64)]
         .map(|(cols, rows)| random::encoded(&mut random, DType::Q8_0, cols, 5 * rows));
     let (router, x) = (random.values(7 * 5), random.values(7 * 64));
-    // The gate's rounding may move an activation to another int8.
+    // The rounding of the gate may change an int8 activation by one step.
     check!(2e-2, mixed(&stacks, &router, &x));
 }
 
@@ -287,7 +288,7 @@ fn a_written_block_takes_memory() {
 }
 
 fn a_block_costs(cpu: &mut Cpu, layer: KvLayer, token_bytes: u64) {
-    // 1 TiB, or half of it: only a reservation can be that large.
+    // The layout has 1 TiB or half of it, so it can only be reserved, not filled.
     let layout = KvLayout { block_tokens: 16, blocks: 1 << 26, layers: vec![layer; 2] };
     let mut kv = cpu.kv(&layout).unwrap();
     assert_eq!(kv.used_bytes(), 0);
@@ -306,7 +307,8 @@ fn a_block_costs(cpu: &mut Cpu, layer: KvLayer, token_bytes: u64) {
     assert_eq!(layer.token_bytes() as u64, token_bytes);
 }
 
-/// Attention over one sequence whose second block was copied, and the original then written over.
+/// Computes attention over a sequence whose second block was copied, after which the original block
+/// was overwritten.
 fn forked<B: Backend<Data = Bytes>>(b: &mut B, kind: KvType, rows: &[f32], over: &[f32]) -> [Vec<f32>; 2] {
     const WIDTH: usize = 2 * 32;
     let layer = KvLayer { kv_heads: 2, head_dim: 32, kind, span: AttentionSpan::Full };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What comes back to the caller of a backend: runs of rows, and shortlists of them.
+//! Checks what a backend returns to its caller: ranges of rows, and shortlists of rows.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 

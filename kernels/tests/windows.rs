@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Models with attention windows in some layers. Each KV cache group has its own block tables.
-//! Blocks before a window are freed and reused by other sequences. Neither freed blocks, prefill
-//! chunks, batch neighbours nor shared blocks change a bit of the results.
+//! Checks models with attention windows in some layers. Each KV cache group has its own block
+//! tables. Blocks before a window are freed, and other sequences reuse them. The bits of the
+//! results depend on neither freed blocks, prefill chunks, batch neighbours nor shared blocks.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -22,13 +22,13 @@ struct WindowCase {
     kind: KvType,
     block_tokens: usize,
     window: usize,
-    /// Keys, values and queries of all tokens, by sequence. The second sequence begins with the
-    /// first one's tokens.
+    /// Keys, values and queries of all tokens, by sequence. The second sequence begins with tokens
+    /// of the first one.
     rows: Vec<[Vec<f32>; 3]>,
     shared: usize,
 }
 
-/// Rows of one sequence in a step.
+/// A sequence, and its number of rows in a step.
 type RowChunk = (usize, usize);
 
 /// A way to compute the same tokens.
@@ -60,7 +60,7 @@ impl Tables {
             if block != 0 {
                 self.holders[block as usize] -= 1;
                 if self.holders[block as usize] == 0 {
-                    // Reused at the next allocation.
+                    // The next allocation reuses the block.
                     self.free.push(block);
                 }
             }
@@ -111,12 +111,13 @@ impl WindowCase {
         layout
     }
 
-    /// Everything in one step for each sequence, and nothing shared or given back.
+    /// Computes each sequence in one step of its own. No block is shared or freed.
     fn alone(&self) -> Vec<Vec<RowChunk>> {
         (0..3).map(|sequence| vec![(sequence, self.len(sequence))]).collect()
     }
 
-    /// Chunks of random sizes; the second sequence begins when the first has what they share.
+    /// Chunks of random sizes. The second sequence begins after the first has computed the shared
+    /// tokens.
     fn together(&self, random: &mut SplitMix64) -> Vec<Vec<RowChunk>> {
         let (mut done, mut steps) = ([0, self.shared, 0], Vec::new());
         while (0..3).any(|sequence| done[sequence] < self.len(sequence)) {
@@ -124,7 +125,8 @@ impl WindowCase {
             for sequence in 0..3 {
                 let mut left = self.len(sequence) - done[sequence];
                 match sequence {
-                    // The second needs the blocks that it shares while the first still holds them.
+                    // The second sequence needs the shared blocks while the first one still has
+                    // them.
                     0 if done[0] < self.shared => left = self.shared - done[0],
                     1 if done[0] < self.shared => left = 0,
                     _ => {}
@@ -144,8 +146,8 @@ impl WindowCase {
         steps
     }
 
-    /// What attention of each layer gives for each token: `[sequence][layer]`; zeros for what is
-    /// shared.
+    /// Returns the attention of each layer for each token: `[sequence][layer]`. Shared tokens of
+    /// the second sequence get zeros.
     fn run<B: Backend>(&self, b: &mut B, way: &WindowSchedule<'_>) -> Vec<Vec<Vec<f32>>> {
         let AttentionSpec { heads, kv_heads, head_dim, .. } = self.spec;
         let (kv_width, width) = (kv_heads * head_dim, heads * head_dim);
@@ -213,8 +215,8 @@ impl WindowCase {
             let mut attended = b.tensor(count, width).unwrap();
             let mut host = vec![0.0; count * width];
             for (layer, _) in layout.layers.iter().enumerate() {
-                // Every second layer keeps the keys as values, so that no two layers of a block are
-                // alike.
+                // Every second layer swaps keys and values, so that no two layers of a block are
+                // equal.
                 let (keys, values) = if layer % 2 == 0 { (&keys, &values) } else { (&values, &keys) };
                 b.kv_write(&mut kv, layer, keys, values, count).unwrap();
                 b.attention(&kv, layer, &queries, &self.spec, &mut attended, count).unwrap();
@@ -234,8 +236,8 @@ impl WindowCase {
         out
     }
 
-    /// The second sequence holds of the first one's blocks what a row behind the shared tokens
-    /// sees.
+    /// The second sequence retains those blocks of the first one that a row after the shared tokens
+    /// attends to.
     fn share(&self, at: &mut Tables, layout: &KvLayout) {
         for (group, of) in layout.groups().iter().enumerate() {
             let first = of.span.first_position(self.shared) / self.block_tokens;
@@ -280,7 +282,7 @@ fn windows_match_the_reference() {
     }
 }
 
-/// A window longer than everything is as good as none.
+/// A window that is longer than the context must give the same result as full attention.
 #[test]
 fn a_window_longer_than_the_context_equals_full_attention() {
     let mut case = WindowCase::new(&mut SplitMix64(23), KvType::F16, 16, 5_000, 0);
@@ -288,7 +290,8 @@ fn a_window_longer_than_the_context_equals_full_attention() {
     let way = WindowSchedule { steps: &alone, frees: false, shares: false };
     for isa in Isa::available() {
         let with_window = case.run(&mut Cpu::with_isa(1, isa).unwrap(), &way);
-        // Layers 2 and 4 keep the same keys and values, one sees all of them and one a window.
+        // Layers 2 and 4 have the same keys and values. Layer 2 attends to all of them, layer 4 has
+        // a window.
         assert!(with_window.iter().all(|layers| layers[2] == layers[4]), "{isa}");
         case.window = 40;
         let with_window = case.run(&mut Cpu::with_isa(1, isa).unwrap(), &way);
@@ -345,14 +348,14 @@ fn a_block_of_another_group_is_refused() {
         let both = b.kv_bytes(&kv);
         b.kv_copy(&mut kv, &[(1, 3)]).unwrap();
         assert_eq!(b.kv_bytes(&kv), both / 2 * 3);
-        // Block 1 goes to the other group.
+        // Block 1 now belongs to the other group.
         b.begin(&step(&[12, 4])).unwrap();
         b.kv_write(&mut kv, 1, &x, &x, 1).unwrap();
         assert_eq!(b.kv_bytes(&kv), both / 2 * 3, "a block is counted once");
         let mut texts = Vec::new();
         let mut note = |result: Result<(), OpError>| texts.push(result.unwrap_err().to_string());
         note(b.attention(&kv, 0, &x, &spec, &mut out, 1));
-        // Tables for one group where there are two.
+        // Tables for one group, although there are two groups.
         b.begin(&Step { kv_slots: &[4], ..step(&[]) }).unwrap();
         note(b.kv_write(&mut kv, 0, &x, &x, 1));
         note(b.begin(&Step { tables: &[&[1], &[2], &[3]], ..step(&[4, 8]) }));

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Times of the kernels around the large products, at the shapes of qwen3-8b: norm.cu,
+//! Measures the kernels around the large products at the shapes of qwen3-8b: norm.cu,
 //! silu_and_mul.cu, rope.cu, quantize.cu, gather.cu, embed.cu, norm_rope_kv.cu and kv_write.cu.
-//! What they read was often written just before and is in the L2 cache, here as in a step, so rates
-//! of few rows are beyond the memory's.
+//! Their input was often written just before and is in the L2 cache, here as in a step. So with few
+//! rows, the rates exceed the memory's bandwidth.
 
 use anyhow::{Context, Result};
 use kernels::cuda::embed::EmbedKernels;
@@ -41,7 +41,7 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-/// `bytes` of a row are read and written.
+/// Prints time and rate of `work`, which reads and writes `bytes` for each row.
 fn line(
     gpu: &TestGpu,
     what: &str,
@@ -106,7 +106,7 @@ fn of_rows(gpu: &TestGpu, rows: usize) -> Result<()> {
     let picked: Vec<u32> = (0..rows as u32).rev().collect();
     let picked = Buffer::from_host(stream, &picked)?;
     line(gpu, "gathered rows", rows, 2 * row, |_| {
-        // SAFETY: rows that are picked are rows of `y`.
+        // SAFETY: every picked row is a row of `y`.
         Ok(unsafe { gathers.rows(stream, y.view(), picked.view(), EMBEDDING, &mut out.view_mut()) }?)
     })?;
     for dtype in [DType::Q4_K, DType::F16] {
@@ -129,7 +129,8 @@ fn act_tiles(gpu: &TestGpu, format: DType, rows: usize, cols: usize) -> Result<B
     Ok(Buffer::new(&gpu.device, bytes)?)
 }
 
-/// Of attention: what happens to a row's heads until its keys and values are in the cache.
+/// Measures the work on a row's heads before attention, up to the write of keys and values to the
+/// cache.
 fn of_heads(gpu: &TestGpu, rows: usize) -> Result<()> {
     let mut random = TestRng::new(42);
     let stream = &gpu.stream;
@@ -155,7 +156,7 @@ fn of_heads(gpu: &TestGpu, rows: usize) -> Result<()> {
         let block_bytes = 2 * KV_HEADS as u32 * head_bytes;
         let blocks = rows.div_ceil(BLOCK_TOKENS);
         let cache = Buffer::<u8>::new(&gpu.device, blocks * block_bytes as usize)?;
-        // All blocks in one unit.
+        // All blocks are in one unit.
         let layer = KvLayerAddress {
             base: cache.view().address(),
             unit_bytes: cache.len() as u64,
@@ -168,7 +169,7 @@ fn of_heads(gpu: &TestGpu, rows: usize) -> Result<()> {
         let slots: DeviceView<'_, u32> = positions.view();
         let cached = block_bytes as usize / BLOCK_TOKENS;
         line(gpu, &format!("keys and values to {kind}"), rows, 2 * KV_HEADS * row + cached, |_| {
-            // SAFETY: the cache has a block for every slot, and nobody else uses it.
+            // SAFETY: the cache has a block for every slot, and no other work uses the cache.
             Ok(unsafe {
                 writes.launch(stream, layer, kind, keys.view(), values.view(), slots, KV_HEADS, HEAD_DIM)
             }?)
@@ -186,7 +187,7 @@ fn of_heads(gpu: &TestGpu, rows: usize) -> Result<()> {
                 head_dim: HEAD_DIM,
                 kv_heads: KV_HEADS,
             };
-            // SAFETY: the cache has a block for every slot; all that is read was written before.
+            // SAFETY: the cache has a block for every slot. Earlier work wrote all inputs.
             Ok(unsafe { heads_to_cache.launch(stream, layer, kind, &mut heads) }?)
         })?;
     }

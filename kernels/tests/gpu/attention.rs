@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! attention.cu against `ops::Reference`, and against itself: the same bits however rows are cut
-//! into steps, whatever shares a step, and however the cache is cut into blocks (I5).
+//! Compares attention.cu with `ops::Reference` and with itself (I5). The bits do not depend on how
+//! rows are divided into steps, on other rows in a step, or on the block size.
 
 use std::ops::Range;
 
@@ -15,10 +15,10 @@ use crate::TestGpu;
 use crate::ops::{close, filled, values};
 use crate::random::TestRng;
 
-/// Queries and weights are rounded to f16 on the tensor cores, in a cache of bf16 to that, which
-/// has 8 bits instead of 11; of q8_0, scale times byte as well. Scores reach hundreds here: worked
-/// out in f64 over draws like these, such rounding alone is off by up to 2e-3 (f16) and 7e-3
-/// (q8_0).
+/// The tensor-core kernels round queries and weights to f16. With a bf16 cache they round them to
+/// bf16, which has 8 bits instead of 11. With a q8_0 cache they also round scale times byte. Scores
+/// reach hundreds here. Computed in f64 over similar random values, such rounding alone gives
+/// errors of up to 2e-3 (f16) and 7e-3 (q8_0).
 fn tile_tolerance(kind: KvType) -> f32 {
     match kind {
         KvType::F32 => PLAIN_TOLERANCE,
@@ -53,7 +53,8 @@ impl PagedAttention {
         Self { spec, kind, lengths: lengths.to_vec(), keys, values, queries }
     }
 
-    /// Writes all tokens in a first step; then, step by step, asks for ranges of sequences.
+    /// Writes all tokens in a first step. Then each step computes attention for ranges of
+    /// sequences.
     fn run<B: Backend>(
         &self,
         b: &mut B,
@@ -91,7 +92,7 @@ impl PagedAttention {
         Ok(results)
     }
 
-    /// Blocks of the sequences interleaved, from the last one down.
+    /// Block tables with falling block ids. The blocks of the sequences are interleaved.
     fn tables(&self, block_tokens: usize) -> Vec<Vec<u32>> {
         let needed: Vec<usize> = self.lengths.iter().map(|len| len.div_ceil(block_tokens)).collect();
         let mut next = needed.iter().sum::<usize>() as u32 + 1;
@@ -185,7 +186,7 @@ pub(crate) fn it_survives_long_contexts_and_extreme_scores(gpu: &TestGpu) -> Res
         let len = if gpu.small { len.min(130) } else { len };
         let mut paged = PagedAttention::new(&mut random, spec(4, 1, 64), kind, &[len]);
         paged.queries[0].iter_mut().for_each(|x| *x *= scale);
-        // Both the split kernel and the chunk kernel.
+        // These steps use both the split-KV kernel and the prefill kernel.
         let steps = [vec![(0, len - 1..len)], vec![(0, len - 2..len)], vec![(0, len - 66..len)]];
         let found = paged.run(&mut Cuda::new(&gpu.device)?, 16, &steps)?;
         let expected = paged.run(&mut Reference::new(), 16, &steps)?;
@@ -199,7 +200,8 @@ pub(crate) fn it_survives_long_contexts_and_extreme_scores(gpu: &TestGpu) -> Res
     Ok(())
 }
 
-/// The values that a cache of `kind` holds after `x` was written, rows of whole heads.
+/// Returns the values that a cache of `kind` holds after `x` was written. `x` is rows of whole
+/// heads.
 fn stored(kind: KvType, head_dim: usize, x: &[f32]) -> Vec<f32> {
     match kind {
         KvType::F32 => x.to_vec(),
@@ -218,8 +220,8 @@ fn stored(kind: KvType, head_dim: usize, x: &[f32]) -> Vec<f32> {
     }
 }
 
-/// Long contexts of several heads, against naive.cu: the split-KV and the prefill kernel at
-/// positions where splits have several tiles.
+/// Compares long contexts of several heads with naive.cu. At these positions, splits of the
+/// split-KV and the prefill kernel have several tiles.
 pub(crate) fn long_contexts_match_the_naive_kernel(gpu: &TestGpu) -> Result<()> {
     let mut rng = TestRng::new(18);
     let naive = NaiveKernels::new(&gpu.device);
@@ -258,8 +260,8 @@ pub(crate) fn long_contexts_match_the_naive_kernel(gpu: &TestGpu) -> Result<()> 
     Ok(())
 }
 
-/// Values near the ends of what a type stores, and keys so small that only their number tells them
-/// from nothing.
+/// Uses values near the limits of each type. With factors below 1, keys are so small that scores
+/// hardly differ: only the number of keys matters.
 pub(crate) fn it_has_the_range_of_its_type(gpu: &TestGpu) -> Result<()> {
     let mut random = TestRng::new(17);
     for (kind, factors) in
@@ -288,7 +290,8 @@ pub(crate) fn it_has_the_range_of_its_type(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-/// Positions at which the length of splits changes are among those cut at and run over.
+/// Some steps begin at positions at which the length of splits changes, and some contain such
+/// positions.
 pub(crate) fn it_depends_on_neither_cut_nor_company_nor_blocks(gpu: &TestGpu) -> Result<()> {
     let mut random = TestRng::new(13);
     for (heads, kv_heads, head_dim, kind) in [
@@ -313,7 +316,7 @@ pub(crate) fn it_depends_on_neither_cut_nor_company_nor_blocks(gpu: &TestGpu) ->
         let paged = PagedAttention::new(&mut random, spec(heads, kv_heads, head_dim), kind, &lengths);
         let width = heads * head_dim;
         let mut cuda = Cuda::new(&gpu.device)?;
-        // Each sequence as one chunk, alone.
+        // Each sequence as one chunk, without batch neighbours.
         let alone: Vec<_> = lengths.iter().map(|&len| 0..len).enumerate().map(|part| vec![part]).collect();
         let whole = paged.run(&mut cuda, 16, &alone)?;
         ensure!(whole.concat().iter().all(|x| x.is_finite()), "a value is not finite");
@@ -331,7 +334,7 @@ pub(crate) fn it_depends_on_neither_cut_nor_company_nor_blocks(gpu: &TestGpu) ->
                 steps.push(vec![(0, at..at + 1)]);
             }
         }
-        // Chunks of all sizes, at odd places, beside decode rows.
+        // Chunks of all sizes at odd positions, in steps with decode rows.
         let mut at = 7;
         let sizes: &[usize] =
             if gpu.small { &[1, 2, 17, 64] } else { &[1, 2, 3, 5, 17, 40, 63, 64, 65, 100, 500, 3000] };
@@ -358,11 +361,11 @@ pub(crate) fn it_depends_on_neither_cut_nor_company_nor_blocks(gpu: &TestGpu) ->
     Ok(())
 }
 
-/// Blocks far apart: units of the cache are mapped as they are written.
+/// Writes blocks that are far apart. The cache maps its units when they are written.
 pub(crate) fn the_cache_grows_as_it_is_written(gpu: &TestGpu) -> Result<()> {
     let mut cuda = Cuda::new(&gpu.device)?;
     let layer = KvLayer { kv_heads: 2, head_dim: 64, kind: KvType::F16, span: AttentionSpan::Full };
-    // 1 TiB: only a reservation can be that large.
+    // The layout has 1 TiB, so it can only be reserved, not mapped.
     let layout = KvLayout { block_tokens: 16, blocks: 1 << 26, layers: vec![layer; 2] };
     let mut kv = cuda.kv(&layout)?;
     let unit = kv.mapped_bytes();
@@ -406,7 +409,8 @@ pub(crate) fn the_cache_grows_as_it_is_written(gpu: &TestGpu) -> Result<()> {
     let refused = cuda.attention(&kv, 1, &queries, &shape, &mut out, 1);
     ensure!(matches!(refused, Err(ops::OpError::Unwritten { block: 7, .. })), "{refused:?}");
 
-    // Given back but for what block 5,000 needs, which keeps its bits; and grown again.
+    // `trim` keeps the memory up to block 5,000, and the bits of that block. Then the cache grows
+    // again.
     cuda.trim(&mut kv, 5_001)?;
     ensure!(kv.mapped_bytes() < largest, "{} of {largest} bytes are left", kv.mapped_bytes());
     for block in [5_000_u32, 20_000] {
@@ -483,8 +487,8 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-/// Seconds of one layer's attention of `rows` sequences with the last `chunk` tokens of `context`
-/// each.
+/// Returns the seconds of one layer's attention. There are `rows` sequences, each with the last
+/// `chunk` tokens of `context`.
 fn measure(
     gpu: &TestGpu,
     heads: usize,
@@ -493,7 +497,7 @@ fn measure(
     context: usize,
     chunk: usize,
 ) -> Result<f64> {
-    /// More than one, so that the cache of the device does not hold them all.
+    /// Several layers, so that the device's L2 cache does not hold them all.
     const LAYERS: usize = 16;
     const BLOCK_TOKENS: usize = 16;
     let KvLayer { kv_heads, head_dim, .. } = layer;

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Times of work in graphs: launches cost the host nothing there, as in a worker's steps.
+//! Measures work in CUDA graphs. As in a worker's steps, launches then cost the host nothing.
 
 use kernels::cuda::Event;
 
 use crate::TestGpu;
 
-/// Seconds of one call of `work`, the best of several replays of `calls` calls, which are given
-/// their number.
+/// Returns the seconds of one call of `work`: the best of several replays, each of `calls` calls.
+/// Each call receives its number.
 pub(crate) fn time(
     gpu: &TestGpu,
     calls: usize,
     mut work: impl FnMut(usize) -> anyhow::Result<()>,
 ) -> anyhow::Result<f64> {
-    // Loads modules and raises limits, which a capture must not do.
+    // The first call loads modules and raises limits, which is not allowed during a capture.
     work(0)?;
     gpu.stream.synchronize()?;
     let graph = gpu.stream.capture::<anyhow::Error>(|| (0..calls).try_for_each(&mut work))?;
     let (start, end) = (Event::timed(&gpu.device)?, Event::timed(&gpu.device)?);
-    // SAFETY: `work` allocates nothing (a capture would refuse it), so what it uses was there
-    // before; it is borrowed by `work` until this function ends, and each replay has ended before
-    // the next and before that.
+    // SAFETY: `work` allocates nothing, because a capture would refuse it. So all memory that it
+    // uses existed before, and `work` borrows that memory until this function ends. Each replay
+    // ends before the next one and before the function.
     let launch = || unsafe { graph.launch() };
     launch()?;
     let mut best = f64::INFINITY;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! checksum.cu, and what is made of it for many ranges, against xxhash on the host.
+//! Compares checksum.cu and `sum_all`, which uses it for many ranges, with xxhash on the host.
 
 use std::time::Instant;
 
@@ -70,11 +70,11 @@ pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
     whole_model(gpu, &checksums)
 }
 
-/// All tensors of qwen3-8b in Q4_K_M, as the verifier of a model sums them up: from its first call
-/// until the sums are there.
+/// Measures the checksums of all tensors of qwen3-8b in Q4_K_M as a verifier computes them: from
+/// its first call until it has the sums.
 fn whole_model(gpu: &TestGpu, checksums: &ChecksumKernels) -> anyhow::Result<()> {
     const LAYERS: usize = 36;
-    /// Of a tensor in the model's memory.
+    /// The alignment of a tensor in the model's memory.
     const ALIGNMENT: usize = 256;
     let of = |dtype, rows, cols| Tiles::new(dtype, cols, rows).map(|shape| shape.bytes());
     let mut sizes = vec![of(DType::Q4_K, 151_936, 4096)?, of(DType::Q6_K, 151_936, 4096)?, 4 * 4096];

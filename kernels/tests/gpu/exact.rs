@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! I5 on whole models: the logits of a sequence are the same bits however its tokens came to be
-//! computed. One list of cases; each is another way to bring the same tokens through the model.
+//! Checks invariant I5 on whole models: however the tokens of a sequence are computed, its logits
+//! have the same bits. `COMPUTE_PATHS` lists the cases. Each case computes the same tokens in
+//! another way.
 
 use std::ops::Range;
 use std::path::Path;
@@ -22,12 +23,12 @@ const BLOCKS: usize = 64;
 const MODELS: [&str; 6] =
     ["llama.Q8_0", "llama.Q4_0", "llama-linear.F16", "llama-linear.BF16", "qwen3.Q4_K_M", "qwen3moe-q.Q2_K"];
 
-/// Those that the sanitizers look at: activations of both widths of blocks, heads with and without
-/// norms.
+/// The models that run under the sanitizers. Their activations have both widths of blocks, and
+/// their heads are with and without norms.
 const SMALL: [&str; 2] = ["llama.Q8_0", "qwen3.Q4_K_M"];
 
-/// What keys and values are stored as; first what the sanitizers look at, which has kernels of all
-/// types but f32.
+/// KV cache types. The first entry runs under the sanitizers; it uses kernels of all types except
+/// f32.
 const KV_TYPES: [&str; 4] = ["f16,0=q8_0,1=bf16", "f32", "f16", "q8_0"];
 
 /// Some tokens of one sequence in a step.
@@ -46,7 +47,8 @@ struct ModelRun {
 impl ModelRun {
     fn new(gpu: &TestGpu, file: &ModelFile, types: &KvTypes) -> Result<Self> {
         let mut cuda = Cuda::new(&gpu.device)?;
-        // Small enough that steps are computed in several runs of rows, and logits too.
+        // The limits are so small that the model computes a step, and its logits, in several runs
+        // of rows.
         let limits = ForwardLimits { rows_max: 300, outputs_max: 300 };
         let model = build(file.header().metadata(), file.weights()?, &mut cuda, limits)?;
         let layout = KvLayout { block_tokens: BLOCK_TOKENS, blocks: BLOCKS, layers: model.kv_layers(types) };
@@ -54,7 +56,7 @@ impl ModelRun {
         Ok(Self { cuda, model, kv })
     }
 
-    /// The logits of all rows.
+    /// Computes a step and returns the logits of all rows.
     fn step(&mut self, parts: &[SequencePart<'_>]) -> Result<Vec<Vec<f32>>> {
         let (mut tokens, mut positions, mut sequences, mut slots) = (vec![], vec![], vec![], vec![]);
         for (sequence, part) in parts.iter().enumerate() {
@@ -90,7 +92,7 @@ impl ModelRun {
 }
 
 fn blocks(first: usize) -> Vec<u32> {
-    // Falling, so that a kernel that ignores the table fails.
+    // Block ids fall, so a kernel that ignores the table fails.
     (0..TOKENS.div_ceil(BLOCK_TOKENS)).map(|i| (BLOCKS - 1 - first - i) as u32).collect()
 }
 
@@ -112,7 +114,8 @@ const COMPUTE_PATHS: [(&str, ComputePath); 8] = [
         Ok(rows)
     }),
     ("in company", |run, tokens, other| {
-        // Others' prompts, then others' decode rows, before and behind.
+        // Prefill of other sequences, then their decode rows. They come before and after this
+        // sequence's rows.
         let (own, first, second) = (blocks(0), blocks(10), blocks(20));
         let mut rows = Vec::new();
         let mut at = 0;
@@ -131,14 +134,14 @@ const COMPUTE_PATHS: [(&str, ComputePath); 8] = [
         let cached = 6 * BLOCK_TOKENS;
         let first = blocks(0);
         let mut rows = run.one(&first, tokens, 0..cached)?;
-        // The sharer's own blocks begin behind the shared ones.
+        // The blocks that only the second sequence has come after the shared ones.
         let table: Vec<u32> = first[..6].iter().copied().chain(blocks(20)[6..].iter().copied()).collect();
         run.one(&first, &[&tokens[..cached], &other[..20]].concat(), cached..cached + 20)?;
         rows.extend(run.one(&table, tokens, cached..TOKENS)?);
         Ok(rows)
     }),
     ("forked, in a copy of the block that another goes on in", |run, tokens, other| {
-        // Behind 5 full blocks and a part of one.
+        // The fork is after 5 full blocks and a part of one.
         let shared = 5 * BLOCK_TOKENS + 7;
         let first = blocks(0);
         let mut rows = run.one(&first, tokens, 0..shared)?;
@@ -150,8 +153,8 @@ const COMPUTE_PATHS: [(&str, ComputePath); 8] = [
         Ok(rows)
     }),
     ("with drafts in the batch", |run, tokens, other| {
-        // Rows behind the first of a step look at it and at each other; what was drafted wrongly is
-        // written over.
+        // The rows of a step after its first one attend to it and to each other. The next step
+        // overwrites the KV cache of wrong drafts.
         let table = blocks(0);
         let mut rows = run.one(&table, tokens, 0..30)?;
         let mut at = 30;
@@ -196,7 +199,7 @@ pub(crate) fn every_way_gives_the_same_logits(gpu: &TestGpu) -> Result<()> {
             let (tokens, other) = (draw(), draw());
             let expected = whole.one(&blocks(0), &tokens, 0..TOKENS)?;
             ensure!(expected.concat().iter().all(|logit| logit.is_finite()), "{name}: a logit is not finite");
-            // Hundreds of steps.
+            // These two take hundreds of steps.
             let long = |way: &str| matches!(way, "token by token" | "without graphs");
             for (way, compute) in COMPUTE_PATHS.into_iter().filter(|(way, _)| !gpu.small || !long(way)) {
                 let found = compute(&mut ModelRun::new(gpu, &file, &types)?, &tokens, &other)?;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! experts*.cu against `ops::Reference`, and a row alone against the row in any batch.
+//! Compares experts*.cu with `ops::Reference`, and a row alone with the same row in any batch.
 
 use std::collections::HashSet;
 
@@ -96,7 +96,7 @@ pub(crate) fn they_are_those_of_the_reference(gpu: &TestGpu) -> Result<()> {
         let what = format!("{types:?}, {count} of {n_in} x {hidden}, {used} used, {rows} rows");
         let mut cuda = Cuda::new(&gpu.device)?;
         let found = case.run(&mut cuda, 0..rows)?;
-        // The gate's rounding may move an activation to another int8.
+        // The rounding of the gate may change an int8 activation by one step.
         close(&what, &found, &case.run(&mut Reference::new(), 0..rows)?, 2e-2)?;
         for part in [0..1, rows - 1..rows, rows / 3..rows, 0..rows / 2 + 1] {
             let alone = case.run(&mut cuda, part.clone())?;
@@ -109,14 +109,14 @@ pub(crate) fn they_are_those_of_the_reference(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-/// Gate and up of a layer of qwen3-30b-a3b: experts' matrices that are read, at the rate of the
-/// memory and of integers.
+/// Measures gate and up of a layer of qwen3-30b-a3b. It compares the bytes read of the experts'
+/// matrices with the memory's rate, and the operations with the integer rate.
 pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
     const COUNT: usize = 128;
     const USED: usize = 8;
     const N_IN: usize = 2048;
     const HIDDEN: usize = 768;
-    // The experts of one row fit into the L2 cache; those of so many do not.
+    // The L2 cache holds the experts of one row, but not those of 16 routings.
     const ROUTINGS: usize = 16;
     let (kernels, quantize) = (ExpertKernels::new(&gpu.device), QuantizeKernels::new(&gpu.device));
     let mut random = TestRng::new(32);
@@ -146,7 +146,7 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
                 read += experts.to_host(&gpu.stream)?.into_iter().collect::<HashSet<u32>>().len();
                 groups.push(words);
             }
-            // Slots have rows of their own.
+            // In a matmul, each slot has its own row.
             let tokens = if grouping == PairGrouping::Matvec { rows } else { slots };
             let x = Buffer::from_host(&gpu.stream, &random.values(tokens * N_IN))?;
             let act_tiles = activation_bytes(format, tokens, N_IN).context("bytes")?;
@@ -162,7 +162,7 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
                     ExpertWeights { shape, tiles: weights[0].view(), out: gate.view_mut() },
                     ExpertWeights { shape, tiles: weights[1].view(), out: up.view_mut() },
                 ];
-                // SAFETY: `route` has made these groups, grouped as the method needs.
+                // SAFETY: `route` made these groups, with the grouping that the method needs.
                 unsafe {
                     match grouping {
                         PairGrouping::Matvec => kernels.matvec(&gpu.stream, x, USED, groups, &mut stacks)?,

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What one launch does for several ops (backend/fusion.rs), against the same ops each by itself:
-//! the same bits everywhere. OpRunner are collected until a caller waits, so waiting behind each
-//! keeps them apart.
+//! Compares fused launches (backend/fusion.rs) with the same ops one by one: all bits are equal.
+//! The backend collects ops until a caller waits, so waiting after each op prevents fusion.
 
 use std::ops::Range;
 
@@ -20,7 +19,7 @@ use crate::attention::begin;
 use crate::ops::{filled, values, weight};
 use crate::random::TestRng;
 
-/// Rows of a matrix: no whole tile of them.
+/// The rows of a matrix, which are not a whole number of tiles.
 const OUT: usize = 41;
 const EPS: f32 = 1e-5;
 
@@ -32,7 +31,7 @@ struct OpRunner {
 }
 
 impl OpRunner {
-    /// Ends an op.
+    /// Ends an op. If ops run apart, waits for it.
     fn end(&mut self) -> Result<()> {
         if self.apart {
             self.cuda.wait()?;
@@ -45,8 +44,8 @@ impl OpRunner {
         filled(&mut self.cuda, rows, cols, &host)
     }
 
-    /// Weights of a norm: so small that 32 values behind a gate sum up to less than f16's largest,
-    /// which Q8_1's sums are.
+    /// Weights of a norm. They are small, because a sum of 32 values after a gate must stay below
+    /// the largest f16: Q8_1 stores its sums as f16.
     fn vector(&mut self, len: usize) -> Weight<Cuda> {
         let values: Vec<f32> = self.random.values(len).iter().map(|value| value / 20.0).collect();
         weight(DType::F32, &[len], bytemuck::cast_slice(&values))
@@ -66,7 +65,7 @@ impl OpRunner {
     }
 }
 
-/// The same ops together and apart, with the same values.
+/// Runs the same ops together and apart, on the same values.
 fn compare(pair: &mut [OpRunner; 2], what: &str, work: impl Fn(&mut OpRunner) -> Result<()>) -> Result<()> {
     for ops in pair.iter_mut() {
         ops.random = TestRng::new(71);
@@ -91,11 +90,11 @@ fn pair(gpu: &TestGpu) -> Result<[OpRunner; 2]> {
     Ok([ops(false)?, ops(true)?])
 }
 
-/// NormKernels and gates whose rows are rounded for the matrices behind them.
+/// Norms and gates whose rows are quantised for the matrices after them.
 pub(crate) fn rounded_rows_are_those_of_single_ops(gpu: &TestGpu) -> Result<()> {
     let mut pair = pair(gpu)?;
     let rows: &[usize] = if gpu.small { &[1, 5, 33] } else { &[1, 2, 4, 5, 33, 70, 139] };
-    // One for each form that activations are rounded to.
+    // One type for each format of quantised activations.
     for (dtype, widths) in
         [(DType::Q8_0, [32, 416, 1056]), (DType::Q5_1, [96, 480, 4128]), (DType::Q4_K, [256, 768, 4352])]
     {
@@ -143,28 +142,29 @@ fn rounded_rows(ops: &mut OpRunner, dtype: DType, rows: usize, cols: usize) -> R
     Ok(())
 }
 
-/// What stands in a layer between its two groups of matrices.
+/// The part of a layer between its two groups of matrices.
 struct AttentionBlock {
     spec: AttentionSpec,
     kind: KvType,
     /// Whether query and key heads have norms.
     norms: bool,
     pairing: RopePairing,
-    /// Values of a head that turn, in pairs.
+    /// The number of pairs of a head that are rotated.
     pairs: usize,
-    /// Of the matrix behind attention.
+    /// The type of the matrix after attention.
     dtype: DType,
 }
 
 const BLOCK_TOKENS: usize = 16;
-/// Tokens that sequences have before the first step. From position 2,048 on a split of attention
-/// has more than one tile.
+/// Tokens of the sequences before the first step. From position 2,048 on, a split of attention has
+/// more than one tile.
 const BEFORE: [usize; 2] = [2_100, 3];
-/// Decode rows, short runs beside them, and a run for the chunk kernel.
+/// Decode rows, then short runs, then a run for the prefill kernel.
 const STEPS: [&[(usize, Range<usize>)]; 3] =
     [&[(0, 2_100..2_101), (1, 3..4)], &[(0, 2_101..2_104), (1, 4..40)], &[(1, 40..110)]];
 
-/// NormKernels and rotations of heads with the cache's write, and attention whose rows are rounded.
+/// Norms and rotations of heads with the write to the cache, and attention whose rows are
+/// quantised.
 pub(crate) fn attention_blocks_are_those_of_single_ops(gpu: &TestGpu) -> Result<()> {
     let mut pair = pair(gpu)?;
     for kind in [KvType::F32, KvType::F16, KvType::Bf16, KvType::Q8_0] {
@@ -179,7 +179,7 @@ pub(crate) fn attention_blocks_are_those_of_single_ops(gpu: &TestGpu) -> Result<
         ] {
             let spec = AttentionSpec { heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt() };
             let block = AttentionBlock { spec, kind, norms, pairing, pairs, dtype };
-            // Its scales are of 32 values.
+            // The scales of Q8_0 each cover 32 values.
             if kind != KvType::Q8_0 || head_dim % 32 == 0 {
                 let what = format!("{heads} heads on {kv_heads} of {head_dim}, {kind:?}, {dtype}");
                 compare(&mut pair, &what, |ops| attention_block(ops, &block))?;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! kv_write.cu and norm_rope_kv.cu: a cache holds the bytes that the host's rounding gives, where
-//! kernels look for them, and nothing else is written.
+//! Checks kv_write.cu and norm_rope_kv.cu. After a write, the cache holds the bytes of the host's
+//! rounding at the addresses where kernels read them. No other byte changes.
 
 use anyhow::{Result, ensure};
 use kernels::cuda::Buffer;
@@ -16,10 +16,10 @@ use crate::random::TestRng;
 
 const KV_HEADS: usize = 3;
 const BLOCKS: usize = 4;
-/// What stands in a cache that nobody has written.
+/// The bytes of a cache before the first write.
 const UNTOUCHED: u8 = 0xAA;
 
-/// One layer's cache of a type.
+/// The shape of one layer's cache.
 #[derive(Clone, Copy, Debug)]
 struct CacheShape {
     kind: KvType,
@@ -33,7 +33,7 @@ impl CacheShape {
         Ok(bytes.ok_or_else(|| anyhow::anyhow!("{self:?} is too large"))? as usize)
     }
 
-    /// The cache once the rows, of all heads each, stand in `slots`.
+    /// Returns the cache after all heads of each row were written to `slots`.
     fn expected(self, keys: &[f32], values: &[f32], slots: &[u32]) -> Result<Vec<u8>> {
         let head_bytes = self.head_bytes()?;
         let mut cache = vec![UNTOUCHED; BLOCKS * KV_HEADS * 2 * head_bytes];
@@ -66,7 +66,7 @@ impl CacheShape {
                 put(token * dim * 2, bytemuck::cast_slice(&x.iter().map(bits).collect::<Vec<u16>>()));
             }
             KvType::Q8_0 => {
-                // The largest scale of which 127 times is finite in f16.
+                // With the largest scale, 127 times the scale is finite in f16.
                 let largest = 127.0 * 515.5;
                 let scales = (dim * self.block_tokens).next_multiple_of(4);
                 let token_scales = dim.div_ceil(32).next_multiple_of(2);
@@ -84,7 +84,8 @@ impl CacheShape {
     }
 }
 
-/// Values of all magnitudes, halves of steps, and whole parts of nothing.
+/// Rows with values of all magnitudes, with halves of quantisation steps, and with parts that are
+/// all zero.
 fn rows(random: &mut TestRng, rows: usize, head_dim: usize) -> Vec<f32> {
     let special =
         [0.0, -0.0, 1.0, -1.0, 63.5, -0.5, 1e-3, -1e-8, 6e-8, 1e-40, -1e-45, 65_504.0, -7e4, 8.3e6, f32::MAX];
@@ -109,7 +110,7 @@ pub(crate) fn caches_hold_the_bytes_of_the_host(gpu: &TestGpu) -> Result<()> {
         {
             let shape = CacheShape { kind, head_dim, block_tokens };
             let tokens = (BLOCKS * block_tokens) as u32;
-            // Every second slot, from the last one down; what lies between stays as it is.
+            // Every second slot, from the last one down. The slots between them must not change.
             let slots: Vec<u32> = (0..tokens).rev().step_by(2).collect();
             let count = slots.len();
             let (keys, values) = (rows(&mut random, count, head_dim), rows(&mut random, count, head_dim));
@@ -151,7 +152,8 @@ pub(crate) fn caches_hold_the_bytes_of_the_host(gpu: &TestGpu) -> Result<()> {
                         head_dim,
                         kv_heads: KV_HEADS,
                     };
-                    // SAFETY: the cache has the shape that the layer describes, and every slot.
+                    // SAFETY: the cache has the shape that the layer describes, and it has every
+                    // slot.
                     unsafe { heads.launch(stream, layer, kind, &mut rows)? };
                     stream.synchronize()?;
                 } else {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! linear_*.cu against the canonical order on the host, bit by bit.
+//! Compares linear_*.cu bit by bit with the canonical order on the host.
 
 use anyhow::{Context, ensure};
 use kernels::cuda::embed::EmbedKernels;
@@ -75,7 +75,8 @@ impl LinearCase {
         Ok(Self { shape, raw, tiles, bias, device_bias })
     }
 
-    /// The canonical result: values of 256 columns, added in ascending order, then the bias.
+    /// Computes the canonical result: partial sums over 256 columns, added in ascending order, then
+    /// the bias.
     fn expected(&self, x: &[f32]) -> anyhow::Result<Vec<f32>> {
         let (cols, rows) = (self.shape.cols(), self.shape.rows());
         let mut out = Vec::new();
@@ -97,7 +98,7 @@ impl LinearCase {
 fn canonical(dtype: DType, raw: &[u8], a: &Activations) -> anyhow::Result<f32> {
     let blocks_per_tile = TILE_COLS / dtype.block_len();
     if blocks_per_tile == 1 {
-        // Blocks are added in order from zero there too.
+        // `quant::dot` also adds these blocks in order, from zero.
         return Ok(quant::dot(dtype, raw, a)?);
     }
     let bytes = dtype.block_bytes();
@@ -112,7 +113,7 @@ fn canonical(dtype: DType, raw: &[u8], a: &Activations) -> anyhow::Result<f32> {
     Ok(total)
 }
 
-/// `value` with one block of 32 values added to it.
+/// Returns `value` plus the product of one block of 32 values.
 fn legacy_block(dtype: DType, raw: &[u8], a: &Activations, at: usize, value: f32) -> anyhow::Result<f32> {
     let half = |at: usize| half::f16::from_le_bytes([raw[at], raw[at + 1]]).to_f32();
     let quants: [i8; 32] = match dtype {
@@ -135,7 +136,7 @@ fn legacy_block(dtype: DType, raw: &[u8], a: &Activations, at: usize, value: f32
     })
 }
 
-/// Quantised activations on the device.
+/// A test's activations: on the host, on the device, and a buffer for their converted form.
 struct LinearInput {
     data: Buffer<u8>,
     x: Vec<f32>,
@@ -229,8 +230,8 @@ pub(crate) fn every_method_gives_the_canonical_bits(gpu: &TestGpu) -> anyhow::Re
     Ok(())
 }
 
-/// Floats have no order that a host could repeat: the sums inside a tensor core are its own. So
-/// near, not equal.
+/// Checks that float products are close to the reference. They cannot be equal: a tensor core adds
+/// in an order that the host cannot repeat.
 pub(crate) fn floats_are_near_the_reference(gpu: &TestGpu) -> anyhow::Result<()> {
     let linear = LinearKernels::new(&gpu.device);
     let mut random = TestRng::new(9);
@@ -252,8 +253,8 @@ pub(crate) fn floats_are_near_the_reference(gpu: &TestGpu) -> anyhow::Result<()>
                         let expected =
                             (weights.iter().zip(x).fold(0.0, dot) + f64::from(case.bias[r])) as f32;
                         let found = found[t * rows + r];
-                        // 2^-19 of the largest that the product could be: rows of weights have norm
-                        // sqrt(cols).
+                        // The tolerance is 2^-19 of the largest possible product. A row of weights
+                        // has norm sqrt(cols).
                         let tolerance = 2e-6 * norm * (cols as f32).sqrt() + 1e-6;
                         ensure!(
                             (found - expected).abs() <= tolerance,
@@ -267,7 +268,7 @@ pub(crate) fn floats_are_near_the_reference(gpu: &TestGpu) -> anyhow::Result<()>
     Ok(())
 }
 
-/// The values that quantised activations stand for.
+/// The values that quantised activations represent.
 fn dequantized(a: &Activations) -> anyhow::Result<Vec<f32>> {
     let scaled = |d: f32, qs: &[i8]| qs.iter().map(|&q| d * f32::from(q)).collect::<Vec<f32>>();
     Ok(match a {
@@ -278,7 +279,7 @@ fn dequantized(a: &Activations) -> anyhow::Result<Vec<f32>> {
     })
 }
 
-/// Products of a real size, against naive.cu over dequantised weights and activations.
+/// Compares products of a real size with naive.cu over dequantised weights and activations.
 pub(crate) fn products_match_the_naive_kernel(gpu: &TestGpu) -> anyhow::Result<()> {
     let linear = LinearKernels::new(&gpu.device);
     let naive = NaiveKernels::new(&gpu.device);
@@ -313,8 +314,8 @@ pub(crate) fn products_match_the_naive_kernel(gpu: &TestGpu) -> anyhow::Result<(
             for method in methods(dtype, tokens) {
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
                 input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
-                // Sums of Q8_1 blocks are rounded to f16 where types have minimums; all else is
-                // f32.
+                // For types with minimums, the sums of Q8_1 blocks are rounded to f16. All other
+                // arithmetic is f32.
                 let has_minimum = matches!(dtype, DType::Q4_1 | DType::Q5_1);
                 let relative = if has_minimum { 5e-4 } else { 1e-5 };
                 for (at, (found, expected)) in out.to_host(&gpu.stream)?.iter().zip(&expected).enumerate() {
@@ -333,7 +334,7 @@ pub(crate) fn products_match_the_naive_kernel(gpu: &TestGpu) -> anyhow::Result<(
     Ok(())
 }
 
-/// Rows of the embedding table, out of tiles, as the host decodes them.
+/// Compares rows of the embedding table, read from tiles, with the host's decoding.
 pub(crate) fn embeddings_are_decoded_as_on_the_host(gpu: &TestGpu) -> anyhow::Result<()> {
     let embed = EmbedKernels::new(&gpu.device);
     let mut random = TestRng::new(10);
@@ -362,7 +363,7 @@ pub(crate) fn embeddings_are_decoded_as_on_the_host(gpu: &TestGpu) -> anyhow::Re
     Ok(())
 }
 
-/// At a real size: row r of a batch is what row r alone gives.
+/// Checks at a real size that row r of a batch equals row r alone.
 pub(crate) fn a_row_alone_is_the_row_in_any_batch(gpu: &TestGpu) -> anyhow::Result<()> {
     let linear = LinearKernels::new(&gpu.device);
     let mut random = TestRng::new(6);
@@ -424,7 +425,8 @@ pub(crate) fn matrices_of_one_launch(gpu: &TestGpu) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Rounds of weights, so that none is still in the 60 MB of L2 when its turn comes again.
+/// The bytes of several copies of the weights. With them, no copy is still in the 60 MB of L2 when
+/// it is read again.
 const COLD_BYTES: usize = 300 << 20;
 
 pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {

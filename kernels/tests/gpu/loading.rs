@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! loading/ against quant::layout and xxhash on the host; and how fast the device takes what is
-//! brought to it.
+//! Compares the results of `loading` with quant::layout and xxhash on the host. The bench measures
+//! the rate at which the device takes parts.
 
 use std::time::{Duration, Instant};
 
@@ -42,7 +42,7 @@ fn plan(device: &Device, tensors: &[Tiles]) -> anyhow::Result<(PackPlan, Vec<Ten
     Ok((plan, destinations))
 }
 
-/// Parts of at most `limit` bytes.
+/// Divides a tensor into parts of at most `limit` bytes.
 fn parts(tensor: usize, tiles: &Tiles, limit: usize) -> Vec<TensorPart> {
     let step = match tiles.tile_bytes() {
         0 => PIECE_BYTES,
@@ -54,7 +54,7 @@ fn parts(tensor: usize, tiles: &Tiles, limit: usize) -> Vec<TensorPart> {
         tensor,
         start: start as u64,
         bytes: length.min(tiles.raw_bytes() - start),
-        // Anywhere in the slot, as after a read of whole blocks.
+        // Any offset in the slot is possible, as after a direct read of whole blocks.
         at: (start % 4096) & !31,
     };
     (0..tiles.raw_bytes()).step_by(length).map(part).collect()
@@ -77,7 +77,7 @@ pub(crate) fn parts_become_tensors_and_their_checksums(gpu: &TestGpu) -> anyhow:
         .map(|(dtype, cols, rows)| Tiles::new(dtype, cols, rows))
         .collect::<Result<_, _>>()?;
     let ring = ring(gpu)?;
-    // Parts of less than a piece too: a piece is then carried over several times.
+    // Some parts are smaller than a piece. Such a piece is carried over several times.
     for limit in [PART_BYTES, 3 << 20, 200_000] {
         let (plan, destinations) = plan(&gpu.device, &tensors)?;
         let mut model = WritableModel::allocate(&context, &plan.allocations, NO_PATIENCE)?;
@@ -135,11 +135,11 @@ pub(crate) fn parts_out_of_turn_and_out_of_place_are_refused(gpu: &TestGpu) -> a
     Ok(())
 }
 
-/// Slots that are full already: what the device does without anybody reading.
+/// Submits slots that are already full, to measure the device without readers.
 pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
     let context = gpu.device.context()?;
     for dtype in [DType::Q4_K, DType::Q8_0, DType::F16] {
-        // Of the size of an 8B model's matrices.
+        // Each tensor has the size of an 8B model's matrix.
         let tensors = vec![Tiles::new(dtype, 4096, 12_288)?; 96];
         let bytes: usize = tensors.iter().map(Tiles::raw_bytes).sum();
         let (plan, destinations) = plan(&gpu.device, &tensors)?;

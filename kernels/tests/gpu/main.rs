@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Tests and measurements of the CUDA kernels, for a machine with a GPU and without Rust: one
-//! executable.
+//! Tests and benches of the CUDA kernels as one executable, for a machine with a GPU and without
+//! Rust.
 //!
-//!   gpu tests [FILTER]     correctness; without a GPU it says so and succeeds
-//!   gpu small [FILTER]     the same on smaller shapes, for compute-sanitizer, which makes kernels slow
-//!   gpu list [FILTER]      the names of the tests
-//!   gpu bench [FILTER]     times, as a share of the memory bandwidth or the arithmetic they are limited by
+//! ```text
+//! gpu tests [FILTER]   correctness; without a GPU, prints SKIPPED and succeeds
+//! gpu small [FILTER]   the same on smaller shapes, for compute-sanitizer, which slows kernels down
+//! gpu list [FILTER]    the names of the tests
+//! gpu bench [FILTER]   times, as a share of the limiting memory bandwidth or arithmetic rate
+//! ```
 
 #![expect(clippy::print_stdout, reason = "an executable of its own: what it prints is its result")]
 
@@ -156,7 +158,7 @@ type TestFn = fn(&TestGpu) -> anyhow::Result<()>;
 struct TestGpu {
     device: kernels::cuda::Device,
     stream: kernels::cuda::Stream,
-    /// Shapes are to be small ones.
+    /// Whether tests use small shapes.
     small: bool,
 }
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What a worker takes of the device beside its context and cache: as memory that is no longer
-//! free, as the backend counts it, and as a plan predicts it.
+//! Measures the device memory of a worker besides its context and KV cache. It compares three
+//! figures: free memory that disappears, the backend's count, and the prediction of a memory plan.
 //!
-//! Each case runs in a process of its own, like a worker: what the driver keeps of one would be
-//! found free by the next.
+//! Each case runs in its own process, like a worker. Otherwise, memory that the driver keeps after
+//! one case would count as free in the next.
 
 use std::process::Command;
 
@@ -24,7 +24,7 @@ pub(crate) const ONE: &str = "memory-of";
 
 const MIB: u64 = 1 << 20;
 
-/// ModelPreset, types, name of these, and tokens of a step.
+/// Preset, types, name of the types, and tokens of a step.
 type MemoryCase = (&'static ModelPreset, QuantMix, &'static str, usize);
 
 fn cases() -> impl Iterator<Item = MemoryCase> {
@@ -46,7 +46,7 @@ pub(crate) fn bench(_: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-/// What a further worker of an 8B model may take.
+/// The memory that an additional worker of an 8B model may take.
 fn allowed(preset: &ModelPreset, step_tokens: usize) -> Option<u64> {
     (preset.name == "qwen3-8b").then_some(if step_tokens <= 512 { 64 * MIB } else { 192 * MIB })
 }
@@ -65,8 +65,8 @@ pub(crate) fn one(gpu: &TestGpu, index: &str) -> Result<()> {
     let tables: Vec<Vec<u32>> = (0..64).map(|row| (16 * row..16 * row + 16).collect()).collect();
     let whole: Vec<_> = tables.iter().map(|table| (table, 0, step_tokens / 64)).collect();
     let one: Vec<u32> = (0..1024).collect();
-    // Prompts of one sequence and of many, then steps of as many sizes as there are graphs, and
-    // what is read of them.
+    // Prompts of one sequence and of many sequences. Then steps of as many sizes as there are
+    // graphs, with every kind of output.
     step(&mut cuda, &mut *model, &mut kv, &[(&one, 0, step_tokens)], StepOutput::Best, &mut logits)?;
     for rows in [64, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64] {
         let mut parts = whole.clone();
@@ -91,7 +91,7 @@ pub(crate) fn one(gpu: &TestGpu, index: &str) -> Result<()> {
     Ok(())
 }
 
-/// As a plan makes it of the head of a file.
+/// Makes the shape as a memory plan does, from the tensor heads of a file.
 fn shape(preset: &ModelPreset, mix: QuantMix, limits: ForwardLimits) -> Result<CudaWorkerShape> {
     let tensors = tensors(preset, mix);
     let dims: Vec<Vec<u64>> =

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Whole models on the device: the checks of `models::testing`, as the host backends have them.
+//! Runs the checks of `models::testing` on whole models on the device, as the tests of the host
+//! backends do.
 //!
-//! Files are looked for below the current folder, the root of the tree.
+//! File paths are relative to the current folder, which is the root of the tree.
 
 use std::path::Path;
 
@@ -13,7 +14,7 @@ use models::testing::{Arithmetic, Golden, check_transcripts};
 use crate::TestGpu;
 
 const ARCHITECTURES: &[&str] = &["llama", "qwen2", "qwen3", "qwen3moe"];
-/// llama.cpp's own rounding of activations decides below this gap.
+/// If two logits are closer than this, llama.cpp's own rounding of activations decides their order.
 const GAP_MIN: f32 = 0.3;
 
 pub(crate) fn goldens(gpu: &TestGpu) -> Result<()> {
@@ -29,7 +30,8 @@ pub(crate) fn goldens(gpu: &TestGpu) -> Result<()> {
                 }
                 description => description?,
             };
-            // A golden opens a backend several times: the device is there.
+            // A golden opens a backend several times. The device is known to exist, so `unwrap`
+            // cannot fail.
             #[expect(clippy::unwrap_used, reason = "a test")]
             let make = || Cuda::new(&gpu.device).unwrap();
             match golden.check(make, Arithmetic::Rounded) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The ops of `Cuda` that are not linear layers, against `ops::Reference` and against themselves.
+//! Compares the ops of `Cuda`, except linear layers, with `ops::Reference` and with themselves.
 
 use anyhow::{Result, ensure};
 use bytes::Bytes;
@@ -23,7 +23,8 @@ pub(crate) fn values<B: Backend>(b: &mut B, x: &B::Tensor, rows: usize, cols: us
     Ok(host)
 }
 
-/// Every value within `tolerance` of the largest expected one.
+/// Checks that every value differs from the expected one by at most `tolerance` times the largest
+/// expected value.
 pub(crate) fn close(what: &str, found: &[f32], expected: &[f32], tolerance: f32) -> Result<()> {
     ensure!(found.len() == expected.len(), "{what}: {} values, expected {}", found.len(), expected.len());
     let largest = expected.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
@@ -45,7 +46,7 @@ fn floats<B: Backend<Data: From<Bytes>>>(values: &[f32]) -> Weight<B> {
     weight(DType::F32, &[values.len()], bytemuck::cast_slice(values))
 }
 
-/// A step of rows that have positions and nothing else.
+/// Begins a step whose rows have positions and no other data.
 pub(crate) fn rows_at<B: Backend>(b: &mut B, positions: &[u32], outputs: &[u32]) -> Result<()> {
     let zeros = vec![0; positions.len()];
     Ok(b.begin(&Step {
@@ -90,7 +91,7 @@ pub(crate) fn norms_are_those_of_the_reference(gpu: &TestGpu) -> Result<()> {
         let found = norms(&mut Cuda::new(&gpu.device)?, rows, head, heads, &x, &w)?;
         let expected = norms(&mut Reference::new(), rows, head, heads, &x, &w)?;
         close(&format!("{rows} x {heads} x {head}"), &found, &expected, 1e-6)?;
-        // A row alone.
+        // The last row alone.
         let last = (rows - 1) * head * heads;
         let alone = norms(&mut Cuda::new(&gpu.device)?, 1, head, heads, &x[last..], &w)?;
         let all = found.chunks_exact(rows * head * heads).flat_map(|part| &part[last..]);
@@ -127,7 +128,7 @@ fn rotated<B: Backend>(
     const HEADS: usize = 5;
     let rope = b.rope_table(spec)?;
     let mut out = Vec::new();
-    // A second step at other positions: angles must not be those of the first.
+    // A second step at other positions. It must not use the angles of the first step.
     for shift in [0, 5] {
         let positions: Vec<u32> = positions.iter().map(|position| position + shift).collect();
         rows_at(b, &positions, &[])?;
@@ -187,13 +188,13 @@ pub(crate) fn gathered_rows_are_the_wanted_ones(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-/// As the body that `ops` gives it, also among equals and with values that are no numbers.
+/// Compares argmax with the generic implementation in `ops`, also for equal values and for NaN.
 pub(crate) fn the_best_of_a_row_is_that_of_the_host(gpu: &TestGpu) -> Result<()> {
     let mut random = TestRng::new(7);
     let (mut cuda, mut reference) = (Cuda::new(&gpu.device)?, Reference::new());
     for (rows, cols) in [(1, 1), (3, 31), (2, 1024), (70, 1025), (5, 4096), (4, 151_936)] {
         let mut host = random.values(rows * cols);
-        // Equals, in other threads and rounds.
+        // Two equal best values, in different threads and rounds of the kernel.
         for row in host.chunks_exact_mut(cols) {
             let best = 30.0;
             row[(random.bits() % cols as u64) as usize] = best;
@@ -214,7 +215,7 @@ pub(crate) fn the_best_of_a_row_is_that_of_the_host(gpu: &TestGpu) -> Result<()>
     Ok(())
 }
 
-/// Tensors larger than what is read in one piece, and rows that are not asked for.
+/// Reads tensors that are larger than one chunk of a readback, and a part of their rows.
 pub(crate) fn what_is_written_is_read(gpu: &TestGpu) -> Result<()> {
     let mut random = TestRng::new(5);
     let mut cuda = Cuda::new(&gpu.device)?;
@@ -227,7 +228,7 @@ pub(crate) fn what_is_written_is_read(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-/// A list of ops that comes again is replayed as a graph, on the data of the step at hand.
+/// A repeated list of ops is replayed as a graph. The replay uses the data of the current step.
 pub(crate) fn replayed_steps_are_those_run_one_by_one(gpu: &TestGpu) -> Result<()> {
     let mut random = TestRng::new(6);
     let (rows, cols) = (7, 256);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! quantize.cu against quant's activation functions: the same bits.
+//! Compares quantize.cu bit by bit with the activation functions of `quant`.
 
 use anyhow::ensure;
 use kernels::cuda::Buffer;
@@ -23,7 +23,7 @@ pub(crate) fn activations_are_those_of_the_host(gpu: &TestGpu) -> anyhow::Result
         (DType::Q8_K, 4096, 19),
     ] {
         let mut x = random.values(cols * tokens);
-        // All zero, and two values of largest magnitude with both signs.
+        // A block of zeros, and two values of the largest magnitude with opposite signs.
         x[..32].fill(0.0);
         let last = x.len();
         x[last - 3] = 99.0;
@@ -43,7 +43,8 @@ pub(crate) fn activations_are_those_of_the_host(gpu: &TestGpu) -> anyhow::Result
     Ok(())
 }
 
-/// The panels of linear/tile.cuh, from quant's rows; bytes of absent tokens and columns are zero.
+/// Builds the activation tiles of linear/tile.cuh from rows that `quant` quantised. The bytes of
+/// absent tokens and columns are zero.
 fn panels(format: DType, x: &[f32], tokens: usize, cols: usize) -> anyhow::Result<Vec<u8>> {
     let col_tiles = cols.div_ceil(256);
     let panel_bytes = activation_bytes(format, 1, 1).unwrap_or(0);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Reproducible values.
+//! Reproducible random values.
 
-/// xorshift64*: enough for test data.
+/// An xorshift64* generator, which is good enough for test data.
 pub(crate) struct TestRng(u64);
 
 impl TestRng {
@@ -17,7 +17,7 @@ impl TestRng {
         self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
     }
 
-    /// About normal, variance 1; now and then a large one, as activations have.
+    /// A nearly normal value with variance 1. As in activations, a few values are large.
     pub(crate) fn value(&mut self) -> f32 {
         let bits = self.bits();
         let sum: i64 = (0..4).map(|at| i64::from((bits >> (16 * at)) as u16)).sum();

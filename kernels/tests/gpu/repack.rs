@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! repack.cu against quant::layout.
+//! Compares repack.cu with quant::layout.
 
 use anyhow::ensure;
 use kernels::cuda::Buffer;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! ShortlistKernels of rows of logits: those of the device against the body that `ops` gives them,
-//! bit by bit.
+//! Compares the device's shortlists of logits bit by bit with the generic implementation in `ops`.
 
 use anyhow::{Result, ensure};
 use kernels::cuda::shortlist::{self, ShortlistKernels};
@@ -21,7 +20,7 @@ fn lists<B: Backend>(b: &mut B, host: &[f32], draw_params: &[DrawParams]) -> Res
     Ok(lists)
 }
 
-/// A temperature and mostly a token to draw.
+/// Random draw parameters: a temperature and, in four of five cases, a random number for a draw.
 fn weighing(random: &mut TestRng) -> DrawParams {
     let temperature = [1.0, 0.8, 0.05, 1.7, 1e-30][(random.bits() % 5) as usize];
     let uniform = (random.bits() >> 11) as f64 / (1_u64 << 53) as f64;
@@ -30,21 +29,21 @@ fn weighing(random: &mut TestRng) -> DrawParams {
     DrawParams { temperature, uniform: Some(uniform).filter(|_| !random.bits().is_multiple_of(5)) }
 }
 
-/// Rows of all kinds: smooth, of few values, sure of a token, with much or little ruled out, and
-/// broken.
+/// A row of one of 13 kinds. Examples are smooth rows, few values, one clear winner, many values
+/// ruled out, and invalid values.
 fn row(random: &mut TestRng, kind: usize, cols: usize) -> Vec<f32> {
     let mut row: Vec<f32> = random.values(cols).into_iter().map(|value| 3.0 * value).collect();
     let mut at = || (random.bits() % cols as u64) as usize;
     match kind {
         0 => {}
-        // Hundreds of equals at the top, more of them below.
+        // Hundreds of equal values at the top, and more of them below.
         1 => row.iter_mut().for_each(|value| *value = value.max(-8.0).round()),
         2 => row[at()] = 40.0,
-        // Best ones side by side, as in no shuffled row.
+        // The best values are neighbours, which does not happen in a shuffled row.
         3 => row.iter_mut().take(300).enumerate().for_each(|(i, value)| *value = 50.0 - i as f32 / 16.0),
         4 => (0..cols / 2).for_each(|_| row[at()] = f32::NEG_INFINITY),
         5 => row.iter_mut().skip(100).for_each(|value| *value = f32::NEG_INFINITY),
-        // Both zeros are one value.
+        // Positive and negative zero are equal values.
         6 => (0..cols).filter(|i| i % 3 > 0).for_each(|i| row[i] = if i % 2 == 0 { -0.0 } else { -9.0 }),
         7 => row.iter_mut().for_each(|value| *value *= 1e36),
         8 => row[at()] = f32::NAN,
@@ -63,7 +62,7 @@ pub(crate) fn they_are_those_of_the_host(gpu: &TestGpu) -> Result<()> {
     let vocabularies: &[usize] = if gpu.small { &[32_000] } else { &[32_000, 128_256, 151_936, 262_144] };
     let sizes = [1, 2, 255, 256, 257, 1000, 1024, 1025, 2047, 2049, 4096, 4097, 10_007];
     for &cols in sizes.iter().chain(vocabularies) {
-        // A row in company of all others, and in another place of a batch of another size.
+        // A row in a batch with all other kinds. Two of the rows are computed again alone.
         let draw_params: Vec<DrawParams> = (0..KINDS).map(|_| weighing(&mut random)).collect();
         let rows: Vec<Vec<f32>> = (0..KINDS).map(|kind| row(&mut random, kind, cols)).collect();
         let found = lists(&mut cuda, &rows.concat(), &draw_params)?;
@@ -76,15 +75,15 @@ pub(crate) fn they_are_those_of_the_host(gpu: &TestGpu) -> Result<()> {
             ensure!(alone[0] == found[kind], "a row of {cols} alone is not that in a batch");
         }
     }
-    // More rows than a model hands out at once.
+    // More rows than a model returns at once.
     let draw_params: Vec<DrawParams> = (0..70).map(|_| weighing(&mut random)).collect();
     let host = random.values(70 * 2500);
     ensure!(lists(&mut cuda, &host, &draw_params)? == lists(&mut reference, &host, &draw_params)?, "70 rows");
     Ok(())
 }
 
-/// The device may leave the best ones out where too many are equal to or near the last of them;
-/// never what it can tell.
+/// The device may omit the list of best values if too many values are equal or close to the last of
+/// them. The drawn token and the sum must always be equal.
 fn ensure_same_len(what: &str, row: &[f32], found: &Shortlist, expected: &Shortlist) -> Result<()> {
     ensure!(
         found.drawn() == expected.drawn(),
@@ -111,7 +110,7 @@ fn ensure_same_len(what: &str, row: &[f32], found: &Shortlist, expected: &Shortl
     Ok(())
 }
 
-/// Rows that are read one by one, behind others that are not.
+/// Reads runs of rows, some of which come after rows that are not read.
 pub(crate) fn single_rows_are_read(gpu: &TestGpu) -> Result<()> {
     let mut cuda = Cuda::new(&gpu.device)?;
     let (rows, cols) = (5, 33_001);
@@ -127,7 +126,8 @@ pub(crate) fn single_rows_are_read(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-/// Of logits of a real vocabulary, drawing or not, against the argmax of the same rows.
+/// Measures shortlists of logits of a real vocabulary, with and without a draw, and the argmax of
+/// the same rows.
 pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
     let kernels = ShortlistKernels::new(&gpu.device);
     let argmaxes = kernels::cuda::argmax::ArgmaxKernels::new(&gpu.device);

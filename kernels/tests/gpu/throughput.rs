@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Tokens per second of whole models with random weights: the shapes that PERFORMANCE compares with
-//! other engines.
+//! Measures tokens per second of whole models with random weights, at the shapes for which
+//! docs/PERFORMANCE.md compares Ballast with other engines.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,7 +18,7 @@ use crate::TestGpu;
 use crate::random::TestRng;
 
 pub(crate) const BLOCK_TOKENS: usize = 16;
-/// Tokens of a prompt in one step.
+/// Prompt tokens in one step.
 const STEP_TOKENS: usize = 2048;
 
 pub(crate) struct ModelPreset {
@@ -70,11 +70,11 @@ pub(crate) const MODEL_PRESETS: [ModelPreset; 3] = [
 ];
 const HEAD_DIM: usize = 128;
 
-/// Which type a tensor has.
+/// Decides the type of each tensor.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum QuantMix {
     Q80,
-    /// As llama.cpp chooses: half of the sensitive matrices in Q6_K.
+    /// The choice of llama.cpp: half of the sensitive matrices are in Q6_K.
     Q4KM,
 }
 
@@ -99,8 +99,8 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-/// Steps whose tokens are drawn: by rows of logits that are read, by shortlists, and the best ones
-/// for comparison.
+/// Measures steps with sampling in three ways: logits read to the host, shortlists, and for
+/// comparison the argmax.
 pub(crate) fn sampled(gpu: &TestGpu) -> Result<()> {
     for (preset, mix, name) in [
         (&MODEL_PRESETS[0], QuantMix::Q4KM, "qwen3-8b Q4_K_M"),
@@ -147,7 +147,7 @@ fn run(gpu: &TestGpu, preset: &ModelPreset, mix: QuantMix, name: &str) -> Result
     let mut cuda = Cuda::new(&gpu.device)?;
     let limits = ForwardLimits { rows_max: STEP_TOKENS, outputs_max: 64 };
     let mut model = build(&metadata(preset)?, weights(gpu, preset, mix)?, &mut cuda, limits)?;
-    // Written once: its pages are there, as in an engine.
+    // The logits are written once, so that their pages exist, as in an engine.
     let mut logits = vec![1.0; limits.outputs_max * model.vocab_size()];
     let context = 1024;
     let sequences = 64;
@@ -161,7 +161,7 @@ fn run(gpu: &TestGpu, preset: &ModelPreset, mix: QuantMix, name: &str) -> Result
     println!("{name}: built in {:.1} s", started.elapsed().as_secs_f32());
 
     for (len, span) in [(512, 0), (2048, 0), (2048, 14_336)] {
-        // One sequence; what is before the chunk was never computed, only written once.
+        // One sequence. The context before the measured chunk is written to the cache first.
         let table: Vec<u32> = (1..=table_len as u32).collect();
         if span > 0 {
             for start in (0..span).step_by(STEP_TOKENS) {
@@ -235,20 +235,20 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-/// What is read of a step.
+/// The output that is read after a step.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum StepOutput {
     Nothing,
     /// The logits of each sequence's last token.
     Logits,
-    /// Its best token, found on the device.
+    /// The best next token of each sequence, found on the device.
     Best,
-    /// What a sampler needs of its logits, found on the device; a token is drawn there from all of
-    /// them.
+    /// The shortlist of each sequence's logits, found on the device. The device also draws a token
+    /// from all logits.
     ShortlistKernels,
 }
 
-/// Seconds of one step of consecutive tokens of some sequences.
+/// Returns the seconds of one step of consecutive tokens of some sequences.
 pub(crate) fn step(
     cuda: &mut Cuda,
     model: &mut dyn Model<Cuda>,
@@ -261,7 +261,7 @@ pub(crate) fn step(
         (vec![], vec![], vec![], vec![], vec![]);
     for (sequence, &(table, start, len)) in parts.iter().enumerate() {
         for position in start..start + len {
-            // Sequences that are alike would go through the same experts.
+            // Tokens differ between sequences. Equal sequences would go through the same experts.
             tokens.push(((position * 7919 + sequence * 104_729) % 100_000) as u32);
             positions.push(position as u32);
             sequences.push(sequence as u32);
@@ -388,8 +388,8 @@ pub(crate) fn weights(gpu: &TestGpu, preset: &ModelPreset, mix: QuantMix) -> Res
     Ok(table)
 }
 
-/// TestRng values in one group of rows, copied to all others: speed does not depend on their being
-/// different.
+/// Makes a matrix of random values in one row tile, copied to all others. Speed does not depend on
+/// the values being different.
 fn matrix(gpu: &TestGpu, random: &mut TestRng, dtype: DType, dims: Vec<usize>) -> Result<Weight<Cuda>> {
     let (cols, rows) = (dims[0], dims[1..].iter().product());
     let shape = Tiles::new(dtype, cols, rows)?;
@@ -408,7 +408,7 @@ fn matrix(gpu: &TestGpu, random: &mut TestRng, dtype: DType, dims: Vec<usize>) -
     while done < shape.bytes() {
         let next = done.min(shape.bytes() - done);
         let from = buffer.view().address();
-        // SAFETY: the first `next` bytes, which the copy does not write.
+        // SAFETY: the first `next` bytes of the buffer, which the copy does not write.
         let from = unsafe { kernels::cuda::DeviceView::from_raw(from, next) };
         if let Some(mut rest) = buffer.view_mut().slice_mut(done, next) {
             rest.copy_from(&gpu.stream, from)?;
@@ -421,6 +421,7 @@ fn matrix(gpu: &TestGpu, random: &mut TestRng, dtype: DType, dims: Vec<usize>) -
 }
 
 fn device_data<T: Send + Sync + 'static>(address: u64, len: usize, owner: Arc<T>) -> WeightData {
-    // SAFETY: the whole of a buffer that the owner keeps, which waits for the device when it goes.
+    // SAFETY: the range is a whole buffer, which the owner keeps alive. When the owner is dropped,
+    // it waits for the device.
     unsafe { WeightData::on_device(address, len, owner) }
 }
