@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What can be wrong about a GPU: one line that says what to do, the documented exit code, and
-//! nothing left allocated.
+//! Checks errors about GPUs. Ballast prints one line that says what to do, exits with the
+//! documented code, and leaves no memory allocated.
 
 use super::Gpu;
 use crate::harness::{ballast, demo_7m, text};
 use std::process::Output;
 
-// As documented in docs/OPERATING.md.
+// The exit codes of docs/OPERATING.md.
 const USAGE: i32 = 2;
 const OUT_OF_RESOURCES: i32 = 4;
 

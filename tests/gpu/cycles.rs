@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Load, attach, kill, unload, a hundred times: device memory and descriptors are where they were.
+//! Loads, attaches, kills and unloads a hundred times. Afterwards, device memory and descriptors
+//! are back at their baseline.
 
 use super::Gpu;
 use crate::harness::{ServedFleet, demo_7m, device, eventually, proc, text};
 use std::path::{Path, PathBuf};
 
-/// Side by side, each with a model of its own.
+/// The number of lanes that run at the same time. Each lane has its own model.
 const LANES: usize = 4;
 const CYCLES: usize = 100;
 
@@ -16,14 +17,14 @@ fn i4_device_and_descriptors_are_at_their_baseline_after_a_hundred_lives() {
         return;
     };
     let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1"]);
-    // A file is loaded once: lanes have one each.
+    // The weight-server loads each file only once, so each lane has its own file.
     let folder = tempfile::tempdir().unwrap();
     let models: Vec<PathBuf> =
         (0..LANES).map(|lane| folder.path().join(format!("lane-{lane}.gguf"))).collect();
     for model in &models {
         std::fs::copy(demo_7m(), model).unwrap();
     }
-    // Once before, so that what is made on first use is there.
+    // One cycle before the measurement, so that everything made on first use exists.
     live_and_die(&fleet, &models[0]);
     let descriptors = || {
         let holders = ["weight-server", "supervisor"].map(|role| fleet.only_process(role).pid);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Deaths of owners on a GPU: what `tests/faults.rs` shows on every device, and what only a GPU has
-//! beside it.
+//! Kills the owners of weights on a GPU. `tests/faults.rs` has the cases for every device; this
+//! file adds the checks that need a GPU.
 
 use super::{Gpu, asks};
 use crate::harness::api::{generate_all, runtime};
 use crate::harness::{ServedFleet, demo_7m, eventually, proc};
 
-/// Libraries of the driver that are mapped into a process.
+/// Returns the name of a driver library that is mapped into the process.
 fn driver_of(pid: u32) -> Option<String> {
     let names = proc::mappings(pid).into_iter().map(|mapping| mapping.name);
     names.into_iter().find(|name| name.contains("libcuda") || name.contains("libnvidia"))
@@ -42,8 +42,8 @@ fn i3_weights_outlive_every_process_but_the_fd_store() {
         let back = now.iter().filter(|p| p.role != "supervisor" && !killed.contains(&p.pid));
         (back.filter(|p| p.state == "ready").count() == killed.len()).then_some(())
     });
-    // Nobody has opened the file: it is gone. What was adopted is checked against its checksums by
-    // a process of its own.
+    // The file is deleted, so no process can have opened it. A separate process checks the adopted
+    // weights against their checksums.
     fleet.wait_until_verified();
     assert_only_workers_have_the_driver(&fleet);
     let again = eventually("requests are served", || {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Weights exist once on the device, and what a further worker costs is small, and known before it
-//! starts.
+//! Checks that weights exist once on the device, and that an additional worker costs little memory,
+//! which a plan predicts.
 
 use super::{Gpu, MIB, asks};
 use crate::devices::plan;
@@ -9,16 +9,18 @@ use crate::harness::api::{generate_all, runtime};
 use crate::harness::{ServedFleet, eventually, synth, text};
 use serde_json::Value;
 
-/// Of a worker beside its context and its KV cache, by the tokens of a step.
+/// The largest memory of a worker besides its context and KV cache, by the tokens of a step.
 const BESIDE_MAX: [(&str, u64); 2] = [("512", 64 * MIB), ("2048", 192 * MIB)];
 
-/// How far the ledger may be off what the management library says, and a plan off either.
+/// The largest difference in percent between the ledger and NVML's figure, and between a plan and
+/// either of them.
 const PERCENT_MAX: f64 = 3.0;
 
-/// In which the driver gives memory: no part of a worker can be told more exactly.
+/// The unit in which the driver allocates. No part of a worker can be measured more exactly.
 const UNIT: u64 = 2 * MIB;
 
-/// More than a cache of 8,192 tokens has room for, rounded up to whole units of the device: 8,688.
+/// Prompt tokens that fill the cache. A cache of 8,192 tokens, rounded up to whole units of the
+/// device, has room for 8,688.
 const FULL: u32 = 8600;
 
 #[test]
@@ -44,7 +46,7 @@ fn i1_weights_exist_once_on_the_device_and_a_second_worker_costs_little() {
         assert!(added.status.success(), "{}", text(&added).1);
         eventually("both workers serve", || (fleet.serving("qwen3-0.6b-q8_0").len() == 2).then_some(()));
         work(&fleet);
-        // An idle worker may be giving back memory of its cache.
+        // An idle worker may still be releasing memory of its cache.
         let mapped = |status: &[Value]| -> Vec<Value> {
             status.iter().map(|line| line["device_memory"]["kv_mapped"].clone()).collect()
         };
@@ -59,7 +61,8 @@ fn i1_weights_exist_once_on_the_device_and_a_second_worker_costs_little() {
         let workspace = |line: &Value| line["device_memory"]["workspace_used"]["total"].as_u64().unwrap_or(0);
         let second = named("worker-1");
         let (context, kv) = (part(second, "context"), part(second, "kv_mapped"));
-        // The first has given back what its cache no longer holds.
+        // The first worker has released cache memory since `one` was measured, so both figures
+        // exclude its cache.
         let cost = (two - part(named("worker-0"), "kv_mapped")) - (one - part(&alone, "kv_mapped"));
         eprintln!(
             "measured: second worker at {step_tokens} tokens a step: {} MiB, of which context {} and KV {}: {}",
@@ -96,7 +99,7 @@ fn i1_weights_exist_once_on_the_device_and_a_second_worker_costs_little() {
     }
 }
 
-/// Part by part, of a worker whose cache is full.
+/// Compares a worker with a full cache with its plan, part by part.
 fn is_as_planned(planned: &Value, found: &Value) {
     let bytes = |value: &Value| value.as_u64().unwrap_or_else(|| panic!("{planned} {found}"));
     let used = &found["workspace_used"];
@@ -129,7 +132,8 @@ fn is_as_planned(planned: &Value, found: &Value) {
     assert!(percent.abs() <= PERCENT_MAX, "{planned} {found}");
 }
 
-/// Prompts that fill steps, and batches of several sizes, so that all that grows has grown.
+/// Sends prompts that fill steps, and batches of several sizes. After this, all buffers that grow
+/// have grown.
 fn work(fleet: &ServedFleet) {
     for (count, prompt_tokens) in [(2, 3000), (16, 100)] {
         for done in runtime().block_on(generate_all(&fleet.grpc, &asks(count, prompt_tokens, 32))) {

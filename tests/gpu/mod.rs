@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What only a GPU can show. Where fleets do not run on one (BALLAST_TEST_DEVICE), each test says
-//! SKIPPED and passes.
+//! Tests that need a GPU. If BALLAST_TEST_DEVICE does not name one, each test prints SKIPPED and
+//! passes.
 //!
-//! They compare all memory of the device before and after, so they are run one at a time
-//! (`--test-threads=1`) on a device that nobody else uses: `scripts/gpu-run` does so. Lines that
-//! begin with "measured:" are for its summary.
+//! The tests compare the memory of the whole device before and after. So they run one at a time
+//! (`--test-threads=1`) on a device that no other process uses; `scripts/gpu-run` does this. Lines
+//! that begin with "measured:" are for the summary of that script.
 
 mod bad_input;
 mod cycles;
@@ -20,7 +20,7 @@ use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
 
-/// What may be missing on the device when everything has gone.
+/// The largest number of bytes that may still be in use on the device after everything has ended.
 const BASELINE_TOLERANCE: u64 = 8 * MIB;
 
 /// The GPU that fleets under test run on.
@@ -38,7 +38,7 @@ impl Gpu {
         Some(Self { name })
     }
 
-    /// What everybody together holds of the device.
+    /// The memory of the device that all processes together use.
     fn used(&self) -> u64 {
         let output = ballast().args(["devices", "--json"]).output().unwrap();
         let (stdout, stderr) = text(&output);
@@ -51,7 +51,8 @@ impl Gpu {
         gpu["total_bytes"].as_u64().unwrap() - gpu["free_bytes"].as_u64().unwrap()
     }
 
-    /// A driver frees what a killed process held a little later.
+    /// Waits until the device is back at `baseline`. The driver frees the memory of a killed
+    /// process a little later.
     fn assert_back_at(&self, baseline: u64) {
         eventually("the device is back at its baseline", || {
             (self.used() <= baseline + BASELINE_TOLERANCE).then_some(())
@@ -78,8 +79,8 @@ impl ServedFleet {
         self.try_ps_lines()?.into_iter().find(|line| line["name"] == name)
     }
 
-    /// Waits until the weights of the only model have been checked by a process that has read all
-    /// of them.
+    /// Waits until the weights of the only model are verified. A separate process reads all of them
+    /// for that.
     fn wait_until_verified(&self) {
         eventually("the adopted weights are verified", || {
             let lines = self.try_ps_lines()?;

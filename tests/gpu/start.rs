@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! How long it takes until a worker serves a model of 8 billion weights, and how fast weights come
-//! onto the device.
+//! Measures the time until a worker serves a model of 8 billion weights, and the rate at which
+//! weights are loaded onto the device.
 
 use super::{Gpu, asks};
 use crate::harness::api::{generate_all, runtime};
@@ -15,7 +15,7 @@ use std::time::Instant;
 
 const FIRST_TOKEN_MAX_MS: f64 = 1000.0;
 
-/// Of a worker's start, in their order; the last three come with its first work.
+/// The stages of a worker's start, in order. The last three belong to its first work.
 const STAGES: [&str; 11] = [
     "exec",
     "sockets",
@@ -29,7 +29,7 @@ const STAGES: [&str; 11] = [
     "first_step",
     "graphs",
 ];
-/// How many of them there are when a worker is ready.
+/// The number of stages that a worker has completed when it is ready.
 const READY: usize = 8;
 
 #[test]
@@ -76,7 +76,7 @@ fn a_new_worker_of_an_8b_model_gives_its_first_token_within_a_second() {
     fleet.stop();
 }
 
-/// Has a worker compute, and checks that every stage of its start was measured.
+/// Makes a worker compute, and checks that every stage of its start was measured.
 fn time_line(fleet: &ServedFleet, worker: &str, which: &str) {
     let line = eventually("a step has been recorded", || {
         for done in runtime().block_on(generate_all(&fleet.grpc, &asks(2, 100, 16))) {
@@ -94,19 +94,21 @@ fn time_line(fleet: &ServedFleet, worker: &str, which: &str) {
     eprintln!("measured: time line of a worker that {which}, in ms: {text}; ready {ready:.1}");
     let sum: f64 = stages[..READY].iter().map(|(_, ms)| ms).sum();
     assert!((sum - ready).abs() < 0.1, "{sum} of {ready} ms");
-    // A clock of 10 ms may find no time before a process's first lines; all else takes some.
+    // The start time of a process has a resolution of 10 ms, so `exec` may be zero. All other
+    // stages take some time.
     for (name, ms) in &stages[1..] {
         assert!(*ms > 0.0, "{name} took nothing: {text}");
     }
     assert!(line["timeline_ms"]["import"].as_f64().unwrap() < 50.0, "{line}");
 }
 
-/// Shares of what can be had: of pinned copies to the device, and of plain reads of the disk.
+/// The goals for loads, as shares of the possible rate: of pinned copies to the device, and of
+/// plain disk reads.
 const OF_PINNED: f64 = 0.85;
 const OF_DISK: f64 = 0.9;
 const ROUNDS: usize = 5;
 
-/// Rates differ from machine to machine, so this says what was reached and fails for no figure.
+/// Rates differ between machines, so the test prints the rates and no rate fails it.
 #[test]
 #[ignore = "a measurement, which dist/gpu/run bench makes"]
 fn loads_as_shares_of_what_memory_and_disk_can_give() {
@@ -151,7 +153,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// What the doctor finds that pinned memory can be copied onto the device at.
+/// The rate of copies from pinned memory to the device, as `ballast doctor` measures it.
 fn pinned_rate() -> f64 {
     let output = ballast().args(["doctor", "--json"]).output().unwrap();
     let (stdout, stderr) = text(&output);
@@ -177,7 +179,7 @@ impl Loads {
         Self { fleet: ServedFleet::start_command(directory, command), log }
     }
 
-    /// Bytes a second of reading and copying, by the loader's own clock.
+    /// The bytes per second of reading and copying, measured by the loader itself.
     fn rates(&self, model: &Path, prepare: impl Fn(&Path)) -> Vec<f64> {
         let run_command = |arguments: &[&str]| {
             let output = self.fleet.run_command(arguments);
@@ -210,7 +212,7 @@ fn forget(file: &Path) {
     assert!(status.success());
 }
 
-/// Bytes a second of a file that several threads read at once.
+/// The bytes per second of several threads that read a file at the same time.
 fn read_rate(file: &Path) -> f64 {
     const THREADS: u64 = 8;
     let bytes = file.metadata().unwrap().len();

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-/* A worker gone wrong, for tests/gpu/stray_write.rs: preloaded into the processes of a fleet, it waits in the workers until
- * the file $BALLAST_TEST_STRAY_WRITE holds the id of this process, and then runs a kernel that writes to the first address
- * that this process has mapped read-only for the device: its weights.
+/* A library that makes one worker write into the weights, for tests/gpu/stray_write.rs. The test
+ * preloads it into all processes of a fleet. In a worker, the library waits until the file
+ * $BALLAST_TEST_STRAY_WRITE holds the id of this process. Then it launches a kernel that writes to
+ * the first address that this process has mapped read-only for the device. That address belongs to
+ * the weights.
  *
- * The addresses are learnt by standing between the process and the driver: functions of libcuda are found through dlsym. */
+ * To learn the address, the library replaces dlsym, through which the process finds functions of
+ * libcuda. So it sees each call of cuMemSetAccess. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -18,7 +21,7 @@
 typedef void *(*find_function)(void *, const char *);
 typedef int (*set_access_function)(uint64_t, size_t, const void *, size_t);
 
-/* CUmemAccessDesc: where, and what is allowed there. */
+/* CUmemAccessDesc: a location, and the access that it gets. */
 struct access {
     int location_type, location_id, flags;
 };
@@ -67,7 +70,8 @@ static const char stray[] = ".version 7.0\n"
                             "    ret;\n"
                             "}\n";
 
-/* In the primary context, which is the worker's own: what breaks it breaks the worker. */
+/* Launches the kernel in the primary context, which the worker uses. So a fault in the context ends
+ * the worker. */
 static int write_stray(void) {
     void *context, *module, *kernel;
     uint64_t address = weights;
@@ -104,7 +108,7 @@ static void *wait_for_order(void *path) {
     return NULL;
 }
 
-/* "ballast worker --config ..." */
+/* Whether the command line is "ballast worker --config ...". */
 static int is_worker(void) {
     char line[64] = {0};
     FILE *file = fopen("/proc/self/cmdline", "r");

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A kernel of one worker writes into the weights: that worker ends and is replaced, and nobody
-//! else notices.
+//! Checks that a kernel that writes into the weights ends only its own worker. The supervisor
+//! replaces that worker, and all other processes continue.
 //!
-//! The worker is the real one; the kernel is launched by a library that is preloaded into it
+//! The worker is a real one. A library that is preloaded into it launches the kernel
 //! (stray_write.c).
 
 use super::{Gpu, asks};
@@ -23,7 +23,7 @@ fn i2_a_stray_write_into_the_weights_ends_that_worker_alone() {
     command.env("BALLAST_TEST_STRAY_WRITE", order.path());
     let fleet = ServedFleet::start_command(directory, command);
 
-    // Long enough for the order to reach the worker in the middle.
+    // The requests run long enough for the order to reach the worker while it computes.
     let asks = asks(6, 40, 1800);
     let expected = runtime().block_on(generate_all(&fleet.grpc, &asks));
     let workers = fleet.processes_by_role("worker");
@@ -47,7 +47,7 @@ fn i2_a_stray_write_into_the_weights_ends_that_worker_alone() {
     assert!(report.to_lowercase().contains("illegal"), "{report:?} does not say what happened");
     assert_eq!(fleet.line(&sibling.name).unwrap()["pid"], sibling.pid, "the sibling was restarted");
 
-    // A new owner checks all bytes again.
+    // A new weight-server checks all bytes again.
     proc::send_signal(fleet.only_process("weight-server").pid, "KILL");
     fleet.wait_until_verified();
     let again = runtime().block_on(generate_all(&fleet.grpc, &asks));
@@ -58,7 +58,7 @@ fn i2_a_stray_write_into_the_weights_ends_that_worker_alone() {
     gpu.assert_back_at(baseline);
 }
 
-/// The library from the bundle, or made here.
+/// Returns the path of the library: the one from the bundle, or one compiled here.
 fn library(folder: &Path) -> PathBuf {
     if let Some(made) = std::env::var_os("BALLAST_TEST_STRAY_LIBRARY") {
         return made.into();
