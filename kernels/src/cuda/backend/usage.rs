@@ -47,7 +47,7 @@ impl DeviceBytes {
 }
 
 /// All that decides how much memory a worker uses. `models::ModelDescription` and
-/// `models::StepLimits` hold these values.
+/// `models::ForwardLimits` hold these values.
 #[derive(Clone, Debug)]
 pub struct CudaWorkerShape {
     pub layers: usize,
