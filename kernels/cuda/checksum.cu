@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// XXH3-128 (seed 0, default secret) of the pieces of a range, each of PIECE_BYTES, the last one
-// shorter.
+// XXH3-128 (seed 0, default secret) of each piece of a range. Pieces are PIECE_BYTES long; the last
+// one may be shorter.
 //
-// A hash walks blocks of 1,024 bytes. Inside a block the eight accumulators only add products of
-// the data, in any order; between blocks they are scrambled. So all threads sum blocks, 64 at a
-// time, and eight lanes of the first warp walk the scrambles of the previous 64 meanwhile.
+// XXH3 divides a piece into blocks of 1,024 bytes. Within a block, the eight accumulators only add
+// products of the data, in any order. Between blocks, they are scrambled, which is sequential. So
+// all threads sum blocks, 64 at a time; meanwhile eight lanes of the first warp scramble over the
+// 64 sums before.
 //
-// Limit: bytes read once at memory speed; one multiplication of 32 x 32 bits per 8 bytes. The walk
-// costs a plane_offset 1,024 x ~50 cycles, so a range needs some hundred pieces to be read at full
-// speed. Measured on an H200: 1 GiB at 3.7 TB/s, 64 MiB at 1.3 TB/s.
+//   all groups of 8 lanes    sums of batch 0 | sums of batch 1     | sums of batch 2     | ...
+//   group 0 also                             | scrambles of batch 0 | scrambles of batch 1 | ...
+//
+// Limit: memory bandwidth, each byte is read once; the arithmetic is one multiplication of 32 x 32
+// bits per 8 bytes. The scrambles of a piece are a chain of 1,024 x ~50 cycles, so a range needs
+// some hundred pieces to be read at full speed. Measured on an H200: 1 GiB at 3.7 TB/s, 64 MiB at
+// 1.3 TB/s.
 
 #include <cstdint>
 
@@ -48,15 +53,15 @@ __device__ uint64_t bytes8(const uint8_t *p) {
     return value;
 }
 
-// 8 bytes of the secret at 8 i: lanes need different ones, which constant memory would serve one by
-// one.
+// Copies the secret to shared memory, in words of 8 bytes. The lanes of a warp need different
+// words, and constant memory would serve them one by one.
 __device__ void load_keys(uint64_t *keys) {
     if (threadIdx.x < 24) keys[threadIdx.x] = bytes8(SECRET + 8 * threadIdx.x);
     __syncthreads();
 }
 
-// What a stripe adds to this lane's accumulator; `value` is the lane's 8 bytes, `key` the secret's.
-// The lanes of a pair take each other's value.
+// What a stripe adds to this lane's accumulator. `value` is the lane's 8 bytes of the stripe, `key`
+// those of the secret. The two lanes of a pair exchange their values.
 __device__ uint64_t stripe_term(uint64_t value, uint64_t key) {
     uint64_t mixed = value ^ key;
     uint64_t other = __shfl_xor_sync(~0u, value, 1);
@@ -76,8 +81,8 @@ __device__ uint64_t merge(const uint64_t *acc, const uint8_t *secret, uint64_t s
 
 }  // namespace
 
-// One thread block per plane_offset; pieces of at most 240 bytes (another algorithm) are left to
-// the host. `bytes` is aligned to 8. `out[plane_offset]` is the low and the high half.
+// One thread block per piece. `out` has the low and the high 64 bits of each hash. `bytes` is
+// aligned to 8. The host hashes pieces of at most 240 bytes, for which XXH3 has another algorithm.
 extern "C" __global__ void __launch_bounds__(THREADS)
     checksum_pieces(const uint8_t *__restrict__ bytes, uint64_t total, uint64_t *__restrict__ out) {
     __shared__ uint64_t sums[2][BLOCKS_AT_ONCE][8];
@@ -106,8 +111,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for (int s = 0; s < STRIPES; s++) sum += stripe_term(values[s], keys[s + lane]);
             sums[batch % 2][group][lane] = sum;
         }
-        // The walk over the batch before this one; the barrier below keeps it from being
-        // overwritten before it ends.
+        // Group 0 scrambles over the sums of the previous batch. The other groups cannot overwrite
+        // these sums before the barrier below.
         if (batch > 0 && group == 0) {
             int blocks = min(BLOCKS_AT_ONCE, whole_blocks - (batch - 1) * BLOCKS_AT_ONCE);
             for (int b = 0; b < blocks; b++) {
@@ -118,7 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
     }
     if (threadIdx.x >= 32) return;
-    // The whole first warp takes part in the exchange; only its first group's sums count.
+    // All 32 lanes stay, because `stripe_term` exchanges values among them. Only the sums of group
+    // 0 are used.
     const uint8_t *rest = plane_offset + uint64_t(whole_blocks) * BLOCK_BYTES;
     int stripes = (len - 1 - uint64_t(whole_blocks) * BLOCK_BYTES) / STRIPE_BYTES;
     for (int s = 0; s < stripes; s++)

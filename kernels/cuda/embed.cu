@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out[i] = table[tokens[i]] as f32: rows of the embedding table out of tiles (or of rows, for
-// floats), decoded as quant does it on the host: the same operations in the same order, so the same
-// bits.
+// out[i] = table[tokens[i]] as f32: rows of the embedding table.
 //
-// A block of threads takes 256 columns of one token: gathers the blocks' bytes into shared memory,
-// then each thread decodes one value. Limit: latency; a row is a few KB.
+//   quantised types: table in tiles of 16 rows by 256 values, grid (tiles of a row, tokens)
+//     planes of the row's tile -> block bytes in shared memory -> a thread decodes one value
+//   float types: table in rows, same grid, a thread per value
+//
+// `decode` has the operations of crates/quant in the same order, so host and GPU get the same bits.
+// Limit: latency; a row is a few KB.
 
 #include <cuda_bf16.h>
 
@@ -52,7 +54,7 @@ __device__ float affine(float d, int scale, int q, float dmin, int min) {
 
 __device__ float scaled(float d, int scale, int q) { return __fmul_rn(__fmul_rn(d, float(scale)), float(q)); }
 
-// Value e of a block.
+// Value `e` of the block `b`.
 __device__ float decode(int type, const uint8_t *b, int e) {
     int nibble = e < 16 ? 0 : 4;
     switch (type) {
@@ -100,7 +102,7 @@ __device__ float decode(int type, const uint8_t *b, int e) {
 
 }  // namespace
 
-// Grid: (tiles of a row, tokens); 256 threads. A token beyond the table is left out.
+// Grid: (tiles of a row, tokens). The output row of a token beyond the table is not written.
 extern "C" __global__ void __launch_bounds__(TILE_COLS)
     embed_quantized(const __grid_constant__ TilePlanes planes, int type, const uint8_t *tiles,
                     const uint32_t *tokens, float *out, int cols, int rows) {
@@ -130,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(TILE_COLS)
 }
 CHECK_SIGNATURE(embed_quantized, EmbedQuantized);
 
-// The same for plain types.
+// The same for tables of F32, F16 and BF16.
 extern "C" __global__ void __launch_bounds__(TILE_COLS)
     embed_float(int type, const uint8_t *table, const uint32_t *tokens, float *out, int cols, int rows) {
     launch_next_kernel();

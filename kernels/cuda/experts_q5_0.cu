@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Products of experts with Q5_0 weights. linear/legacy.cuh has the arithmetic, experts/matvec.cuh and
+// experts/matmul.cuh the order of sums and the limits.
+
 #include "linear/legacy.cuh"
 
 #include "experts/kernels.cuh"

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Products of experts with Q6_K weights. linear/kquants.cuh has the arithmetic, experts/matvec.cuh and
+// experts/matmul.cuh the order of sums and the limits.
+
 #include "linear/kquants.cuh"
 
 #include "experts/kernels.cuh"

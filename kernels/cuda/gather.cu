@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out[i] = x[rows[i]]: the rows whose logits are wanted. Limit: bytes, 8 per value.
+// out[i] = x[rows[i]]: copies the rows whose logits are wanted. One thread block per output row.
+// Limit: bytes, 8 per value.
 
 #include "abi/elementwise.cuh"
 #include "numeric.cuh"

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Types of keys and values: how they are stored, and read one by one.
+// The types of the KV cache: conversion of values for storing, and reading them one by one.
 //
-// Stored values saturate where what products multiply would be infinite: that would spoil, as 0 *
-// infinity, rows before it that share a tile of attention. What is no number stays so.
+// Stored values saturate at the largest finite operand of a product. A masked key has weight 0, and
+// 0 * infinity is NaN: an infinite key or value would spoil earlier rows that share a tile of
+// attention with it. A NaN stays a NaN.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,19 +24,22 @@ __device__ inline void store(float value, __nv_bfloat16 *to) {
     *to = __float2bfloat16_rn(clamped(value, 0x1.fep127f));
 }
 
-// The largest value of q8_0 of which scale times byte is finite in f16: the scale is 515.5.
+// The largest magnitude in q8_0: its scale is 515.5, the largest one of which scale times 127 is
+// finite in f16.
 constexpr float Q8_LARGEST = 127.0f * 515.5f;
 
-// Part `part` of a token's head: up to 32 values that share a scale, one a lane of a warp, 0 in the
-// lanes from `count` on. By quant's rule (quantize_q8 in crates/quant/src/legacy.rs), bit for bit.
+// Stores part `part` of a token's head: up to 32 values that share a scale, one per lane of a warp.
+// `value` is 0 in the lanes from `count` on. The rule is `quantize_q8` in
+// crates/quant/src/legacy.rs, bit for bit.
 __device__ inline void store_q8(float value, int count, uint8_t *head, uint32_t block_tokens, uint32_t token,
                                 int dim, int part) {
     const int lane = threadIdx.x % 32;
     value = clamped(value, Q8_LARGEST);
-    // Magnitudes compare as integers: what is no number is the largest.
+    // Magnitudes compare as integers. The integer of a NaN is above all others, so the scale
+    // becomes NaN.
     uint32_t largest = __reduce_max_sync(~0u, __float_as_uint(value) & 0x7FFFFFFF);
     float d = __uint_as_float(largest) / 127.0f, inverse = d == 0.0f ? 0.0f : 1.0f / d;
-    // 0 where it is no number.
+    // The conversion makes 0 of a NaN.
     int q = __float2int_rz(roundf(value * inverse));
     if (lane < count)
         head[size_t(token) * dim + 32 * part + lane] = static_cast<uint8_t>(min(max(q, -128), 127));
@@ -45,7 +49,8 @@ __device__ inline void store_q8(float value, int count, uint8_t *head, uint32_t 
             __float2half_rn(d);
 }
 
-// A head of one token, in a block whose heads start at `head`.
+// Reads a token's values of one head. `head` points to the head's keys or values in the token's
+// block.
 template <typename T>
 struct KvReaderFloat {
     const T *values;

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Rounds a step's keys and values to the cache's type and stores them in the rows' slots: one
-// thread block per row. Limit: bytes, 8 read and 2 to 8 written per value pair; at few rows the
-// launch.
+// Rounds a step's keys and values to the cache's type and stores them in the slots of their rows.
+//
+//   keys, values [rows][kv_heads][head_dim] f32 -> block slots[r] / block_tokens, token slots[r] %
+//   block_tokens of the cache (kv_layer.cuh); grid: rows, one thread block each
+//
+// Limit: bytes, 8 read and 2 to 8 written per pair of a key and a value; at few rows the launch.
 
 #include <cuda_fp16.h>
 
@@ -31,7 +34,7 @@ __device__ void write_row(KvLayerAddress kv, const float *keys, const float *val
     }
 }
 
-// A warp has 32 values that share a scale.
+// A warp stores 32 values at a time, which share a scale.
 __device__ void write_q8_row(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots,
                              int kv_heads, int head_dim) {
     wait_for_previous_kernel();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Products with BF16 weights: arithmetic in linear/floats.cuh, order of sums and limits in
-// linear/matmul.cuh.
+// Products with BF16 weights. linear/floats.cuh has the arithmetic, linear/matmul.cuh the order of
+// sums and the limits. BF16_SMALL_MATMUL adds a kernel for at most 8 tokens, of which three blocks
+// fit a multiprocessor.
 
 #include "linear/floats.cuh"
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Products with F16 weights: arithmetic in linear/floats.cuh, order of sums and limits in
-// linear/matmul.cuh.
+// Products with F16 weights. linear/floats.cuh has the arithmetic, linear/matmul.cuh the order of
+// sums and the limits.
 
 #include "linear/floats.cuh"
 

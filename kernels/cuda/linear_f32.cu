@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// F32 weights: small matrices (routers of experts) and models nobody serves. One warp per row and
-// four tokens.
+// out[t][r] = sum_k weights[r][k] * x[t][k] + bias[r] with F32 weights. Such matrices are small
+// (the routers of experts), or belong to models that are not served.
 //
-// Lane l adds the products of columns 128 i + 4 l to + 3, ascending in i, by fmaf; then the lanes'
-// sums are added pairwise, lanes 16 apart first. Neither the row count nor the number of tokens
-// changes the order. Limit: reads through the first-level cache, five of 16 bytes per 16 products.
-// Four rows a warp were 13% faster at 512 tokens and twice as slow at 64, where they leave the
-// device empty.
+// A warp computes one row for four tokens. Order of sums: lane l adds the products of columns 128 i
+// + 4 l to 128 i + 4 l + 3, ascending in i, by fmaf; then the lanes' sums are added pairwise, lanes
+// 16 apart first. Neither the number of rows nor the number of tokens changes this order.
+//
+// Limit: loads from the first-level cache, five of 16 bytes per 16 products. Four rows a warp were
+// 13% faster at 512 tokens and twice as slow at 64, where they leave multiprocessors idle.
 
 #include "abi/linear.cuh"
 #include "linear/async_copy.cuh"
@@ -17,7 +18,7 @@ namespace {
 constexpr int WARPS = LINEAR_F32_WARPS;
 constexpr int TOKENS = LINEAR_F32_TOKENS;
 
-// Columns k to k + 3 of a row, 0 beyond it. ALIGNED: rows are multiples of four long.
+// Columns k to k + 3 of a row; zero beyond its end. ALIGNED: rows are multiples of four long.
 template <bool ALIGNED>
 __device__ float4 load4(const float *row, int k, int cols) {
     if constexpr (ALIGNED) return *reinterpret_cast<const float4 *>(row + k);
@@ -34,7 +35,8 @@ __device__ void multiply_rows(const float *weights, const float *x, const float 
     int lane = threadIdx.x % 32, row = blockIdx.x * WARPS + threadIdx.x / 32, first = blockIdx.y * TOKENS;
     if (row >= rows) return;
     const float *w = weights + static_cast<size_t>(row) * cols, *v[TOKENS];
-    // Tokens beyond the last repeat it.
+    // If fewer than TOKENS tokens are left, the last one is computed again; the store below skips
+    // it.
 #pragma unroll
     for (int t = 0; t < TOKENS; t++) v[t] = x + static_cast<size_t>(min(first + t, tokens - 1)) * cols;
     float sum[TOKENS] = {};
@@ -63,8 +65,8 @@ __device__ void multiply_rows(const float *weights, const float *x, const float 
 
 }  // namespace
 
-// Grid: (rows / 8, tokens / 4), rounded up. `x` is [tokens][cols], `out` [tokens][rows], both
-// 16-byte aligned like `weights`; `bias` may be null.
+// Grid: (rows / 8, tokens / 4), rounded up. `x` is [tokens][cols], `out` [tokens][rows]. Both are
+// 16-byte aligned, like `weights`. `bias` may be null.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     linear_f32(const float *weights, const float *x, const float *bias, float *out, int cols, int rows,
                int tokens) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Products with Q5_1 weights: arithmetic in linear/legacy.cuh, order of sums and limits in
-// linear/matvec.cuh and matmul.cuh.
+// Products with Q5_1 weights. linear/legacy.cuh has the arithmetic, linear/matvec.cuh and linear/matmul.cuh
+// the order of sums and the limits.
 
 #include "linear/legacy.cuh"
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Naive kernels that GPU tests compare the fast ones with: a thread per value, sums in f64, no
-// tiles, no cache, no quantisation. They are at hand where the host's reference would take minutes.
+// Naive kernels, with which GPU tests compare the fast ones: sums in f64, no tiles, no KV cache, no
+// quantisation. Tests use them for shapes at which the host's reference would take minutes.
 //
-//   naive_attention  one sequence: out[row][head] = sum_k softmax_k(scale * query . key_k) * value_k over the keys up to the
-//                    row's position
-//   naive_matmul     out[t][r] = weights[r] . x[t] + bias[r]
+//   naive_attention  one sequence: out[row][head] = sum_k softmax_k(scale * query . key_k) *
+//                    value_k over the keys up to the row's position; a thread per dimension
+//   naive_matmul     out[t][r] = weights[r] . x[t] + bias[r]; a thread per value
 //
-// Limit: none that matters. Each thread of naive_attention computes every score again.
+// Limit: arithmetic, on purpose. Each thread of naive_attention computes every score again.
 
 #include <cstdint>
 

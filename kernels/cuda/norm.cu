@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Root mean square norms: out = x / sqrt(mean(x^2) + eps) * weight.
+// Root mean square norms: out = x / sqrt(mean(x^2) + eps) * weight, of f32 rows [rows][cols].
 //
-//   rms_norm        one thread block per row
-//   add_rms_norm    x += y first: the residual sum and the norm of the next layer in one pass
-//   *_q8_0, ...     the same, and the row quantised into activation tiles while its values are in registers
-//   rms_norm_heads  one warp per head, in place
-//   add_residual    x += y alone
+//   rms_norm              one thread block per row
+//   add_rms_norm          x += y first: the residual sum and the norm of the next layer in one pass
+//   *_q8_0, _q8_1, _q8_k  also quantise the row into activation tiles while its values are in
+//                         registers
+//   rms_norm_heads        one warp per head, in place
+//   add_residual          x += y alone
 //
-// The same number of threads adds a row however many rows there are: thread t takes vectors t, t +
-// THREADS, ... of eight values, warps add by a butterfly, warp sums are added in order. Limit:
-// bytes (8 to 16 per value); at one row the latency of a load, a reduction and a store, some 2 us.
+// Order of sums: thread t takes vectors t, t + THREADS, ... of eight values; the lanes of a warp
+// add their sums by a butterfly; the warps' sums are added in order. The number of rows does not
+// change it. Limit: bytes, 8 to 16 per value. At one row it is the latency of a load, a reduction
+// and a store, some 2 us.
 
 #include "abi/elementwise.cuh"
 #include "linear/quantize.cuh"
@@ -21,7 +23,7 @@ namespace {
 constexpr int THREADS = NORM_THREADS;
 constexpr int WARPS = THREADS / 32;
 constexpr int VECTOR = 8;
-// Runs that a thread keeps between its two passes: rows of up to 16,384 values. As in norm.rs.
+// Vectors that a thread keeps in registers between its two passes: rows of up to 16,384 values.
 constexpr int VECTORS_PER_THREAD = 4;
 static_assert(VECTOR * VECTORS_PER_THREAD * THREADS == NORM_QUANTIZED_COLS_MAX);
 
@@ -50,7 +52,7 @@ __device__ void store(float *to, const float (&v)[VECTOR]) {
     reinterpret_cast<float4 *>(to)[1] = make_float4(v[4], v[5], v[6], v[7]);
 }
 
-// No rounding.
+// The row is not quantised.
 struct NoQuantizer {
     static constexpr bool QUANTIZES = false;
 };
@@ -60,7 +62,8 @@ struct WithQuantizer : Quantizer {
     static constexpr bool QUANTIZES = true;
 };
 
-// Quantizer takes rows of whole vectors that a thread can keep: norm.rs sees to that.
+// If `Quantizer` quantises, norm.rs launches the kernel only for rows that consist of whole vectors
+// and that the registers of a block can hold.
 template <bool ADD, class Quantizer>
 __device__ void normalize_row(float *x, const float *y, const float *weight, float eps, float *out, int cols,
                               uint8_t *act_tiles) {
@@ -92,7 +95,8 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
 #pragma unroll
         for (int k = 0; k < VECTORS_PER_THREAD; k++) {
             int vector = k * THREADS + threadIdx.x;
-            // A warp's vectors are one tile of columns: it goes on together, or not at all.
+            // The vectors of a warp are one tile of columns. `Quantizer::store` needs all lanes of
+            // a warp, so a warp skips a tile as a whole.
             if (vector / 32 * 32 >= vectors) continue;
             float normalized[VECTOR] = {};
             if (vector < vectors) {
@@ -140,7 +144,7 @@ NORM_KERNELS(_q8_0, WithQuantizer<QuantizePer32<ActivationFormat::Q8_0>>)
 NORM_KERNELS(_q8_1, WithQuantizer<QuantizePer32<ActivationFormat::Q8_1>>)
 NORM_KERNELS(_q8_k, WithQuantizer<QuantizePer256>)
 
-// `heads` over all rows; a head is `head_dim` values of x.
+// `heads` counts the heads of all rows; a head is `head_dim` values of `x`.
 extern "C" __global__ void __launch_bounds__(32 * NORM_HEADS)
     rms_norm_heads(float *x, const float *weight, float eps, int heads, int head_dim) {
     wait_for_previous_kernel();

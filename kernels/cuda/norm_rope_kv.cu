@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Query, key and value heads between their products and attention, in one pass: the norm of each
-// query and key head (where the model has one), the rotation as in rope.cu, and the write of keys
-// and values to the KV cache as in kv_write.cu. The bits are those of these kernels one after the
-// other.
+// Query, key and value heads between their products and attention, in one pass:
 //
-// A warp per head, eight heads of one row a block. The kernel computes the row's angles while the
-// previous kernel ends. Limit: at few rows the latency of a load and a store, some 2 us; else
-// bytes.
+//   query head   norm (if the model has one) -> rotation -> in place
+//   key head     norm (if the model has one) -> rotation -> in place, and to the KV cache
+//   value head                                              to the KV cache
+//
+// The bits are those of norm.cu, rope.cu and kv_write.cu one after the other. A warp has one head;
+// a block has eight heads of one row. The block computes the row's angles while the previous kernel
+// ends. Limit: bytes; at few rows the latency of a load and a store, some 2 us.
 
 #include <cuda_fp16.h>
 
@@ -21,7 +22,7 @@ namespace {
 constexpr int WARPS = NORM_ROPE_WARPS;
 constexpr int HEAD_DIM_MAX = NORM_ROPE_HEAD_DIM_MAX;
 
-// A head of one token in the cache, as one warp stores it.
+// Stores a head of one token in the cache; called by a whole warp.
 template <typename T>
 struct KvWriterFloat {
     static __device__ __forceinline__ void store_head(const float *values, const KvLayerAddress &kv,
@@ -48,7 +49,8 @@ __device__ __forceinline__ void norm_rope_kv_write(const KvLayerAddress &kv, con
     __shared__ float cosines[HEAD_DIM_MAX / 2], sines[HEAD_DIM_MAX / 2];
     __shared__ float rotated[WARPS][HEAD_DIM_MAX];
     const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // Positions, slots and frequencies were there before the step's first kernel.
+    // The host sent positions, slots and frequencies before the step's first kernel, so this kernel
+    // may read them before the previous one has ended.
     for (int pair = threadIdx.x; pair < p.pairs; pair += 32 * WARPS) {
         rope_angle(p.positions[row], p.inverse_frequencies[pair], p.magnitude, &cosines[pair], &sines[pair]);
     }

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What several kernels compute with, in one place so that it rounds alike everywhere. Sources are
-// compiled with --fmad=false: a product and a sum are fused only where fmaf stands.
+// Arithmetic that several kernels share, so that it rounds alike in all of them. The sources are
+// compiled with --fmad=false: a product and a sum are fused only where the source says fmaf.
 #pragma once
 
 #include <cstdint>
 
-// 2^x, the hardware's own (relative error 2^-22); exact at 0, 0 at minus infinity.
+// 2^x by the hardware's instruction: relative error 2^-22, exact at 0, and 0 at minus infinity.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// e^x with a relative error below 2e-7, the same polynomial as the host backend's (Cephes' expf).
+// e^x with a relative error below 2e-7. The polynomial is the host backend's (Cephes' expf).
 // Arguments are clamped to a range in which the result is a normal number.
 __device__ __forceinline__ float exp_exact(float x) {
     x = fmaxf(fminf(x, 88.0f), -87.0f);
@@ -36,11 +36,12 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-// The kernel may be started while its predecessor in the stream ends: everything before this call
-// may not touch what the predecessor writes or reads.
+// Waits for the end of the previous kernel in the stream. The device may start this kernel earlier,
+// so code before this call must not touch memory that the previous kernel reads or writes.
 __device__ __forceinline__ void wait_for_previous_kernel() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Lets the successor be started. It still waits for this kernel's end before it reads.
+// Lets the device start the next kernel in the stream. That kernel still waits for the end of this
+// one before it reads.
 __device__ __forceinline__ void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Activation rows f32 [tokens][cols] row act_tiles of 8 tokens by 256 values (linear/tile.cuh), by
-// quant's own rules: Q8_0 and Q8_1 per 32 values (d = largest magnitude / 127, halves away from
-// zero, d and d * sum rounded row f16), Q8_K per 256 (the value of largest magnitude becomes -127,
-// halves row even).
+// Converts activation rows f32 [tokens][cols] to activation tiles of 8 tokens by 256 values
+// (linear/tile.cuh). A warp converts 256 values of one token, eight per lane.
 //
-// For F16 and BF16 weights a value becomes the sum of two f16 or three bf16, each the nearest row
-// what is left (even at ties). A warp converts 256 values of one token, eight per lane. Columns
-// beyond the row become zero; tokens beyond the last are left as they are. Limit: 4 bytes read and
-// about 1.1 written per value (4 and 6 for floats); a step's activations are in L2.
+//   quantize_q8_0, _q8_1  per 32 values: d = largest magnitude / 127, ties away from zero; d and
+//                         d * sum are rounded to f16
+//   quantize_q8_k         per 256 values: the value of largest magnitude becomes -127, ties to even
+//   quantize_f16, _bf16   a value becomes the sum of two f16 or three bf16; each is the nearest to
+//                         what is left, ties to even
+//
+// The rules of q8_* are those of crates/quant, bit for bit. Columns beyond the row become zero;
+// tokens beyond the last are left as they are. Limit: bytes, 4 read and about 1.1 written per value
+// (4 and 6 for floats); a step's activations are in the L2 cache.
 
 #include <cuda_bf16.h>
 
@@ -24,7 +27,7 @@ constexpr int WARPS = QUANTIZE_WARPS;
 struct TokenTile {
     const float *x;
     ActTileRow row;
-    // Of the row's 256 columns.
+    // How many of the 256 columns the row has.
     int valid;
 };
 
@@ -39,8 +42,8 @@ __device__ bool find_token_tile(TokenTile &token_tile, const float *x, int token
     return true;
 }
 
-// Values 8 lane row 8 lane + 7; rows are multiples of 16 long, so eight values are inside or
-// outside together.
+// Loads values 8 l to 8 l + 7 in lane l. Rows are multiples of 16 long, so a lane's eight values
+// are all inside the row or all outside.
 __device__ void load(float (&v)[8], const TokenTile &token_tile) {
     int first = threadIdx.x % 32 * 8;
     float4 a = {}, b = {};
@@ -66,7 +69,7 @@ __device__ void store_part(const ActTileRow &row, int part, const uint16_t (&h)[
                                act16_tile_offset(row.token, threadIdx.x % 32)) = words;
 }
 
-// What the rounding of a part leaves over is exact in f32, and is the next part's matter.
+// What is left after a part has been rounded is exact in f32; the next part rounds it.
 __device__ void split_into_bf16(const TokenTile &token_tile) {
     float v[8];
     load(v, token_tile);
@@ -83,8 +86,8 @@ __device__ void split_into_bf16(const TokenTile &token_tile) {
     }
 }
 
-// Values are scaled so that the largest lies between 2^13 and 2^14: nothing overflows, and what is
-// small enough row lose bits has none that count beside the largest.
+// Values are scaled by a power of two, so that the largest lies between 2^13 and 2^14 and nothing
+// overflows. A value so small that it loses bits loses none that count beside the largest.
 __device__ void split_into_f16(const TokenTile &token_tile) {
     float v[8];
     load(v, token_tile);

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Layout 0 (block bytes row after row) to layout 1 (tiles of 16 rows by 256 values) and back:
-// quant::layout on the device.
+// Converts a matrix between layout 0 (block bytes, row after row) and layout 1 (tiles of 16 rows by
+// 256 values). This is quant::layout on the device; linear/planes.cuh has the map of bytes.
 //
-// A block of threads makes one tile, two bytes at a time, of which every field is made. Limit:
-// memory bandwidth, bytes read and written once. Measured on an H200: 300 GB/s, bound by the
-// instructions of finding each byte; the loader's copies from the host bring 55.
+// A thread block converts one tile, two bytes at a time: every field of a block is a multiple of
+// two bytes long. Limit: memory bandwidth, each byte is read and written once. Measured on an H200:
+// 300 GB/s, bound by the instructions that find each byte. The loader's copies from the host bring
+// 55.
 
 #include "abi/elementwise.cuh"
 #include "linear/planes.cuh"
 
-// Grid: (tiles of a row, row tiles). `raw` begins at the first row; rows are `row_bytes` long,
-// `rows` of them.
+// Grid: (tiles of a row, row tiles). `raw` is the first of `rows` rows of `row_bytes` each. Bytes
+// of a tile beyond the matrix become zero.
 extern "C" __global__ void repack_rows_to_tiles(const __grid_constant__ TilePlanes planes,
                                                 const uint8_t *__restrict__ raw, int64_t row_bytes, int rows,
                                                 uint8_t *__restrict__ tiles) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Rotary position embedding in place: pair i of every head of row r turns by positions[r] *
-// inverse_frequencies[i].
+// Rotary position embedding in place: pair i of every head of row r turns by the angle positions[r]
+// * inverse_frequencies[i]. `x` is [rows][heads][head_dim] f32.
 //
-// One thread block per row; a thread forms the rope_angle of one pair (in f64, as the host backend
-// does) and turns that pair of several heads. Limit: bytes, 8 per value; the angles are 64
+// One thread block per row. A thread computes the angle of one pair, in f64 as the host backend
+// does, and turns that pair in several heads. Limit: bytes, 8 per value; the angles are 64
 // evaluations a row.
 
 #include "abi/elementwise.cuh"
@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
          int pairs, int head_dim, int heads) {
     wait_for_previous_kernel();
     launch_next_kernel();
-    // Threads that share a pair take heads in rotate_pair; with more pairs than threads, a thread
+    // Threads that share a pair take heads in turn. If there are more pairs than threads, a thread
     // takes several pairs.
     int sharing = max(THREADS / pairs, 1);
     int share = threadIdx.x / pairs % sharing;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Angles of rotary embeddings, in f64 as the host backend has them, and the rotation of a pair.
+// Angles of rotary embeddings, in f64 as in the host backend, and the rotation of a pair.
 #pragma once
 
 #include <cstdint>
 
-// Sine and cosine for magnitudes below 2^20 within 1e-10: two-part pi / 2, then Taylor series on
-// |r| <= pi / 4.
+// Sine and cosine within 1e-10 for magnitudes below 2^20. The argument is reduced to |r| <= pi / 4
+// by a pi / 2 in two parts; then Taylor series follow.
 __device__ inline void sine_cosine(double x, double *sine, double *cosine) {
     double quarter = round(x / 1.5707963267948966);
     double r = (x - quarter * 1.5707963267341256) - quarter * 6.077100506506192e-11;

@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out = gate / (1 + exp(-gate)) * up, value by value. *_q8_0, _q8_1 and _q8_k also quantise the
-// rows into activation tiles, as quantize.cu does, while the values are in registers. Limit: bytes,
-// 12 per value.
+// out = gate / (1 + exp(-gate)) * up, value by value.
+//
+//   silu_and_mul           four values per thread
+//   silu_and_mul_scalar    one value per thread, if their number is no multiple of four
+//   *_q8_0, _q8_1, _q8_k   also quantise the rows into activation tiles, as quantize.cu does, while
+//                          the values are in registers; a warp per token and 256 columns
+//
+// Limit: bytes, 12 per value.
 
 #include "abi/elementwise.cuh"
 #include "linear/quantize.cuh"
@@ -18,7 +23,7 @@ __device__ float4 silu(float4 g, float4 u) {
     return make_float4(silu(g.x, u.x), silu(g.y, u.y), silu(g.z, u.z), silu(g.w, u.w));
 }
 
-// A warp per token and tile of columns.
+// A warp computes one token's values of one tile of columns.
 template <class Quantizer>
 __device__ void silu_and_mul_rows(const float *gate, const float *up, float *out, int tokens, int cols,
                                   uint8_t *act_tiles) {
@@ -44,7 +49,7 @@ __device__ void silu_and_mul_rows(const float *gate, const float *up, float *out
 
 }  // namespace
 
-// `vectors` of four values.
+// `vectors` counts vectors of four values.
 extern "C" __global__ void __launch_bounds__(SILU_THREADS)
     silu_and_mul(const float4 *gate, const float4 *up, float4 *out, uint64_t vectors) {
     wait_for_previous_kernel();
@@ -54,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(SILU_THREADS)
 }
 CHECK_SIGNATURE(silu_and_mul, SiluAndMul);
 
-// For numbers of values that are no multiple of four.
+// For a number of values that is no multiple of four.
 extern "C" __global__ void __launch_bounds__(SILU_THREADS)
     silu_and_mul_scalar(const float *gate, const float *up, float *out, uint64_t values) {
     wait_for_previous_kernel();
