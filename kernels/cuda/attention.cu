@@ -1,49 +1,61 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Causal attention over the paged KV cache: out = sum_p softmax_p(scale * query . key_p) * value_p.
+// Causal attention over the paged KV cache: out = sum_p softmax_p(scale * query . key_p) * value_p,
+// over the positions p up to the row's own.
 //
-//   attention_split_kv_*  decode rows and short runs of tokens (attention/split_kv.cuh); writes partial results
-//   attention_merge       merges the partial results of a row and head; *_q8_0, _q8_1 and _q8_k also quantise the row
-//                         into activation tiles, as quantize.cu does
+//   attention_split_kv_*  decode rows and short runs of tokens (attention/split_kv.cuh); writes
+//                         partial results
+//   attention_merge       merges the partial results of a row and head
+//   attention_merge_q8_*  also quantise the row into activation tiles, as quantize.cu does
 //   attention_prefill_*   long runs of tokens (attention/prefill.cuh)
 //   attention_scalar_*    f32 caches and shapes without a tensor-core kernel (attention/scalar.cuh)
 //
-// Query heads of a KV head share one tile: pair i is token i / group, head i % group.
+// The query heads of a KV head share one tile: pair i is token i / group, head i % group.
 //
-//         keys of a sequence, in position order                       one block of split_kv: 4 warps
-//   +--------+--------+--------+--------+---              S = Q K^T, 16 pairs x 64 keys      O += P V, 16 pairs x DIM
-//   | tile 0 | tile 1 | tile 2 | tile 3 | ...             +------+------+------+------+      +------+------+------+------+
-//   | 64 keys|        |        |        |                 | w0   | w1   | w2   | w3   |  ->  | w0   | w1   | w2   | w3   |
-//   +--------+--------+--------+--------+---              |16keys|      |      |      |  P   |DIM/4 |      |      |      |
-//   |<---- split 0 -->|<---- split 1 -->|                 +------+------+------+------+      +------+------+------+------+
-//                                                          max over warps by shared memory    no sum crosses a warp
+//   keys of a sequence, in position order
+//   +---------+---------+---------+---------+---
+//   | tile 0  | tile 1  | tile 2  | tile 3  | ...       a tile is 64 keys
+//   +---------+---------+---------+---------+---
+//   |<---- split 0 ---->|<---- split 1 ---->|
 //
-//   KV pipeline (attention/kv_pipeline.cuh), two stages of one tile of keys and values each:
-//     cp.async    tile 0 -> stage 0 | tile 1 -> stage 1 | tile 2 -> stage 0 | ...
-//     MMA                             tile 0              tile 1              tile 2
-//     block table                     address of tile 3   of tile 4           of tile 5
+//   one block of attention_split_kv: 4 warps
+//   S = Q K^T, 16 pairs x 64 keys               O += P V, 16 pairs x DIM
+//   +-------+-------+-------+-------+           +-------+-------+-------+-------+
+//   | w0    | w1    | w2    | w3    |     P     | w0    | w1    | w2    | w3    |
+//   |16 keys|16 keys|16 keys|16 keys|    --->   | DIM/4 | DIM/4 | DIM/4 | DIM/4 |
+//   +-------+-------+-------+-------+           +-------+-------+-------+-------+
+//   maxima over warps by shared memory          no sum crosses a warp
 //
-//   A prefill block has 64 pairs: each warp computes 16 pairs against all 64 keys of a tile, keeps O in registers, and merges
-//   splits there. The fragments of mma.m16n8k16 come from shared memory by ldmatrix; a lane 4 g + t holds rows g and g + 8.
+//   KV pipeline (attention/kv_pipeline.cuh), two stages of one tile of keys and values each
+//     cp.async     tile 0 -> stage 0 | tile 1 -> stage 1 | tile 2 -> stage 0 | ...
+//     MMA                            | tile 0            | tile 1            | tile 2
+//     addresses    of tiles 0 and 1  | of tile 2         | of tile 3         | of tile 4
+//     block table  tiles 0, 1 and 2  | tile 3            | tile 4            | tile 5
 //
-// Order of a row's sums, whatever kernel computes it and whatever shares the step (invariant I5):
+// A prefill block has 64 pairs. Each warp computes 16 pairs against all 64 keys of a tile, keeps O
+// in registers, and merges splits there. The fragments of mma.m16n8k16 come from shared memory by
+// ldmatrix; lane 4 g + t holds rows g and g + 8.
 //
-// 1. Keys are visited in position order in tiles of 64.
-// 2. Tiles are grouped into splits of S keys at absolute multiples of S. S depends on the row's own
-//    position alone: 64 below 2,048, twice that for every doubling, so that a row has at most 32
-//    splits.
-// 3. Inside a split: an online softmax over tiles, sums by m16n8k16 products, queries and weights
+// The order of a row's sums does not depend on the kernel that computes the row, nor on the other
+// rows of the step (invariant I5):
+//
+// 1. Keys are visited in position order, in tiles of 64.
+// 2. Tiles are grouped into splits of S keys, at absolute multiples of S. S depends on the row's own
+//    position alone: 64 below 2,048, twice that for every doubling. So a row has at most 32 splits.
+// 3. Within a split: an online softmax over tiles, sums by m16n8k16 products, queries and weights
 //    rounded to f16, sums in f32. The sum of weights is one more column of the product.
 // 4. Splits are merged in ascending order by `SplitMerge::update`.
 //
-// Caches of bf16 and q8_0 have kernels in images of their own (attention_bf16.cu,
-// attention_q8_0.cu), which are loaded where there is such a cache. The kernels here merge the
-// partial results of all types.
+// The kernels for caches of bf16 and q8_0 are in images of their own (attention_bf16.cu,
+// attention_q8_0.cu), which the worker loads only for such a cache. The merge kernels here merge
+// the partial results of all types.
 //
-// Keys beyond a tile's last token are not loaded (zeros instead): their memory may be unmapped, or
-// hold values that are not finite. Limit: decode, bytes of the cache; prefill, tensor cores and the
-// f32 work between two products. Measured on an H200 with 32 heads on 8 of 128: one row at 16,000
-// keys 2.8 TB/s, 64 rows 3.8 (of 4.3); a chunk of 2,048 at 16,384 240 TFLOP/s.
+// Keys beyond the last token of a tile are not loaded but zero: their memory may be unmapped, or
+// hold values that are not finite.
+//
+// Limit: decode, bytes of the cache; prefill, tensor cores and the f32 work between two products.
+// Measured on an H200 with 32 query heads on 8 KV heads of 128: one row at 16,000 keys 2.8 TB/s, 64
+// rows 3.8 (of 4.3); a chunk of 2,048 at 16,384 240 TFLOP/s.
 
 #include "attention/prefill.cuh"
 #include "attention/kv_16bit.cuh"
@@ -69,12 +81,12 @@ SCALAR_KERNEL(f32, KvReaderFloat<float>)
 
 namespace {
 
-// The merge_dimension value of dimension `i` of a row and head, whose factors the lanes of a warp
-// splits out together: at most 32 splits, one a lane.
+// The merged value of dimension `i` of a row and head. The lanes of a warp compute the factors of
+// all splits together: there are at most 32 splits, one per lane.
 __device__ __forceinline__ float merge_dimension(const float *partial_sums, const float2 *partial_weights,
                                                  const PartialMerge &merge, size_t head, int heads, int dim,
                                                  int i) {
-    // Partials of a round, all asked for before the first is used.
+    // A thread loads the partial sums of this many splits before it uses the first.
     constexpr int ROUND = 16;
     const int lane = threadIdx.x % 32, splits = merge.splits;
     const size_t step = size_t(merge.stride) * heads * dim;
@@ -88,7 +100,7 @@ __device__ __forceinline__ float merge_dimension(const float *partial_sums, cons
     load_round(0);
     float2 own = make_float2(NO_SCORE, 0.0f);
     if (lane < splits) own = partial_weights[(merge.partial + lane * merge.stride) * heads + head];
-    // The largest score up to and including this lane's split, then the factors of
+    // The largest score up to and including this lane's split; then the factors of
     // `SplitMerge::update`.
     float largest = own.x;
 #pragma unroll
@@ -117,8 +129,8 @@ __device__ __forceinline__ float merge_dimension(const float *partial_sums, cons
     return __fdiv_rn(sum, weight);
 }
 
-// A block per row and 256 columns of the output, which are whole heads; all rows of the step are
-// merge_dimension.
+// A block merges one row and 256 columns of the output, which are whole heads, and quantises them.
+// It is launched for steps whose rows are all merged.
 template <class Quantizer>
 __device__ void merge_and_quantize(const float *partial_sums, const float2 *partial_weights,
                                    const PartialMerge *merges, const uint32_t *count, int heads, int dim,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// attention.cu over keys and values of bf16: products in bf16, so queries and weights are rounded
-// to 8 bits as keys and values are, and nothing leaves the range that an f32 has.
+// The kernels of attention.cu for a cache of bf16. Products are in bf16, so queries and weights are
+// rounded to 8 bits, as keys and values are; every value that f32 can hold stays in range.
 
 #include "attention/prefill.cuh"
 #include "attention/kv_16bit.cuh"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// attention.cu over keys and values of q8_0: a product's operand is scale times byte, rounded to
-// f16.
+// The kernels of attention.cu for a cache of q8_0. Operands of products are scale times byte,
+// rounded to f16.
 
 #include "attention/kv_q8_0.cuh"
 #include "attention/prefill.cuh"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Products with Q2_K weights. linear/kquants.cuh has the arithmetic, linear/matvec.cuh and linear/matmul.cuh
-// the order of sums and the limits.
+// Products with Q2_K weights. linear/kquants.cuh has the arithmetic, linear/matvec.cuh and
+// linear/matmul.cuh the order of sums and the limits.
 
 #include "linear/kquants.cuh"
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Keys and values of two bytes, f16 or bf16, which tensor cores multiply as they are.
+// Keys and values of two bytes, f16 or bf16. Tensor cores multiply them as they are in the cache.
 //
-//   stage   | 64 keys x (DIM + pad) | 64 values x (DIM + pad) |     the pad spreads rows over the banks
+//   stage   | 64 keys x (DIM + PAD) | 64 values x (DIM + PAD) |   PAD spreads rows over the banks
 
 #pragma once
 
@@ -17,10 +17,11 @@ struct Kv16Bit {
     static constexpr int PITCH = DIM + PAD;
     static constexpr int VECTORS = DIM / 8;
     static constexpr int STAGE_BYTES = 2 * TILE * PITCH * sizeof(__half);
-    // Chunks need no memory for keys and values beside the stages.
+    // The prefill kernel multiplies keys and values in the stages, so it needs no memory for f16
+    // copies.
     static constexpr int DEQUANTIZED_BYTES = 0;
 
-    // Of a token's keys.
+    // Address of a token's keys; the values are `head_bytes` behind them.
     using KeyAddress = const uint8_t *;
 
     static __device__ __forceinline__ KeyAddress key_address(const KvLayerAddress &kv, uint32_t block,
@@ -28,8 +29,8 @@ struct Kv16Bit {
         return head_keys(kv, block, head) + size_t(token) * (DIM * sizeof(__half));
     }
 
-    // Starts the copies of the 64 keys that `addresses` has, and of their values; those beyond
-    // `valid` become zero.
+    // Starts the copies of the 64 keys at `addresses`, and of their values. Keys and values from
+    // `valid` on become zero.
     static __device__ __forceinline__ void load(uint8_t *stage, const KeyAddress *addresses,
                                                 uint32_t head_bytes, int valid) {
         constexpr int ROUNDS = TILE * VECTORS / THREADS;
@@ -45,19 +46,21 @@ struct Kv16Bit {
         }
     }
 
-    // Four dimensions of a query.
+    // Stores four dimensions of a query.
     static __device__ __forceinline__ void store_query(__half *row, int dim, uint32_t low, uint32_t high) {
         *reinterpret_cast<uint2 *>(row + dim) = make_uint2(low, high);
     }
 
-    // Keys `first` to `first + 15` of a stage, dimensions 16 k to 16 k + 15, for two products.
+    // Loads the B fragments of two products: keys `first` to `first + 15`, dimensions 16 k to 16 k
+    // + 15.
     static __device__ __forceinline__ void load_key_fragment(uint32_t (&b)[4], const uint8_t *stage,
                                                              int first, int k) {
         load_matrices(
             b, fragment_address_b(reinterpret_cast<const __half *>(stage) + first * PITCH + 16 * k, PITCH));
     }
 
-    // Adds the share of 16 keys to a warp's dimensions: a quarter of them.
+    // Adds the share of keys 16 k to 16 k + 15 to this warp's dimensions, which are a quarter of
+    // all.
     template <int COLS>
     static __device__ __forceinline__ void accumulate_values(float (&sums)[COLS][4],
                                                              const uint32_t (&weights)[4],
@@ -66,7 +69,8 @@ struct Kv16Bit {
         const __half *corner = values + 16 * k * PITCH + warp * COLS * 8;
 #pragma unroll
         for (int n = 0; n < COLS; n += 2) {
-            // An odd last column tile is loaded with its left neighbour.
+            // One ldmatrix loads two column tiles. An odd last one is loaded with its left
+            // neighbour.
             constexpr int BACK = COLS % 2;
             const int at = n + 1 < COLS ? n : n - BACK;
             uint32_t value[4];
@@ -80,7 +84,7 @@ struct Kv16Bit {
         }
     }
 
-    // What a thread has of a row after `accumulate_values`.
+    // Stores the sums of this thread for one row: row g if `half` is 0, row g + 8 if it is 1.
     template <int COLS>
     static __device__ __forceinline__ void store_sums(float *row, const float (&sums)[COLS][4], int half,
                                                       int warp, int lane) {
@@ -90,7 +94,7 @@ struct Kv16Bit {
             *reinterpret_cast<float2 *>(to + n * 8) = make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
     }
 
-    // The halves of a stage, of pitch PITCH: keys, then values.
+    // Keys, then values, as the prefill kernel multiplies them: rows of PITCH values.
     static __device__ __forceinline__ const __half *f16_tiles(const uint8_t *stage, __half *) {
         return reinterpret_cast<const __half *>(stage);
     }

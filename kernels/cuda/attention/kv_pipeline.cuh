@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The KV pipeline: tiles of keys and values come into shared memory through two stages, one tile
-// ahead of the products.
+// The KV pipeline. It copies tiles of keys and values to shared memory by cp.async, through two
+// stages, one tile ahead of the products. attention.cu has a drawing.
 
 #pragma once
 
@@ -9,15 +9,16 @@
 
 namespace {
 
-// Where the keys of tiles stand: a thread for each of 64 keys looks it up, its block two tiles
-// before it is asked for and the keys one, so that nobody waits for the table.
+// Finds the addresses of a tile's keys: thread t looks up key t, for 64 keys. The thread reads the
+// block table two tiles before the copies start, and computes the address one tile before, so that
+// no copy waits for the table.
 template <class Cache>
 struct KeyAddresses {
     const KvLayerAddress &kv;
     const uint32_t *table;
     uint32_t head, first, last;
 
-    // The block of this thread's key of tile `tile`. Keys beyond the last have the last one's keys.
+    // The block of this thread's key in `tile`. Beyond the last key, it is the last key's block.
     __device__ __forceinline__ uint32_t block(int tile) const {
         return threadIdx.x < TILE ? table[position(tile) / kv.block_tokens] : 0;
     }
@@ -28,7 +29,7 @@ struct KeyAddresses {
             addresses[threadIdx.x] = Cache::key_address(kv, block, head, position(tile) % kv.block_tokens);
     }
 
-    // Keys of a tile that there are.
+    // How many keys of the tile exist; 64 or more for a full tile.
     __device__ __forceinline__ int valid(int tile) const { return last - first - tile * TILE + 1; }
 
     __device__ __forceinline__ uint32_t position(int tile) const {
@@ -43,13 +44,14 @@ struct KvPipeline {
 
     const KeyAddresses<Cache> keys;
     AddressBuffer &addresses;
-    // Where a block has one tile at most, there is memory for one.
+    // Shared memory of STAGES stages, or of one if a thread block never has more than one tile.
     uint8_t *stages;
     int tiles;
-    // Of the tile behind those that have addresses.
+    // This thread's block in the first tile that has no addresses yet.
     uint32_t block;
 
-    // Finds the addresses of the first tiles. The block's threads meet before the first `load`.
+    // Finds the addresses of the first tiles. A barrier of the thread block must follow before the
+    // first `load_tile`.
     __device__ __forceinline__ void prefetch() {
         uint32_t blocks[STAGES];
 #pragma unroll
@@ -59,7 +61,9 @@ struct KvPipeline {
         for (int tile = 0; tile < STAGES; tile++) keys.store(addresses[tile], tile, blocks[tile]);
     }
 
-    // The stage of `tile`, once it is there. The threads have met since they used the tile before.
+    // Waits for the copies of `tile`, starts those of the next tile, and returns the stage. The
+    // next tile overwrites the stage of the tile before, so a barrier must have followed the last
+    // use of that tile.
     __device__ __forceinline__ const uint8_t *wait(int tile) {
         const int next = tile + 1;
         if (next < tiles) {

@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Keys and values of q8_0: signed bytes and an f16 scale for 32 of them. A product multiplies scale
-// times byte, rounded to f16 (kv_store.cuh stores no scale with which that overflows).
+// Keys and values of q8_0: signed bytes, and an f16 scale per 32 of them. An operand of a product
+// is scale times byte, rounded to f16. kv_store.cuh stores no scale with which that overflows.
 //
-// A pipeline stage holds what the cache does: the bytes of a tile's keys, then of its values, in
-// rows of DIM with a pad, then the scales of both. The split-KV kernel converts rows to fragments
-// in registers. In the prefill kernel four warps need all rows, so a tile is converted to f16 once.
+// A pipeline stage has the cache's bytes: rows of DIM bytes with a pad, then the scales. The
+// split-KV kernel converts rows to fragments in registers. In the prefill kernel four warps need
+// all rows, so the block converts a tile to f16 once.
 //
-//   stage   | 64 keys x (DIM + pad) bytes | 64 values x (DIM + pad) bytes | scales of keys | scales of values |
+//   stage   | bytes: 64 keys x (DIM + pad) | 64 values x (DIM + pad) | key, value scales |
 //
-// Inside 16 dimensions the order of a product is that of the bytes of word 0: dimensions 4 c and 4
-// c + 1 are its 2 c and 2 c + 1, 4 c + 2 and 4 c + 3 its 8 + 2 c and 9 + 2 c. Queries stand in that
-// order, and the keys of prefills.
+// Within 16 dimensions, the K index of a product is permuted, so that the four bytes of one word
+// are the four K elements that a lane's B fragment holds. Queries are stored in that order, and so
+// are the keys of the prefill kernel.
+//
+//   dimension   4 c    4 c + 1    4 c + 2    4 c + 3         word c of 16 bytes, lane 4 g + c
+//   K index     2 c    2 c + 1    2 c + 8    2 c + 9
 
 #pragma once
 
@@ -19,8 +22,9 @@
 
 namespace {
 
-// Two bytes of a word as f16_tiles; the word has them 128 more than they are, and so unsigned.
-// Kv16Bit from 1,024 on count in ones, so that their last bits are such a byte.
+// Converts two bytes of a word to f16. The bytes hold their value plus 128, so they are unsigned.
+// An f16 from 1,024 on counts in ones, so its last eight bits can be such a byte: 1,024 + byte. The
+// subtraction of 1,024 + 128 leaves the value.
 __device__ __forceinline__ __half2 as_halves(uint32_t bytes, uint32_t selector) {
     uint32_t magic = __byte_perm(bytes, 0x64646464, selector), offset = 0x64806480;
     return __hsub2(*reinterpret_cast<__half2 *>(&magic), *reinterpret_cast<__half2 *>(&offset));
@@ -28,7 +32,7 @@ __device__ __forceinline__ __half2 as_halves(uint32_t bytes, uint32_t selector) 
 
 __device__ __forceinline__ uint32_t bits(__half2 x) { return *reinterpret_cast<uint32_t *>(&x); }
 
-// Four signed bytes times their scale.
+// Four signed bytes times their scale, as f16.
 __device__ __forceinline__ uint2 scaled(uint32_t word, __half2 scale) {
     uint32_t bytes = word ^ 0x80808080;
     return make_uint2(bits(__hmul2(as_halves(bytes, 0x4140), scale)),
@@ -39,7 +43,7 @@ template <int HEAD_DIM>
 struct KvQ8_0 {
     using Mma = MmaF16;
     static constexpr int DIM = HEAD_DIM;
-    // Of f16_tiles: queries, and keys and values of chunks.
+    // Pitch of rows in f16: queries, and the converted keys and values of the prefill kernel.
     static constexpr int PITCH = DIM + PAD;
     static constexpr int ROW = DIM + PAD_BYTES;
     static constexpr int VECTORS = DIM / 16;
@@ -101,14 +105,15 @@ struct KvQ8_0 {
         }
     }
 
-    // The dimension that output_column `index` of a warp's output_column tile `n` is. Where a warp
-    // has 2 or 4 tiles, a thread's dimensions are neighbours, that one load has; else a tile's are.
+    // The dimension that is column `index` of column tile `n` of a warp. If a warp has 2 or 4
+    // column tiles, the dimensions that a thread needs are neighbours, which one load reads. If it
+    // has 3, the dimensions of a column tile are neighbours.
     template <int COLS>
     static __device__ __forceinline__ int output_column(int n, int warp, int index) {
         return warp * COLS * 8 + (COLS % 2 ? 8 * n + index : COLS * index + n);
     }
 
-    // One byte of a value for each output_column tile.
+    // Loads one byte of a value for each column tile.
     template <int COLS>
     static __device__ __forceinline__ uint32_t load_value_bytes(const uint8_t *row, int warp, int index) {
         const uint8_t *from = row + output_column<COLS>(0, warp, index);
@@ -126,7 +131,7 @@ struct KvQ8_0 {
         uint32_t b[COLS][2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            // Two keys that stand in one register of an operand.
+            // The two keys of one register of a B fragment.
             const int key = 16 * k + lane % 4 * 2 + 8 * half;
             const uint8_t *row = stage + VALUES + key * ROW;
             uint32_t first = load_value_bytes<COLS>(row, warp, lane / 4),
@@ -135,7 +140,8 @@ struct KvQ8_0 {
                                  __byte_perm(first, second, 0x7362) ^ 0x80808080};
 #pragma unroll
             for (int n = 0; n < COLS; n++) {
-                // The output_column tiles of a warp with 2 or 4 have one scale.
+                // If a warp has 2 or 4 column tiles, they lie in one block of 32 dimensions, which
+                // has one scale.
                 const int dim = warp * COLS * 8 + (COLS % 2 ? 8 * n : 0);
                 __half2 scales = __halves2half2(scale(stage + VALUE_SCALES, key, dim),
                                                 scale(stage + VALUE_SCALES, key + 1, dim));
@@ -149,7 +155,7 @@ struct KvQ8_0 {
     template <int COLS>
     static __device__ __forceinline__ void store_sums(float *row, const float (&sums)[COLS][4], int half,
                                                       int warp, int lane) {
-        // A thread has columns 2 c and 2 c + 1 of each tile.
+        // A thread has columns 2 c and 2 c + 1 of each column tile.
         const int index = lane % 4 * 2;
         if constexpr (COLS % 2) {
 #pragma unroll
@@ -167,7 +173,7 @@ struct KvQ8_0 {
         }
     }
 
-    // Makes a stage into f16_tiles of pitch PITCH: keys, then values.
+    // Converts a stage to f16 for the prefill kernel: keys, then values, in rows of PITCH values.
     static __device__ __forceinline__ const __half *f16_tiles(const uint8_t *stage, __half *dequantized) {
         constexpr int ROUNDS = TILE * VECTORS / THREADS;
 #pragma unroll
@@ -185,7 +191,8 @@ struct KvQ8_0 {
             uint4 high = is_value ? make_uint4(c.x, c.y, e.x, e.y) : make_uint4(a.y, b.y, c.y, e.y);
             uint4 *to = reinterpret_cast<uint4 *>(dequantized + (is_value ? TILE * PITCH : 0) +
                                                   token * PITCH + vector * 16);
-            // Kv16Bit of eight pieces fall into different banks.
+            // A thread stores two vectors of 16 bytes. Threads with `vector` 4 to 7 store the second
+            // one first, so that the stores of eight threads fall into different banks.
             const bool swapped = vector & 4;
             to[swapped] = swapped ? high : low;
             to[!swapped] = swapped ? low : high;

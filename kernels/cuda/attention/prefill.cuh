@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Long runs of tokens: a block computes 64 (row, head) pairs of one KV head over all their keys; a
-// warp has 16 pairs. It merges splits in registers.
+// Attention for long runs of tokens, drawn in attention.cu. A block computes 64 (row, head) pairs
+// of one KV head over all their keys, of which a warp has 16 pairs. The warp merges splits in
+// registers.
+//
+//   grid: (query tiles, KV heads)      queries, out: f32 [rows][heads][DIM]
+//   per tile of 64 keys: S = Q K^T -> online softmax -> O += P V; at the end of a split: merge
 
 #pragma once
 
@@ -9,8 +13,8 @@
 
 namespace {
 
-// One column tile of eight values is 4 registers of a thread; two sets of DIM / 8 of them are most
-// of what it has.
+// A column tile of eight dimensions takes 4 registers of a thread. Two sets of DIM / 8 column tiles
+// (the split's sums and the merged sums) take most of a thread's registers.
 template <class Cache>
 __device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueries &queries,
                                   const uint32_t *tables, const QueryTile *query_tiles,
@@ -27,7 +31,7 @@ __device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueri
 
     const uint32_t count = *query_tile_count;
     if (blockIdx.x >= count) return;
-    // Late chunks have the most keys: they go first.
+    // Later query tiles of a sequence have more keys, so the first blocks take the last tiles.
     const QueryTile query_tile = query_tiles[count - 1 - blockIdx.x];
     const uint32_t kv_head = blockIdx.y;
     const int pairs = query_tile.tokens * queries.group;
@@ -97,7 +101,8 @@ __device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueri
         }
 #pragma unroll
         for (int k = 0; k < TILE / 16; k++) {
-            // What a product leaves in a thread is what the next one takes from it.
+            // The C fragments that hold a thread's scores are the A fragment that it needs for its
+            // weights: no exchange between lanes is necessary.
             uint32_t weights[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {

@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Shapes and types without a tensor-core kernel: a block computes one row and head in f32.
+// Attention in f32, without tensor cores, for types and shapes that have no tensor-core kernel. A
+// block computes one row and head.
+//
+//   grid: (rows, heads)      queries, out: f32 [rows][heads][dim]
+//   per tile of 64 keys: scores, two threads a key -> weights -> sums, a thread a dimension -> merge
+//
+// Limit: latency of loads, since keys and values are not staged in shared memory.
 
 #pragma once
 

@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Decode rows and short runs of tokens: a block computes (rows of one sequence, KV head, split).
-// Its warps share the 16 x 64 scores by keys and the output by dimensions, so no sum is divided
-// between warps. It writes partial results, which attention.cu merges.
+// Attention for decode rows and short runs of tokens, drawn in attention.cu. A block computes one
+// split for up to 16 (row, head) pairs of one sequence and KV head. Its warps divide the 16 x 64
+// scores by keys, and the output by dimensions, so that no sum is divided between warps.
+//
+//   grid: (splits, KV heads)
+//   partial_sums [partial][heads][DIM] f32, partial_weights [partial][heads] (largest score, sum)
+//
+// The block writes partial results, which the merge kernels of attention.cu merge.
 
 #pragma once
 
@@ -17,7 +22,7 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
     using Mma = typename Cache::Mma;
     constexpr int DIM = Cache::DIM, PITCH = Cache::PITCH;
     constexpr int WEIGHT_PITCH = TILE + PAD;
-    // Column tiles of the output that a warp has.
+    // Column tiles of the output per warp.
     constexpr int COLS = DIM / 8 / WARPS;
     extern __shared__ __align__(16) uint8_t shared[];
     __half *const query_rows = reinterpret_cast<__half *>(shared + stage_count * Cache::STAGE_BYTES);
@@ -25,8 +30,8 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
     __shared__ float largest_by_warp[WARPS][16];
     __shared__ typename KvPipeline<Cache>::AddressBuffer addresses;
 
-    // Plans and tables were sent before the step's first kernel: they may be read before the
-    // predecessor has ended.
+    // The host sent plans and tables before the step's first kernel, so this kernel may read them
+    // before the previous one has ended.
     const uint32_t count = *split_count;
     const KvSplit split = splits[blockIdx.x];
     if (blockIdx.x >= count) return;
@@ -144,10 +149,11 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
 
 }  // namespace
 
-// Blocks that registers leave room for on a multiprocessor; 0: the compiler's choice. With heads of
-// 64, and splits of one tile, shared memory has room for more than the 5 blocks of that choice: on
-// an H200, 64 rows at 1,000 keys took 57.7 us so, and take 54.9. Larger heads would spill; asking
-// for no more blocks than they have made them slower by up to a tenth.
+// Blocks per multiprocessor for which the compiler must leave registers; 0 is the compiler's
+// choice. With heads of 64 and splits of one tile, shared memory has room for more than the 5
+// blocks of that choice. With 6 blocks, 64 rows at 1,000 keys on an H200 take 54.9 us instead of
+// 57.7. Larger heads would spill registers; asking for no more blocks than they have made them
+// slower by up to a tenth.
 #define SPLIT_KV_BLOCKS(DIM) (DIM == 64 ? 6 : 0)
 
 #define SPLIT_KV_KERNEL(DIM, CACHE)                                                                       \

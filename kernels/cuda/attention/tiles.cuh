@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // What the attention kernels share: asynchronous copies, products on tensor cores, the online
-// softmax of a split and the merge of splits. The order of sums stands in the head of attention.cu.
+// softmax of a split, and the merge of splits. The head of attention.cu defines the order of sums.
 //
-// A kernel is a template over a Cache: how keys and values stand in memory and in a pipeline stage,
-// and how they become fragments (kv_16bit.cuh, kv_q8_0.cuh).
+// A kernel is a template over a Cache: how keys and values are stored in memory and in a pipeline
+// stage, and how they become fragments (kv_16bit.cuh, kv_q8_0.cuh).
 
 #pragma once
 
@@ -20,8 +20,8 @@ namespace {
 constexpr int TILE = ATTENTION_TILE;
 constexpr int WARPS = ATTENTION_WARPS;
 constexpr int THREADS = 32 * WARPS;
-// Kv16Bit between the ends of rows in shared memory: rows of 16-byte pieces then fall into
-// different banks.
+// 16-bit values between the rows in shared memory. Vectors of 16 bytes in successive rows then fall
+// into different banks. PAD_BYTES is the same for rows of bytes.
 constexpr int PAD = ATTENTION_PAD;
 constexpr int PAD_BYTES = ATTENTION_PAD_BYTES;
 constexpr float NO_SCORE = -INFINITY;
@@ -30,13 +30,13 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Starts a copy of 16 bytes; zeros instead if not `valid`.
+// Starts a copy of 16 bytes. If not `valid`, it writes zeros and does not read `from`.
 __device__ __forceinline__ void copy_async_16(void *to, const void *from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                  "r"(valid ? 16 : 0));
 }
 
-// The same of 4 or 8 bytes.
+// The same for 4 or 8 bytes.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(void *to, const void *from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from),
@@ -64,7 +64,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], const
                  : "memory");
 }
 
-// What products multiply: c += a b, 16 x 16 by 16 x 8, sums in f32.
+// Products of f16: c += a b, 16 x 16 by 16 x 8, sums in f32.
 struct MmaF16 {
     static constexpr uint32_t ONES = 0x3C003C00;
 
@@ -83,7 +83,8 @@ struct MmaF16 {
     }
 };
 
-// Values beyond f16's range stay what they are; queries and weights have 8 bits.
+// Products of bf16. Values beyond f16's range stay in range; queries and weights are rounded to 8
+// bits.
 struct MmaBf16 {
     static constexpr uint32_t ONES = 0x3F803F80;
 
@@ -102,13 +103,15 @@ struct MmaBf16 {
     }
 };
 
-// A running softmax over the tiles of one split, of one row.
+// The running softmax of one row over the tiles of one split.
 struct OnlineSoftmax {
     float largest = NO_SCORE;
-    // What the largest score so far counts from: 0 while there is none.
+    // What exponents are relative to: the largest score so far, or 0 while all scores are NO_SCORE,
+    // whose difference would be NaN.
     float base = 0.0f;
 
-    // Takes the largest score of a tile; returns the factor on what was summed before.
+    // Updates the largest score by that of a tile. Returns the factor for the sums of the tiles
+    // before.
     __device__ __forceinline__ float update_max(float tile_largest) {
         float before = largest;
         largest = fmaxf(before, tile_largest);
@@ -119,7 +122,8 @@ struct OnlineSoftmax {
     __device__ __forceinline__ float weight(float score) const { return exp2_fast(score - base); }
 };
 
-// Merged splits of one row. The first split always has keys of the row, later ones may have none.
+// The merge of the splits of one row. The first split always has a key that the row sees, so
+// `largest` is finite after it; later splits may have none.
 struct SplitMerge {
     float largest = NO_SCORE;
     float old_factor, new_factor;
@@ -136,7 +140,8 @@ struct SplitMerge {
     }
 };
 
-// Rounds `pairs` pairs of an query_tile for products, scaled; the rest of `rows` rows become zero.
+// Stores the `pairs` pairs of a query tile, scaled and rounded for products; the rest of `rows`
+// rows become zero.
 template <class Cache>
 __device__ __forceinline__ void load_queries(__half *to, const AttentionQueries &queries,
                                              const QueryTile &query_tile, uint32_t kv_head, int pairs,
@@ -157,14 +162,15 @@ __device__ __forceinline__ void load_queries(__half *to, const AttentionQueries 
     }
 }
 
-// Address of this lane's row for ldmatrix: matrices 0 and 1 are rows 0-7 and 8-15 of the left half,
-// 2 and 3 of the right one.
+// Address of this lane's row for ldmatrix, for an A fragment: matrices 0 and 1 are rows 0-7 and
+// 8-15 of the left half, 2 and 3 those of the right half.
 __device__ __forceinline__ const __half *fragment_address_a(const __half *corner, int pitch) {
     int lane = threadIdx.x % 32;
     return corner + (lane % 16) * pitch + lane / 16 * 8;
 }
 
-// Matrices 0 and 1 are the left and right half of rows 0-7, 2 and 3 of rows 8-15.
+// The same for two B fragments: matrices 0 and 1 are the left and right half of rows 0-7, 2 and 3
+// those of rows 8-15.
 __device__ __forceinline__ const __half *fragment_address_b(const __half *corner, int pitch) {
     int lane = threadIdx.x % 32;
     return corner + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8;
