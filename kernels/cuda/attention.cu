@@ -36,12 +36,13 @@
 // in registers, and merges splits there. The fragments of mma.m16n8k16 come from shared memory by
 // ldmatrix; lane 4 g + t holds rows g and g + 8.
 //
-// The order of a row's sums does not depend on the kernel that computes the row, nor on the other
-// rows of the step (invariant I5):
+// The order of a row's sums depends neither on the kernel nor on the other rows of the step
+// (invariant I5):
 //
 // 1. Keys are visited in position order, in tiles of 64.
-// 2. Tiles are grouped into splits of S keys, at absolute multiples of S. S depends on the row's own
-//    position alone: 64 below 2,048, twice that for every doubling. So a row has at most 32 splits.
+// 2. Tiles are grouped into splits of S keys, at absolute multiples of S. S depends on the row's
+//    own position alone: 64 below 2,048, twice that for every doubling. So a row has at most 32
+//    splits.
 // 3. Within a split: an online softmax over tiles, sums by m16n8k16 products, queries and weights
 //    rounded to f16, sums in f32. The sum of weights is one more column of the product.
 // 4. Splits are merged in ascending order by `SplitMerge::update`.

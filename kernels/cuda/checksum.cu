@@ -12,7 +12,7 @@
 //   group 0 also                             | scrambles of batch 0 | scrambles of batch 1 | ...
 //
 // Limit: memory bandwidth, each byte is read once; the arithmetic is one multiplication of 32 x 32
-// bits per 8 bytes. The scrambles of a piece are a chain of 1,024 x ~50 cycles, so a range needs
+// bits per 8 bytes. The scrambles of a piece are a chain of 1,024 x ~50 cycles. So a range needs
 // some hundred pieces to be read at full speed. Measured on an H200: 1 GiB at 3.7 TB/s, 64 MiB at
 // 1.3 TB/s.
 

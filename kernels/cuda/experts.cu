@@ -2,17 +2,20 @@
 
 // Mixture of experts around its products (experts_*.cu): routing, sorting, and the weighted sum.
 //
-//   expert_topk_softmax  a warp per row: softmax of the router's logits over all experts, the best `used` of them in falling
-//                        order (a tie goes to the lower index), their probabilities divided by their sum
-//   expert_sort_pairs    one block: (row, rank) pairs in the order of experts, divided into groups of pairs of one expert
-//   expert_quantize_*    the rows of pairs as activation tiles, in that order: quantize.cu's work
-//   expert_combine       out[r] = sum of probability times contribution, in rank order
-//   expert_matvec_f32, _f16, _bf16  products of float experts: a warp per pair and matrix row
+//   expert_topk_softmax   a warp per row: softmax of the router's logits over all experts; the best
+//                         `used` experts in falling order, a tie goes to the lower index; their
+//                         probabilities divided by their sum
+//   expert_sort_pairs     one block: (row, rank) pairs in the order of experts, divided into groups
+//                         of pairs of one expert
+//   expert_quantize_*     the rows of the pairs as activation tiles, in that order, as quantize.cu
+//   expert_combine        out[r] = sum of probability times contribution, in rank order
+//   expert_matvec_f32, _f16, _bf16   products of float experts: a warp per pair and matrix row
 //
-//   pairs          0     1     2     3     4     5        pair p is rank p % used of row p / used
+//   pairs          0     1     2     3     4     5      pair p is rank p % used of row p / used
 //   experts        7     2     2     7     0     2
-//   sorted_pairs   4 | 1  2  5 | 0  3                     slot = place in the order of experts
-//   groups         e0  e2        e7                       matmul: each expert begins a new activation tile of 8 slots
+//   sorted_pairs   4 | 1  2  5 | 0  3                   slot = place in the order of experts
+//   groups         e0  e2        e7                     matmul: each expert begins a new activation
+//                                                       tile of 8 slots
 //
 // Grouping decides which blocks read an expert's weights; it never changes a result. Limit:
 // latency; expert_combine: bytes, 4 (used + 1) per value.
@@ -27,21 +30,21 @@
 
 namespace {
 
-// Smallest divisor when probabilities are renormalised (the smallest normal f16, as
-// ops::choose_experts has it).
+// Smallest divisor of the renormalisation: the smallest normal f16, as in ops::choose_experts.
 constexpr float PROBABILITY_SUM_MIN = 1.0f / 16384.0f;
-// Of a lane: up to 512 experts.
+// Experts per lane of a warp: 16, so a layer has up to 512.
 constexpr int EXPERTS_PER_LANE = EXPERTS_MAX / 32;
 constexpr int GROUP_THREADS = EXPERT_SORT_THREADS;
-// In the order of sorted pairs, of a slot without a pair: what an expert's pairs leave of their
-// last activation tile.
+// Marks a slot without a pair in `sorted_pairs`: a slot behind an expert's last pair, up to the end
+// of that pair's activation tile, or behind the last expert.
 constexpr uint32_t NO_PAIR = ~0u;
 
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(__half x) { return __half2float(x); }
 __device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// A lane takes columns lane, lane + 32, ...; lanes are added by a butterfly.
+// A warp computes one row for one pair. A lane adds columns lane, lane + 32, ...; the lanes' sums
+// are added by a butterfly.
 template <typename T>
 __device__ void float_matvec(const T *weights, const float *x, const uint32_t *experts, int pairs_per_token,
                              int rows, int cols, float *out) {
@@ -58,7 +61,8 @@ __device__ void float_matvec(const T *weights, const float *x, const uint32_t *e
     if (lane == 0) out[pair * rows + row] = sum;
 }
 
-// Rounds the rows of `x` into act_tiles of slots: a warp per slot and tile of columns.
+// Quantises the rows of `x` into the activation tiles of slots: a warp per slot and tile of
+// columns.
 template <class Quantizer>
 __device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int slots, int pairs_per_token,
                                int cols, uint8_t *act_tiles) {
@@ -118,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
     float own = 0.0f, sum = 0.0f;
     uint32_t own_expert = 0;
     for (int rank = 0; rank < used; rank++) {
-        // What is not a number comes first, so that it shows.
+        // A NaN ranks first, so that the result shows it.
         float best = -2.0f;
         uint32_t best_expert = 0;
 #pragma unroll
@@ -139,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
             if (k * 32 + lane == int(best_expert)) probability[k] = -1.5f;
         sum += chosen;
         if (lane == rank % 32) own = chosen, own_expert = best_expert;
-        // A lane keeps one rank of every 32.
+        // A lane keeps one rank of every 32; the warp stores them together.
         if (rank % 32 == 31 || rank + 1 == used) {
             int first = rank / 32 * 32;
             if (first + lane <= rank) {
@@ -158,17 +162,19 @@ extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
 
 CHECK_SIGNATURE(expert_topk_softmax, ExpertTopkSoftmax);
 
-// Sorts pairs by experts, stably. An expert's slots begin at a multiple of `align`; `sorted_pairs`
-// gets the pair of each of `slots` slots, or NO_PAIR; `groups` the experts' groups of at most
-// `group_pairs`, `*group_count` how many there are.
+// Sorts pairs by expert, stably. The slots of an expert begin at a multiple of `align`.
+// `sorted_pairs` receives the pair of each of `slots` slots, or NO_PAIR; `groups` receives the
+// experts' groups of at most `group_pairs` pairs, and `*group_count` their number.
 //
-// A warp counts a run of pairs, and gives them places once everybody has counted.
+//   each warp counts a run of pairs, by expert
+//   thread e: sums expert e's counts over the warps; a scan over experts gives slots and groups
+//   each warp walks its run again, and stores each pair in its slot
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
     expert_sort_pairs(const uint32_t *experts, int pairs, int count, int group_pairs, int align, int slots,
                       uint32_t *sorted_pairs, ExpertGroup *groups, uint32_t *group_count) {
     constexpr int WARPS = GROUP_THREADS / 32;
-    // Of a warp's run, pairs of an expert; then how many of the expert's stand before the run's
-    // next one.
+    // First, how many pairs of an expert a warp's run has. Later, how many pairs of the expert
+    // stand before the next one of that run.
     __shared__ uint16_t before[WARPS][EXPERTS_MAX];
     __shared__ uint32_t first_slot[EXPERTS_MAX];
     __shared__ uint64_t warp_totals[EXPERTS_MAX / 32];
@@ -177,8 +183,8 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int run = (pairs + GROUP_THREADS - 1) / GROUP_THREADS * 32, first = warp * run,
         last = min(first + run, pairs);
-    // Calls `use(pair, expert, place among this warp's pairs of the expert, how many more of it
-    // there are here)`.
+    // Walks the warp's run and calls `use(pair, expert, place)`, where `place` counts the pairs of
+    // the expert that stand before this one.
     auto walk = [&](auto use) {
         for (int at = first; at < last; at += 32) {
             bool there = at + lane < last;
@@ -197,7 +203,8 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
     walk([](int, uint32_t, uint32_t) {});
     __syncthreads();
 
-    // Thread e has expert e: its groups in the upper word, its slots in the lower one.
+    // Thread e has expert e. A word holds the number of its groups (upper half) and of its slots
+    // (lower half), so that one scan adds up both.
     int e = threadIdx.x;
     uint32_t total = 0;
     if (e < count) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out[t][r] = sum_k weights[r][k] * x[t][k] + bias[r] with F32 weights. Only small
-// matrices (the routers of experts) matter: nobody serves whole models in F32.
+// out[t][r] = sum_k weights[r][k] * x[t][k] + bias[r] with F32 weights. Only small matrices (the
+// routers of experts) matter: whole models in F32 are not served.
 //
 // A warp computes one row for four tokens. Order of sums: lane l adds the products of columns 128 i
 // + 4 l to 128 i + 4 l + 3, ascending in i, by fmaf; then the lanes' sums are added pairwise, lanes

@@ -2,21 +2,23 @@
 
 // What a sampler needs of each row of logits: its 256 highest values in order, the sum of its
 // softmax weights, and the token that a uniform number draws from the whole row. ops::shortlist is
-// the specification, to the last bit: the order of ranks (falling value, then rising index), the
-// exponential and the order of sums are those of ops::rank and ops::weights.
+// the specification, to the last bit: ops::rank defines the order of values (falling value, then
+// rising index), ops::softmax the exponential and the order of sums.
 //
-//   shortlist_group_max       highest value of each of 2,048 groups of a row
-//   shortlist_threshold       the 256th highest of these: at least 256 values reach it, and hardly more than 300, since
-//                             neighbours are in different groups
-//   shortlist_collect         the values that reach the threshold (candidates), and partial sums of the weights
-//   shortlist_sort_and_draw   sorts the candidates and draws a token
+//   shortlist_group_max      the highest value of each of 2,048 groups of a row
+//   shortlist_threshold      the 256th highest of these: at least 256 values reach it, and hardly
+//                            more than 300, since neighbours are in different groups
+//   shortlist_collect        the values that reach the threshold (candidates), and partial sums of
+//                            the weights
+//   shortlist_sort_and_draw  sorts the candidates and draws a token
 //
-// A row of which more than 1,024 values reach the threshold (all equal, for example) gets no list:
-// the host reads it.
+// If more than 1,024 values of a row reach the threshold (all equal, for example), the row gets no
+// list. The host then reads the whole row.
 //
-// Limit: latency of loads from the second-level cache, where logits are that were just computed, of
-// chains of f64 additions and of a sort. Rows of 152,000 values on an H200: 24 us for one, 31 for
-// 16, 59 for 64 (31% of the copy rate, read twice); 4 to 10 us more where tokens are drawn.
+// Limit: latency, of loads from the second-level cache, which holds logits that were just computed;
+// of chains of f64 additions; and of a sort. Rows of 152,000 values on an H200: 24 us for one, 31
+// for 16, 59 for 64 (31% of the copy rate; the values are read twice). Drawing tokens adds 4 to 10
+// us.
 
 #include <cstdint>
 
@@ -30,12 +32,12 @@ constexpr int LEN = SHORTLIST_LEN;
 constexpr int GROUPS = SHORTLIST_GROUPS;
 constexpr int OWN_GROUPS = GROUPS / THREADS;
 constexpr int CANDIDATES_MAX = SHORTLIST_CANDIDATES_MAX;
-// Of ops::weights: values of a partial sum, and running sums that it is made of.
+// As in ops::softmax: BLOCK values have one partial sum, which is the sum of LANES running sums.
 constexpr int BLOCK = SHORTLIST_BLOCK;
 constexpr int LANES = 8;
 // Partial sums of a thread block: as many as one warp adds at once.
 constexpr int SUMS = SHORTLIST_SUMS;
-// So that the warp's lanes hit different banks.
+// Distance of blocks in shared memory: the lanes of the warp that adds them hit different banks.
 constexpr int PADDED = BLOCK + LANES;
 constexpr int SUMS_MAX = SHORTLIST_SUMS_MAX;
 constexpr int RESULT_WORDS = SHORTLIST_RESULT_WORDS;
@@ -43,7 +45,8 @@ constexpr uint32_t NOT_DRAWN = 0xFFFFFFFF;
 constexpr uint32_t POSITIVE_INFINITY = 0xFF800000;
 constexpr uint32_t NEGATIVE_INFINITY = 0x007FFFFF;
 
-// Integers in the order of values; both zeros are one. NaN becomes the highest, and 0 is below all.
+// Maps values to integers of the same order. Both zeros have one key, a NaN has the highest, and
+// key 0 is below all values.
 __device__ uint32_t sort_key(float value) {
     if (value != value) return 0xFFFFFFFF;
     uint32_t bits = __float_as_uint(value + 0.0f);
@@ -52,7 +55,7 @@ __device__ uint32_t sort_key(float value) {
 
 __device__ float sort_key_value(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0x7FFFFFFF : ~key); }
 
-// ops::weights::exp, operation by operation.
+// e^((value - max) / temperature): ops::softmax::exp, operation by operation.
 __device__ float softmax_weight(float value, float max, float temperature) {
     constexpr float LOWEST = -87.0f, ROUND = 12582912.0f;
     float x = (value - max) / temperature;
@@ -71,14 +74,15 @@ __device__ float softmax_weight(float value, float max, float temperature) {
     return x < LOWEST ? 0.0f : fraction * __uint_as_float(exponent);
 }
 
-// A row without a highest number: it holds a NaN or infinity, or nothing else than minus infinity.
+// Whether the row has no finite maximum: it holds a NaN or infinity, or nothing but minus infinity.
+// `highest` is a sort key.
 __device__ bool has_no_finite_max(uint32_t highest) {
     return highest >= POSITIVE_INFINITY || highest <= NEGATIVE_INFINITY;
 }
 
 }  // namespace
 
-// Group g of a row has its values g, g + GROUPS, g + 2 GROUPS ...
+// Group g of a row has the values g, g + GROUPS, g + 2 GROUPS, ...
 extern "C" __global__ void __launch_bounds__(THREADS)
     shortlist_group_max(const float *x, uint32_t cols, uint32_t *groups) {
     wait_for_previous_kernel();
@@ -86,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const size_t row = blockIdx.y;
     const uint32_t group = blockIdx.x * THREADS + threadIdx.x;
     x += row * cols;
-    // That many independent loads at a time.
+    // Independent loads that a thread has in flight.
     constexpr int ROUND = 16;
     uint32_t highest = 0;
     for (uint32_t first = group; first < cols; first += ROUND * GROUPS) {
@@ -102,11 +106,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 CHECK_SIGNATURE(shortlist_group_max, ShortlistGroupMax);
 
-// One block per row. The threshold_key is the LEN-th highest of the groups without its last bits,
-// candidates bit by bit; 0 if there are fewer groups.
+// One block per row. It finds the threshold bit by bit: the LEN-th highest key of the groups,
+// without its last bits. If fewer than LEN groups have values, the threshold is 0.
 extern "C" __global__ void __launch_bounds__(THREADS)
     shortlist_threshold(const uint32_t *groups, RowThreshold *thresholds, uint32_t *counts) {
-    // As precise as an f32 with 11 bits behind the point.
+    // Bits below this one are left out: the threshold is as precise as an f32 with a mantissa of 11
+    // bits.
     constexpr int LAST_BIT = 12;
     __shared__ uint32_t reaching[32];
     __shared__ uint32_t highest;
@@ -142,7 +147,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 CHECK_SIGNATURE(shortlist_threshold, ShortlistThreshold);
 
-// Block (b, row) looks at SUMS partial sums of the row, from b * SUMS on.
+// Block (b, row) computes SUMS partial sums of the row, from b * SUMS on, and collects candidates
+// among their values.
 extern "C" __global__ void __launch_bounds__(THREADS)
     shortlist_collect(const float *x, uint32_t cols, const uint32_t *draw_params,
                       const RowThreshold *thresholds, uint32_t *counts, uint64_t *candidates, double *sums) {
@@ -171,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const uint32_t place = atomicAdd(&counts[row], 1);
             if (place < CANDIDATES_MAX) candidates[row * CANDIDATES_MAX + place] = uint64_t(~key) << 32 | id;
         }
-        // What is beyond the row's end adds nothing.
+        // Values beyond the row's end are minus infinity, so their weight is 0.
         weights[at / BLOCK * PADDED + at % BLOCK] = softmax_weight(v[k], max, temperature);
     }
     __syncthreads();
@@ -190,10 +196,10 @@ CHECK_SIGNATURE(shortlist_collect, ShortlistCollect);
 
 namespace {
 
-// Steps of a chain of f64 additions between two looks at what came of it.
+// Additions of a chain of f64 between two checks of its result.
 constexpr int ROUND = 16;
 
-// The best of what was candidates, in order.
+// Sorts the candidates and stores the best LEN of them.
 __device__ void sort_candidates(const uint64_t *candidates, uint32_t count, uint64_t *result) {
     __shared__ uint64_t keys[CANDIDATES_MAX];
     const uint32_t listed = count > CANDIDATES_MAX ? 0 : min(count, LEN);
@@ -203,7 +209,7 @@ __device__ void sort_candidates(const uint64_t *candidates, uint32_t count, uint
     while (len < count) len *= 2;
     for (uint32_t i = threadIdx.x; i < len; i += THREADS) keys[i] = i < count ? candidates[i] : ~uint64_t(0);
     __syncthreads();
-    // Bitonic: every run of `size` becomes sorted, up and down in turns.
+    // Bitonic sort: each pass sorts the runs of `size`, in rising and falling order in turn.
     for (uint32_t size = 2; size <= len; size *= 2) {
         for (uint32_t stride = size / 2; stride > 0; stride /= 2) {
             for (uint32_t i = threadIdx.x; i < len / 2; i += THREADS) {
@@ -220,14 +226,14 @@ __device__ void sort_candidates(const uint64_t *candidates, uint32_t count, uint
     for (uint32_t i = threadIdx.x; i < listed; i += THREADS) result[3 + i] = keys[i];
 }
 
-// A partial sum, and what of the target is remainder for its weights.
+// A block of values, and what is left of the target for the weights in it.
 struct ChosenBlock {
     uint32_t block;
     double remainder;
 };
 
-// The first part of ops::weights::Weights::choose_in_block. `partial` has zeros up to a multiple of
-// ROUND. One thread of the block.
+// The first loop of ops::softmax::SoftmaxWeights::pick: finds the block. `partial` has zeros up to
+// a multiple of ROUND. One thread of the block calls it.
 __device__ ChosenBlock choose_block(const double *partial, uint32_t blocks, double remainder) {
     ChosenBlock chosen_block = {0, remainder};
     for (uint32_t start = 0; start < blocks; start += ROUND) {
@@ -248,16 +254,17 @@ __device__ ChosenBlock choose_block(const double *partial, uint32_t blocks, doub
     return chosen_block;
 }
 
-// The second part: the first place where the running sum of the weights exceeds `target`, which is
-// not negative; else the last that adds something. One thread of the block.
+// The second loop: the first index at which the running sum of the weights exceeds `target`, which
+// is not negative; otherwise the last index with a positive weight. One thread of the block calls
+// it.
 __device__ uint32_t choose_in_block(const float *weights, double target) {
     double sum = 0.0;
     for (uint32_t start = 0; start < BLOCK; start += ROUND) {
         double sums[ROUND];
 #pragma unroll
         for (int k = 0; k < ROUND; k++) sums[k] = sum += double(weights[start + k]);
-        // Sums never fall: where one exceeds the target for the first time, a softmax_weight has
-        // been added.
+        // Running sums never fall. Where one exceeds the target for the first time, its weight is
+        // positive.
         if (target < sum) {
 #pragma unroll
             for (int k = 0; k < ROUND; k++) {
@@ -307,7 +314,7 @@ __device__ void draw_token(const float *x, uint32_t cols, const uint32_t *draw_p
 
 }  // namespace
 
-// Two blocks per row.
+// Two blocks per row: block 0 makes the list, block 1 draws a token.
 extern "C" __global__ void __launch_bounds__(THREADS)
     shortlist_sort_and_draw(const float *x, uint32_t cols, const uint32_t *draw_params,
                             const RowThreshold *thresholds, const uint32_t *counts,

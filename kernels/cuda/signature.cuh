@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// CHECK_SIGNATURE(kernel, Name) fails the build if the parameter types of a kernel are not those of
-// `kernel Name(...)` in kernels/src/cuda/abi, from which the launcher fills the arguments. Each
-// kernel is followed by its check.
+// CHECK_SIGNATURE(kernel, Name) fails the build if the parameter types of a kernel differ from
+// `kernel Name(...)` in kernels/src/cuda/abi. The launcher's arguments have the types of the
+// latter. Each kernel is followed by its check.
 
 #pragma once
 

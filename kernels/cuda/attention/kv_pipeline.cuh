@@ -10,8 +10,8 @@
 namespace {
 
 // Finds the addresses of a tile's keys: thread t looks up key t, for 64 keys. The thread reads the
-// block table two tiles before the copies start, and computes the address one tile before, so that
-// no copy waits for the table.
+// block table two tiles before the copies start, and computes the address one tile before. So no
+// copy waits for the table.
 template <class Cache>
 struct KeyAddresses {
     const KvLayerAddress &kv;

@@ -9,9 +9,9 @@
 //
 //   stage   | bytes: 64 keys x (DIM + pad) | 64 values x (DIM + pad) | key, value scales |
 //
-// Within 16 dimensions, the K index of a product is permuted, so that the four bytes of one word
-// are the four K elements that a lane's B fragment holds. Queries are stored in that order, and so
-// are the keys of the prefill kernel.
+// Within 16 dimensions, the K index of a product is permuted. So the four bytes of one word are the
+// four K elements of a lane's B fragment. Queries are stored in that order, and so are the keys of
+// the prefill kernel.
 //
 //   dimension   4 c    4 c + 1    4 c + 2    4 c + 3         word c of 16 bytes, lane 4 g + c
 //   K index     2 c    2 c + 1    2 c + 8    2 c + 9
@@ -191,7 +191,7 @@ struct KvQ8_0 {
             uint4 high = is_value ? make_uint4(c.x, c.y, e.x, e.y) : make_uint4(a.y, b.y, c.y, e.y);
             uint4 *to = reinterpret_cast<uint4 *>(dequantized + (is_value ? TILE * PITCH : 0) +
                                                   token * PITCH + vector * 16);
-            // A thread stores two vectors of 16 bytes. Threads with `vector` 4 to 7 store the second
+            // A thread stores two vectors of 16 bytes. Threads of `vector` 4 to 7 store the second
             // one first, so that the stores of eight threads fall into different banks.
             const bool swapped = vector & 4;
             to[swapped] = swapped ? high : low;

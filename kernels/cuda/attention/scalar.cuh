@@ -4,7 +4,7 @@
 // block computes one row and head.
 //
 //   grid: (rows, heads)      queries, out: f32 [rows][heads][dim]
-//   per tile of 64 keys: scores, two threads a key -> weights -> sums, a thread a dimension -> merge
+//   per tile of 64 keys: scores, two threads a key -> weights -> sums, a thread per dim -> merge
 //
 // Limit: latency of loads, since keys and values are not staged in shared memory.
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The kernels of one weight type: EXPERT_KERNELS(q4_k, Q4_K).
+// Instantiates the kernels of one weight type: EXPERT_KERNELS(q4_k, Q4_K).
 
 #pragma once
 

@@ -1,25 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out = matrix of a slot's expert times the activations of the slot, for many slots: the products
-// of linear/matmul.cuh, bit for bit. The device picks the matrix.
+// out[slot] = matrix of the slot's expert times the activations of the slot, for many slots. The
+// products are those of linear/matmul.cuh, bit for bit; the device picks the matrix.
 //
 // Slots are pairs in the order of experts. The slots of each expert begin a new activation tile
-// (experts.cu: expert_sort_pairs). An output tile is one group of at most 64 slots of an expert,
-// ROW_TILES row tiles, and one of up to two stacks; block b takes output tiles b, b + blocks, ...
+// (expert_sort_pairs in experts.cu). An output tile is one group of at most 64 slots of an expert
+// by ROW_TILES row tiles, of one of up to two stacks. Block b computes output tiles b, b + blocks,
+// ...
 //
 //                    up to 8 activation tiles of a group (8 slots each)
 //                    +----+----+----+ ... +----+
-//   weight tile w0 ->| warp 0: all of them     |      a warp converts its weight tile to fragments once for up to 64 slots,
-//   weight tile w1 ->| warp 1                  |      so a group takes as long as it has activation tiles
-//   ...        w7 -> | warp 7                  |
+//   weight tile w0 ->| warp 0: all of them     |  a warp converts its weight tile to fragments once
+//   weight tile w1 ->| warp 1                  |  for up to 64 slots, so the time of a group grows
+//   ...        w7 -> | warp 7                  |  with its activation tiles
 //                    +----+----+----+ ... +----+
-//   Pipeline: a stage holds 256 columns of the 8 weight tiles and of the activation tiles; each warp copies its own weight tile
-//   and one activation tile. The values of 256 columns are added in ascending order.
 //
-// Limit: weight bytes over memory bandwidth up to about 8 slots an expert, then the operations
-// around the tensor cores, as in linear/matmul.cuh. Measured on an H200, 128 experts, gate and up
-// of 2048 x 768 in Q4_K: 4 slots an expert 2.6 TB/s of weights, 8 2.4, 32 187 TOPS, 128 236. Blocks
-// of 16 tiles, one a multiprocessor, were 8% slower.
+//   Pipeline: a stage holds 256 columns of the 8 weight tiles and of the activation tiles
+//     bulk copies   step 0 -> stage 0 | step 1 -> stage 1 | step 2 -> stage 2 | ...
+//                   lane 0 of each warp copies the warp's weight tile and one activation tile
+//     full[stage]   completes when all copies of the stage have arrived
+//     empty[stage]  completes when all warps have used the stage; then it is filled again
+//
+// The values of 256 columns are added in ascending order of columns.
+//
+// Limit: weight bytes over memory bandwidth up to about 8 slots an expert; above that the
+// operations around the tensor cores, as in linear/matmul.cuh. Measured on an H200 with 128
+// experts, gate and up of 2048 x 768 in Q4_K: 2.6 TB/s of weights at 4 slots an expert, 2.4 at 8;
+// 187 TOPS at 32 slots, 236 at 128. Blocks of 16 row tiles, one a multiprocessor, were 8% slower.
 #pragma once
 
 #include "../linear/async_copy.cuh"
@@ -28,12 +35,13 @@
 
 namespace experts {
 
-// Warps of a block, of which a multiprocessor has two.
+// Warps of a block. A multiprocessor has two such blocks.
 constexpr int ROW_TILES = EXPERT_MATMUL_WARPS;
 constexpr int GROUP_ACT_TILES = EXPERT_MATMUL_ACT_TILES;
 
-// Code of its own for each number of act_tiles: branches between act_tiles would keep their
-// operations apart (a fifth slower).
+// Multiplies with the first `act_tiles` activation tiles of the group. Each number of activation
+// tiles has its own code: branches between the tiles keep their operations apart, which is a fifth
+// slower.
 template <class Format, int NT, class Accumulate>
 __device__ void multiply_tiles(int act_tiles, const uint8_t *tile, const uint8_t *act_tile,
                                Accumulate accumulate) {
@@ -68,8 +76,9 @@ __device__ void matmul(const ExpertMatmulParams &params) {
     launch_next_kernel();
 
     const int output_tiles = *params.common.group_count * row_blocks * params.stacks;
-    // Of each warp's first lane: the next stage, of which it brings the warp's own tile and one
-    // act_tile. A warp's copies start one after the other, so every warp starts some.
+    // State of each warp's lane 0: the next stage to fill. The lane copies the warp's own weight
+    // tile and one activation tile. The copies of one warp start one after the other, so every warp
+    // starts some.
     int next_output_tile = blockIdx.x, next_col = 0, next_stage = 0, next_phase = 0;
     const uint8_t *weight_tile_source = nullptr, *act_tile_source = nullptr;
     auto load_next_stage = [&] {
@@ -87,7 +96,8 @@ __device__ void matmul(const ExpertMatmulParams &params) {
                                                                   col_tiles * ACT_TILE_BYTES
                                   : nullptr;
         }
-        // The first time, nobody has to have been there.
+        // No warp has used the stage in the first round. The wait for the opposite parity then
+        // returns at once.
         barrier_wait(empty + next_stage, next_phase ^ 1);
         uint8_t *stage = shared + next_stage * STAGE_BYTES;
         barrier_expect(full + next_stage, (weight_tile_source ? Format::TILE_BYTES : 0) +
@@ -106,8 +116,8 @@ __device__ void matmul(const ExpertMatmulParams &params) {
         for (int stage_index = 0; stage_index < stages; stage_index++) load_next_stage();
     __syncwarp();
 
-    // A stage is brought anew when the next one is done, so that a warp seldom waits for the
-    // others.
+    // With more than two stages, a warp refills a stage only after it has used the next one too. By
+    // then the other warps have mostly left the stage, so the warp seldom waits for them.
     int stage_index = 0, phase = 0, stages_before_refill = stages > 2 ? 1 : 0;
     for (int output_tile = blockIdx.x; output_tile < output_tiles; output_tile += gridDim.x) {
         const ExpertGroup group = params.common.groups[output_tile / (row_blocks * params.stacks)];

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out[p] = matrix of pair p's expert times the activations of pair p: the products of
-// linear/matvec.cuh, bit for bit. The device picks the matrix.
+// out[p] = matrix of pair p's expert times the activations of pair p, for few pairs. The products
+// are those of linear/matvec.cuh, bit for bit; the device picks the matrix.
 //
-//   grid: (row blocks, groups, stacks)        block: 8 warps, one group of at most four pairs of an expert
-//   activation rows of the group's pairs -> shared memory
-//   a warp: 256 columns of two row tiles at a time, a lane per row -> values in shared memory
-//   epilogue: a thread per row and pair adds its values in ascending order of columns
+//   grid: (row blocks, groups, stacks); block: 8 warps, a group of at most four pairs of an expert
+//   1. activation rows of the group's pairs -> shared memory
+//   2. a warp: two column tiles of a row tile at a time, a lane per row -> values in shared memory
+//   3. epilogue: a thread per row and pair adds its values in ascending order of columns
 //
-// Limit: weight bytes over memory bandwidth while every expert has few pairs; above that the
-// integer units, since at most four pairs share a read.
+// Limit: weight bytes over memory bandwidth while every expert has few pairs. Above that the
+// integer units limit it, since at most four pairs share a read of the weights.
 #pragma once
 
 #include "../linear/async_copy.cuh"
@@ -22,8 +22,8 @@ constexpr int WARPS = EXPERT_MATVEC_WARPS;
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILES_PER_STAGE = EXPERT_MATVEC_TILES;
 
-// The part of token `token` in the act_tiles of column tile `col`, as linear/matvec.cuh lays it
-// out: 16 bytes at 16 `p`.
+// Loads 16 bytes, at offset 16 p, of the activation row of `token`, as linear/matvec.cuh lays it
+// out. `act_tile` is the activation tile that has the row.
 template <ActivationFormat ACTIVATION>
 __device__ uint4 load_act_row_vector(const uint8_t *act_tile, int token, int p) {
     if (p < 16) return load16(act_tile + act_tile_offset(token, p));
@@ -32,7 +32,7 @@ __device__ uint4 load_act_row_vector(const uint8_t *act_tile, int token, int p) 
         if (p == 16) return {scales[token], 0, 0, 0};
         return load16(act_tile + ACT_TILE_QUANT_BYTES + 32 + token * 32 + (p - 17) * 16);
     } else {
-        // Four blocks' scales or sums, eight tokens apart.
+        // Scales, or sums, of four blocks; successive blocks are eight tokens apart.
         scales += (p - 16) * 32 + token;
         return {scales[0], scales[8], scales[16], scales[24]};
     }
@@ -53,7 +53,7 @@ __device__ void multiply_group(const ExpertMatvecParams &params, const ExpertGro
     for (int at = threadIdx.x; at < M * col_tiles * (ACT_ROW_BYTES / 16); at += THREADS) {
         int p = at % (ACT_ROW_BYTES / 16), act_row = at / (ACT_ROW_BYTES / 16), col = act_row % col_tiles,
             m = act_row / col_tiles;
-        // A group with fewer pairs repeats its last one.
+        // If the group has fewer than M pairs, its last pair fills the rest; the epilogue skips it.
         uint32_t pair = params.common.sorted_pairs[group.first + min(m, int(group.pairs) - 1)];
         int token = pair / params.pairs_per_token;
         const uint8_t *act_tile =

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Bulk copies from global into shared memory, counted in by an mbarrier; and the edges of
-// overlapping kernels. Bulk copies need compute capability 9.0.
+// Bulk copies from global to shared memory, which an mbarrier counts, and the calls that let
+// kernels of a stream overlap. Bulk copies need compute capability 9.0.
 
 #pragma once
 
@@ -11,7 +11,7 @@ __device__ inline uint32_t shared_address(const void *p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Phases of `arrivals` arrivals.
+// A phase of the barrier completes after `arrivals` arrivals and the copies they expect.
 __device__ inline void barrier_init(uint64_t *barrier, int arrivals = 1) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
@@ -20,12 +20,12 @@ __device__ inline void barrier_arrive(uint64_t *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine.
+// Makes the initialised barriers visible to the copy engine.
 __device__ inline void barrier_init_done() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// An arrival which also waits for `bytes` of copies.
+// Arrives, and makes the phase wait for `bytes` of copies as well.
 __device__ inline void barrier_expect(uint64_t *barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                  "r"(bytes)
@@ -44,7 +44,7 @@ __device__ inline void barrier_wait(uint64_t *barrier, uint32_t parity) {
         : "memory");
 }
 
-// All of `to`, `from` and `bytes` are multiples of 16.
+// Starts a copy; `barrier` counts its bytes. `to`, `from` and `bytes` are multiples of 16.
 __device__ inline void bulk_copy(void *to, const void *from, uint32_t bytes, uint64_t *barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -53,9 +53,9 @@ __device__ inline void bulk_copy(void *to, const void *from, uint32_t bytes, uin
         : "memory");
 }
 
-// What the predecessor in the stream wrote may be read from here on.
+// Waits until the previous kernel in the stream has ended; its writes may be read from here on.
 __device__ inline void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The successor may start; it waits itself for this kernel's end before it reads what is written
-// here.
+// Lets the device start the next kernel in the stream. That kernel still waits for the end of this
+// one before it reads what this one writes.
 __device__ inline void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// F16 and BF16 weights: rows as in the file, activations as sums of two or three of such floats
-// (tile.cuh), sums in f32 on the tensor cores. Rounded to one part, activations would cost more
-// precision than the weights have.
+// F16 and BF16 weights: rows as in the file; activations as sums of two or three floats of the same
+// type (tile.cuh); sums in f32 on the tensor cores. With activations rounded to one part, the
+// product would lose more precision than the weights have.
 //
-// The value of 256 columns is the sum of the parts' own, the smallest two first; each of them is
-// one chain of tensor-core steps of 16 columns from zero, at one token as at many. Rows are
-// multiples of 16 long and stand 16 bytes apart more than they are long in shared memory, which
-// spreads them over banks.
+//   value of 256 columns = (last part's sum + previous part's sum) + ...      smallest parts first
+//   a part's sum         = one chain of m16n8k16 steps from zero, columns ascending by 16
+//
+// The chain is the same at one token as at many. Rows are multiples of 16 long. In shared memory
+// there are 16 bytes between them, which spreads them over the banks.
 
 #pragma once
 
@@ -20,7 +21,7 @@ struct Float16Format {
     static constexpr ActivationFormat ACTIVATION =
         IS_BF16 ? ActivationFormat::BF16X3 : ActivationFormat::F16X2;
     static constexpr int PARTS = parts_of(ACTIVATION);
-    // Of one row and 256 columns.
+    // Bytes of one row and 256 columns.
     static constexpr int TILE_BYTES = TILE_COLS * 2;
 
     static __device__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -37,7 +38,7 @@ struct Float16Format {
         }
     }
 
-    // As the other formats' `products`; only the first `cols` columns are there.
+    // As the other formats' `products`, but only the first `cols` columns exist.
     template <int MT, int NT, class Accumulate>
     static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *act_tile,
                                     int act_tile_stride, int cols, Accumulate accumulate) {
@@ -75,7 +76,7 @@ struct Float16Format {
         }
 #pragma unroll
         for (int nt = 0; nt < NT; nt++) {
-            // Of this lane's two tokens; powers of two.
+            // The powers of two that take back the scaling of this lane's two tokens.
             float2 scale = {1.0f, 1.0f};
             if constexpr (!IS_BF16)
                 scale = reinterpret_cast<const float2 *>(act_tile + nt * act_tile_stride +

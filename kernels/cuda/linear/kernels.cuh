@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The kernels of one weight type: QUANT_KERNELS(q4_k, Q4_K), or FLOAT_KERNELS for 16-bit floats.
-// linear.rs has the same shapes by the same numbers.
+// Instantiates the kernels of one weight type: QUANT_KERNELS(q4_k, Q4_K), or FLOAT_KERNELS for
+// 16-bit floats.
 
 #pragma once
 
@@ -22,8 +22,8 @@
     }                                                                                       \
     CHECK_SIGNATURE(matmul_##NAME##_##TOKENS, LinearMatmul);
 
-// Shapes of matmul blocks: MatmulShape in kernels/src/cuda/abi/linear.rs, as macros in
-// abi/linear.cuh.
+// QUANT_MATMULS and FLOAT_MATMULS are in abi/linear.cuh, which the build writes from MatmulShape in
+// kernels/src/cuda/abi/linear.rs. So launcher and kernels have the same shapes.
 #define QUANT_KERNELS(NAME, FORMAT) \
     MATVEC_KERNEL(NAME, FORMAT, 1)  \
     MATVEC_KERNEL(NAME, FORMAT, 2)  \

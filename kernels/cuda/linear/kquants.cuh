@@ -2,10 +2,13 @@
 
 // Q2_K to Q6_K: blocks of 256 values with integer sub-scales, activations with one scale per 256.
 //
-// The value of 256 columns is (da * d) * P - (da * dmin) * N, each operation rounded to f32 as
-// quant's own dot does it. P, the sum over sub-blocks of scale * product, and N, that of minimum *
-// sum of activations, are exact integers, so sub-blocks may be taken in any order and quants may be
-// multiplied by a power of two that a shift takes back.
+//   value of 256 columns = (da * d) * P - (da * dmin) * N
+//     P = sum over sub-blocks of sub-scale * (quants . activations)
+//     N = sum over sub-blocks of minimum * (sum of activations)
+//
+// d and dmin are the block's scales, da is the activations' scale. Each operation is rounded to
+// f32, as in the dot product of crates/quant. P and N are exact integers. So the kernels may add
+// sub-blocks in any order, and may multiply quants by a power of two that a shift takes back.
 
 #pragma once
 
@@ -18,7 +21,7 @@ __device__ inline uint32_t word_of(uint4 v, int i) {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// Scale of token `token` in a act_tile's [8 tokens], and its sums per 16 values.
+// Offset of an activation tile's sums per 16 values; its scales [8 tokens] come before.
 constexpr int ACT_TILE_SUMS = ACT_TILE_QUANT_BYTES + 32;
 
 __device__ inline int dot16(uint4 w, uint4 a, int sum) {
@@ -37,9 +40,9 @@ __device__ inline float scaled(float da, float d, int products) {
     return __fmul_rn(__fmul_rn(da, d), __int2float_rn(products));
 }
 
-// Minimums times sums on the tensor cores: 16 sub-blocks of 16, the sums' low bytes unsigned and
-// high bytes signed. `upper` and `lower` are the minimums of sub-blocks 4t to 4t + 3 of rows g and
-// g + 8.
+// Minimums times sums of activations on the tensor cores, K = 16 sub-blocks of 16. A sum has 16
+// bits: its high byte is a signed operand, its low byte an unsigned one. `upper` and `lower` are
+// the minimums of sub-blocks 4t to 4t + 3 of rows g and g + 8.
 __device__ inline void minimum_products(int (&out)[4], uint32_t upper, uint32_t lower,
                                         const uint8_t *act_tile) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -61,7 +64,7 @@ struct AffineKQuant {
 
     struct ScaleHeader {
         float d, dmin;
-        // Of sub-blocks 0 to 3 and 4 to 7, a byte each.
+        // Of sub-blocks 0 to 3 and 4 to 7, one byte each.
         uint32_t scales[2], minimums[2];
     };
 
@@ -73,8 +76,8 @@ struct AffineKQuant {
                 {h.z & 0x3F3F3F3F, (h.w >> 4 & 0x0F0F0F0F) | (h.z >> 2 & 0x30303030)}};
     }
 
-    // Sub-block s of four quants; `w` has its nibbles (the high ones if s is odd), `high_bits` its
-    // top bits in bits s.
+    // Four quants of sub-block `s`, one byte each. Their low four bits are nibbles of `w`: the high
+    // nibbles if s is odd. Their fifth bit is bit s of the bytes of `high_bits`.
     static __device__ uint32_t expand(uint32_t w, uint32_t high_bits, int s) {
         uint32_t q = (s % 2 ? w >> 4 : w) & 0x0F0F0F0F;
         if constexpr (BITS == 5) q |= (s < 4 ? high_bits << (4 - s) : high_bits >> (s - 4)) & 0x10101010;
@@ -126,7 +129,7 @@ struct AffineKQuant {
                 uint4 sums = load16(token + act_row_sums(ACTIVATION) + 16 * half);
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
-                    // Two sub-blocks' minimums, twice each: a sub-block of 32 has two sums of 16.
+                    // Minimums of two sub-blocks, each twice: a sub-block of 32 has two sums of 16.
                     uint32_t twice = __byte_perm(h.minimums[half], 0, k ? 0x3322 : 0x1100);
                     minimums[m] = __dp2a_lo(int(word_of(sums, 2 * k)), int(twice), minimums[m]);
                     minimums[m] = __dp2a_hi(int(word_of(sums, 2 * k + 1)), int(twice), minimums[m]);
@@ -187,7 +190,7 @@ struct AffineKQuant {
         }
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) {
-            // Sums of 16: sub-blocks 2t and 2t + 1 of 32, twice each.
+            // Minimums per 16 values: sub-blocks 2t and 2t + 1 of 32, each twice.
             uint32_t minimums[2];
 #pragma unroll
             for (int r = 0; r < 2; r++)
@@ -213,12 +216,14 @@ using Q4_K = AffineKQuant<4>;
 using Q5_K = AffineKQuant<5>;
 static_assert(Q4_K::TILE_BYTES == 16 * 144 && Q5_K::TILE_BYTES == 16 * 176);
 
-// Q2_K, Q3_K and Q6_K: sixteen sub-blocks of 16. Run j (0 to 3) of 32 values of half h (0 or 1)
-// shares its bytes with the other runs of its half; half e of a run is sub-block 8h + 2j + e.
-// `Layout` says where the bytes are: WORDS                    pieces that runs of half e are made
-// of word_offset(row, h, e, i) where plane_offset i is in the tile expand(words, h, j)      four
-// quants of run j, times 2^SHIFT header(tile, row)          scale, sub-scales (and minimums), a
-// byte per sub-block
+// Q2_K, Q3_K and Q6_K: sixteen sub-blocks of 16. A block has two halves h of 128 values. A half has
+// four runs j of 32 values, which share bytes. A run has two halves e of 16 values; each is
+// sub-block 8h + 2j + e. `Layout` says where the bytes are:
+//
+//   WORDS                      16-byte vectors that the runs' halves e are made of
+//   word_offset(row, h, e, i)  where vector i is in the tile
+//   expand(words, h, j)        four quants of run j, times 2^SHIFT
+//   header(tile, row)          scale, sub-scales (and minimums), one byte per sub-block
 template <class Layout>
 struct SubBlock16KQuant {
     static constexpr ActivationFormat ACTIVATION = ActivationFormat::Q8_K;
@@ -235,7 +240,7 @@ struct SubBlock16KQuant {
         return {out[0], out[1], out[2], out[3]};
     }
 
-    // Sub-scales below 128 are the same signed and unsigned.
+    // Unsigned sub-scales are below 128, so they may be read as signed.
     static __device__ int sub_scale(const uint32_t (&scales)[4], int s) {
         return signed_byte_of(scales[s / 4], s % 4);
     }
@@ -300,7 +305,7 @@ struct SubBlock16KQuant {
         for (int h = 0; h < 2; h++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                // Rows 0 to 7 and 8 to 15.
+                // The A fragment of each run: rows 0 to 7, and rows 8 to 15.
                 uint32_t a[MT][4][2];
 #pragma unroll
                 for (int mt = 0; mt < MT; mt++) {
@@ -369,7 +374,7 @@ struct SubBlock16KQuant {
     }
 };
 
-// A row's four bytes of sub-scales per word, and what they stand under.
+// A row's scale, and its sub-scales, four to a word.
 struct SubScaleHeader {
     float d;
     uint32_t scales[4];
@@ -380,7 +385,7 @@ struct SubScaleMinimumHeader {
     uint32_t scales[4], minimums[4];
 };
 
-// 8-bit signed sub-scales; quants are 4 (q - 32): flipping the top bit centres them.
+// 8-bit signed sub-scales. Expanded quants are 4 (q - 32); flipping the top bit subtracts the 32.
 struct Q6_K_Layout {
     static constexpr int HIGHS = TILE_ROWS * 128;
     static constexpr int SUB_SCALES = HIGHS + TILE_ROWS * 64;
@@ -389,7 +394,8 @@ struct Q6_K_Layout {
     static constexpr int WORDS = 3, SHIFT = 2;
     static constexpr bool MINIMUMS = false;
 
-    // Low nibbles of runs 0 and 2, of runs 1 and 3, and the high bits of all.
+    // Vector 0 has the low nibbles of runs 0 and 2, vector 1 those of runs 1 and 3. Vector 2 has
+    // the high bits of all runs.
     static __device__ int word_offset(int row, int h, int e, int i) {
         return i < 2 ? plane_offset<128>(row, 4 * h + 2 * i + e) : HIGHS + plane_offset<64>(row, 2 * h + e);
     }
@@ -407,7 +413,7 @@ struct Q6_K_Layout {
     }
 };
 
-// 4-bit sub-scales and minimums; quants 0 to 3.
+// 4-bit sub-scales and minimums; quants are 0 to 3.
 struct Q2_K_Layout {
     static constexpr int SUB_SCALES = TILE_ROWS * 64;
     static constexpr int SCALES = SUB_SCALES + TILE_ROWS * 16;
@@ -434,7 +440,7 @@ struct Q2_K_Layout {
     }
 };
 
-// 6-bit signed sub-scales, here 4 (s - 32); quants are 32 (q - 4).
+// 6-bit signed sub-scales, expanded to 4 (s - 32). Expanded quants are 32 (q - 4).
 struct Q3_K_Layout {
     static constexpr int HIGH_BIT_MASKS = TILE_ROWS * 64;
     static constexpr int SUB_SCALES = HIGH_BIT_MASKS + TILE_ROWS * 32;
@@ -443,7 +449,8 @@ struct Q3_K_Layout {
     static constexpr int WORDS = 2, SHIFT = 7;
     static constexpr bool MINIMUMS = false;
 
-    // Two bits of all runs of the half, and the third bits of all runs of both.
+    // Vector 0 has two bits of all runs of the half; vector 1 has the third bits of all runs of
+    // both halves.
     static __device__ int word_offset(int row, int h, int e, int i) {
         return i == 0 ? plane_offset<64>(row, 2 * h + e) : HIGH_BIT_MASKS + plane_offset<32>(row, e);
     }

@@ -2,17 +2,20 @@
 
 // Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1: blocks of 32 values, activations with a scale per 32.
 //
-// The value of 256 columns is the f32 sum from zero, in ascending order of blocks, of fmaf(dot, d *
-// da, sum), and for the _1 types then fmaf(m, s, sum), where dot is the exact integer product.
-// Quants that are centred in the file are multiplied by a power of two so that centring is one xor;
-// the scale takes the factor back, exactly.
+//   value of 256 columns: sum = 0; for each of 8 blocks, ascending:
+//     sum = fmaf(dot, d * da, sum)          dot: exact integer product, d and da: scales
+//     sum = fmaf(m, s, sum)                 types _1: minimum, scaled sum of activations
+//
+// The quants of types _0 are centred. The kernels multiply them by a power of two, so that one xor
+// centres them; the scale takes the factor back, exactly.
 
 #pragma once
 
 #include "mma.cuh"
 #include "tile.cuh"
 
-// BITS of a quant; MINIMUM: unsigned quants and a minimum, otherwise centred ones.
+// BITS: bits of a quant. MINIMUM: quants are unsigned and have a minimum; otherwise they are
+// centred.
 template <int BITS, bool MINIMUM>
 struct LegacyQuant {
     static constexpr ActivationFormat ACTIVATION = MINIMUM ? ActivationFormat::Q8_1 : ActivationFormat::Q8_0;
@@ -26,8 +29,8 @@ struct LegacyQuant {
     static constexpr bool SIGNED = !MINIMUM;
     static constexpr float UNIT = MINIMUM || BITS == 8 ? 1.0f : BITS == 4 ? 1.0f / 16 : 1.0f / 8;
 
-    // Four quants as bytes: nibble HIGH of the bytes of `w`, and bits `at` to `at` + 3 of
-    // `high_bits`.
+    // Four quants, one byte each: the low or the HIGH nibbles of the bytes of `w`, and bits `at` to
+    // `at` + 3 of `high_bits`.
     template <bool HIGH>
     static __device__ uint32_t expand(uint32_t w, uint32_t high_bits, int at) {
         if constexpr (BITS == 8) return w;
@@ -35,7 +38,8 @@ struct LegacyQuant {
             if constexpr (MINIMUM) return (HIGH ? w >> 4 : w) & 0x0F0F0F0F;
             return ((HIGH ? w : w << 4) & 0xF0F0F0F0) ^ 0x80808080;
         }
-        // Bit i to bit 8 i: no two of the shifted copies meet.
+        // Moves bit i to bit 8 i. The multiplication adds copies shifted by 0, 7, 14 and 21 bits,
+        // which do not overlap.
         uint32_t spread = ((high_bits >> at & 15) * 0x00204081) & 0x01010101;
         if constexpr (MINIMUM) return ((HIGH ? w >> 4 : w) & 0x0F0F0F0F) | spread << 4;
         return (((HIGH ? w >> 1 : w << 3) & 0x78787878) | spread << 7) ^ 0x80808080;
@@ -46,7 +50,7 @@ struct LegacyQuant {
         return dot4_u8(w, a, sum);
     }
 
-    // Scales (and minima) of blocks 4 half to 4 half + 3 of a row, as f32.
+    // Scales (and minimums) of blocks 4 half to 4 half + 3 of a row, as f32.
     static __device__ void scales(const uint8_t *tile, int row, int half, float (&d)[4], float (&m)[4]) {
         if constexpr (MINIMUM) {
             uint4 s = load16(tile + SCALES + plane_offset<32>(row, half));
@@ -73,8 +77,8 @@ struct LegacyQuant {
                                                    block % 4 * 4);
     }
 
-    // The value of one row's 256 columns for each of M tokens, whose act_rows stand `stride` bytes
-    // apart.
+    // Computes the value of one row's 256 columns for each of M tokens. The tokens' activation rows
+    // are `stride` bytes apart.
     template <int M>
     static __device__ void dot(const uint8_t *tile, int row, const uint8_t *act_row, int stride,
                                float (&value)[M]) {
@@ -126,9 +130,9 @@ struct LegacyQuant {
         }
     }
 
-    // The values of MT tiles of 16 rows, `tile_stride` bytes apart, for NT act_tiles,
-    // `act_tile_stride` apart, given to `accumulate(mt, nt, i, value)` where i counts the four
-    // elements that the lane holds.
+    // Computes the values of MT weight tiles for NT activation tiles, which are `tile_stride` and
+    // `act_tile_stride` bytes apart. Calls `accumulate(mt, nt, i, value)`, where i counts the four
+    // elements of C that the lane holds.
     template <int MT, int NT, class Accumulate>
     static __device__ void products(const uint8_t *tile, int tile_stride, const uint8_t *act_tile,
                                     int act_tile_stride, Accumulate accumulate) {
@@ -190,11 +194,11 @@ struct LegacyQuant {
                 for (int i = 0; i < 4; i++) accumulate(mt, nt, i, value[mt][nt][i]);
     }
 
-    // A load_fragments of blocks b and b + 1.
+    // Loads the A fragments of blocks b and b + 1.
     static __device__ void load_fragments(const uint8_t *tile, int b, uint32_t (&a)[2][4]) {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         if constexpr (BITS == 8) {
-            // Rows 0 to 7 and 8 to 15 of the first plane_offset, then of the second.
+            // Rows 0 to 7 and 8 to 15 of the block's first 16 bytes, then of its second.
             int row = lane % 16;
             load_matrices(a[0], tile + plane_offset<256>(row, 2 * b + lane / 16));
             load_matrices(a[1], tile + plane_offset<256>(row, 2 * b + 2 + lane / 16));

@@ -1,39 +1,48 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Five tokens and more: tensor cores. A block has WM x WN x WK warps; each computes MT row tiles by
-// NT activation tiles.
+// out = activations times transposed weights, plus bias, on the tensor cores: for more tokens than
+// matvec.cuh takes, and for 16-bit floats at any number of tokens. A block has WM x WN x WK warps;
+// each computes MT row tiles by NT activation tiles.
 //
-//                      activation tiles (8 tokens x 256 columns)
-//                        NT        NT
-//                      +-----+   +-----+       An output tile of a block is ROW_TILES x ACT_TILES tiles:
-//                      | wn0 |   | wn1 |         ROW_TILES = MT * WM row tiles of 16 rows
-//   weight tiles       +-----+   +-----+         ACT_TILES = NT * WN activation tiles of 8 tokens
-//   (16 rows x 256     WK warps share an output tile of the warp grid: warp wk computes column tile WK * step + wk.
-//    columns)
-//   +----------+       +---------+---------+
-//   | MT  wm0  |       | wm0 wn0 | wm0 wn1 |   mma.m16n8k32 (s8) or m16n8k16 (s8, f16, bf16): A fragments are weights, B
-//   +----------+       +---------+---------+   fragments activations, both by ldmatrix; lane 4 g + t holds C[g][2t],
-//   | MT  wm1  |       | wm1 wn0 | wm1 wn1 |   C[g][2t+1], C[g+8][2t], C[g+8][2t+1].
-//   +----------+       +---------+---------+
+//                    activation tiles
+//                    (8 tokens x 256 columns)
+//                      NT        NT
+//                    +-----+   +-----+       An output tile of a block is ROW_TILES x ACT_TILES
+//                    | wn0 |   | wn1 |       tiles:
+//   weight tiles     +-----+   +-----+         ROW_TILES = MT * WM row tiles of 16 rows
+//   (16 rows x 256                             ACT_TILES = NT * WN activation tiles of 8 tokens
+//    columns)                                WK warps share each place of this grid of warps:
+//   +----------+     +---------+---------+   warp wk computes column tile WK * step + wk.
+//   | MT  wm0  |     | wm0 wn0 | wm0 wn1 |
+//   +----------+     +---------+---------+   mma.m16n8k32 (s8) or m16n8k16 (s8, f16, bf16).
+//   | MT  wm1  |     | wm1 wn0 | wm1 wn1 |   A fragments are weights, B fragments activations,
+//   +----------+     +---------+---------+   both by ldmatrix. Lane 4 g + t holds C[g][2t],
+//                                            C[g][2t+1], C[g+8][2t] and C[g+8][2t+1].
 //
-//   Pipeline: a stage holds WK column tiles of ROW_TILES row tiles and of ACT_TILES activation tiles.
-//     bulk copies   step 0 -> stage 0 | step 1 -> stage 1 | step 2 -> stage 2 | step 3 -> stage 0 | ...
-//     MMA                               step 0              step 1              step 2
-//     epilogue                          adds the WK values of an element in ascending order of columns (WK > 1: by way of
-//                                       shared memory), and stores the output tile behind its last step
-//   Blocks walk over the steps of all their output tiles without a gap.
+//   Pipeline: a stage holds WK column tiles of ROW_TILES row tiles and ACT_TILES activation tiles.
+//     bulk copies  step 0 -> stage 0 | step 1 -> stage 1 | step 2 -> stage 2 | step 3 -> stage 0
+//     MMA                            | step 0            | step 1            | step 2
+//     epilogue     adds the WK values of an element in ascending order of columns (by way of shared
+//                  memory if WK > 1), and stores the output tile after its last step
+//   A block walks over the steps of all its output tiles without a gap.
 //
-// The WK values of successive runs of 256 columns are added in ascending order: the order of
-// matvec.cuh, whatever MT, NT, WM, WN and WK are.
+// Values of 256 columns are added in ascending order of columns. This is the order of matvec.cuh,
+// whatever MT, NT, WM, WN and WK are.
 //
-// Limit: weight bytes over memory bandwidth up to about 64 tokens, then the operations around the
-// tensor cores: per 16 x 8 x 32 step of 4,096 products, four multiply-adds of sub-scales (k-quants,
-// half rate) or twelve f32 operations (legacy). Measured on an H200, whose mma.sync makes 1,240
-// TOPS of 8-bit products: at 512 tokens Q4_K 265 to 290, Q8_0 220 to 235, Q6_K 190 to 200 TOPS;
-// instructions are issued in 60% of cycles, tensor cores busy in 25%. At 8 tokens Q8_0 3.4 and Q4_K
-// 2.5 TB/s of weights, at 32 tokens 2.1 and 1.3. BF16 at 8 tokens: 4.0 TB/s, and 1.8 while one warp
-// started all copies, which its lanes do one by one, at some 50 ns each. Tried: warps of 32 x 64 (8
-// a block, 255 registers) and two blocks of 128 x 64 an SM were within 5% of 16 warps of 32 x 32.
+// Limit: weight bytes over memory bandwidth up to about 64 tokens; above that the operations around
+// the tensor cores. Per 16 x 8 x 32 step of 4,096 products, these are four multiply-adds of
+// sub-scales (k-quants, half rate) or twelve f32 operations (legacy).
+//
+// Measured on an H200, whose mma.sync makes 1,240 TOPS of 8-bit products:
+//
+//   512 tokens   Q4_K 265 to 290, Q8_0 220 to 235, Q6_K 190 to 200 TOPS; instructions are issued in
+//                60% of cycles, tensor cores are busy in 25%
+//   32 tokens    Q8_0 2.1, Q4_K 1.3 TB/s of weights
+//   8 tokens     Q8_0 3.4, Q4_K 2.5 TB/s of weights; BF16 4.0
+//
+// BF16 reached 1.8 TB/s when one warp started all copies: the copies of a warp's lanes start one
+// after the other, some 50 ns each. Tried, and within 5% of 16 warps of 32 x 32: warps of 32 x 64
+// (8 a block, 255 registers), and two blocks of 128 x 64 a multiprocessor.
 
 #pragma once
 
@@ -48,14 +57,14 @@ struct BlockShape {
     static constexpr int ROW_TILES = MT * WM;
     static constexpr int ACT_TILES = NT * WN;
     static constexpr int ACT_TILE_BYTES = act_tile_bytes(Format::ACTIVATION);
-    // Rows as in the file are brought one by one; 16 bytes more between them spread them over the
-    // banks.
+    // Rows of floats are as in the file, and are copied one by one. 16 bytes between them in shared
+    // memory spread them over the banks.
     static constexpr bool ROWS = parts_of(Format::ACTIVATION) > 0;
     static constexpr int ROW_STRIDE = WK * Format::TILE_BYTES + 16;
     static constexpr int TILE_STRIDE = ROWS ? TILE_ROWS * ROW_STRIDE : WK * Format::TILE_BYTES;
     static constexpr int ACT_TILE_STRIDE = WK * ACT_TILE_BYTES;
     static constexpr int STAGE = ROW_TILES * TILE_STRIDE + ACT_TILES * ACT_TILE_STRIDE;
-    // Values that wait for their sum, where more than one warp adds to an element.
+    // Values that wait to be added, if more than one warp contributes to an element.
     static constexpr int VALUES = ROW_TILES * ACT_TILES * 128;
     static constexpr int PARTIAL_SUM_BYTES = WK > 1 ? 2 * WK *VALUES * 4 : 0;
 };
@@ -78,10 +87,10 @@ __device__ void multiply(const LinearParams &params, int stages) {
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    // A thread brings one run of bytes of each stage: a row of floats or a tile of quants, WK * 256
-    // columns of it, or a act_tile. SubBlock16KQuant go to the warps in rotate_pair: the copies of
-    // a warp's lanes start one after the other. Tiles and act_tiles beyond the matrix or the tokens
-    // are left as they are, and what is computed of them is not stored.
+    // A thread makes one copy per stage: WK * 256 columns of a row of floats, of a tile of quants,
+    // or of an activation tile. Copies are dealt to the warps in turn, because the copies of a
+    // warp's lanes start one after the other. Tiles beyond the matrix or the tokens are not copied;
+    // what is computed from them is not stored.
     constexpr int WARPS = WM * WN * WK,
                   WEIGHT_COPIES = Block::ROWS ? Block::ROW_TILES * TILE_ROWS : Block::ROW_TILES;
     static_assert(WEIGHT_COPIES + Block::ACT_TILES <= Block::THREADS);
@@ -139,7 +148,7 @@ __device__ void multiply(const LinearParams &params, int stages) {
         barrier_init_done();
     }
     __syncthreads();
-    // The weights of the first stages need not wait for the predecessor, the activations do.
+    // The first stages' weights need not wait for the previous kernel; the activations must.
     if (own_copy < WEIGHT_COPIES)
         for (int stage_index = 0; stage_index < stages; stage_index++) load_next_stage();
     launch_next_kernel();
@@ -200,8 +209,8 @@ __device__ void multiply(const LinearParams &params, int stages) {
         auto store_element = [&](int tile, int act_tile, int i, int l, float value) {
             int row = tile * TILE_ROWS + l / 4 + i / 2 * 8,
                 token = act_tile * ACT_TILE_TOKENS + l % 4 * 2 + i % 2;
-            // Row tiles of a group never reach into the next matrix: its rows are checked, not the
-            // group's.
+            // A group of row tiles belongs to one matrix. It may reach beyond that matrix's rows,
+            // which `store_output` checks.
             store_output(params, row_tile.matrix, first_row + row, first_token + token, value);
         };
         if constexpr (WK > 1) {

@@ -1,27 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// One to four tokens: a lane computes the value of one row's 256 columns.
+// out = activations times transposed weights, plus bias, for one to four tokens (linear.rs takes it
+// for up to three). A lane computes one row's value of 256 columns.
 //
-//      weight tiles of a row tile                       a warp and a stage: two column tiles
-//   +---------+---------+---------+---------+           +---------------+---------------+
-//   | 16 rows | x 256   | ...     |         |           | lanes 0 - 15  | lanes 16 - 31 |   lane: one row of its tile times
-//   | columns |         |         |         |           | row 0 ... 15  | row 0 ... 15  |   M activation rows (dp4a)
-//   +---------+---------+---------+---------+           +---------------+---------------+
-//   |<-- tile pair 0 -->|<-- tile pair 1 -->|           tile pairs go to the 8 warps in turn
+//      weight tiles of a row tile                  a warp and a stage: two column tiles
+//   +---------+---------+---------+---------+      +---------------+---------------+
+//   | 16 rows | x 256   | ...     |         |      | lanes 0 - 15  | lanes 16 - 31 |
+//   | columns |         |         |         |      | row 0 ... 15  | row 0 ... 15  |
+//   +---------+---------+---------+---------+      +---------------+---------------+
+//   |<-- tile pair 0 -->|<-- tile pair 1 -->|      a lane: one row of its tile times M
+//   tile pairs go to the 8 warps in turn           activation rows (dp4a)
 //
-//   Each warp has a pipeline of its own:
-//     bulk copies   pair 0 -> stage 0 | pair 8 -> stage 1 | ...       started by lane 0, before the previous kernel has ended
-//     dot products                      pair 0              pair 8    values of 256 columns go to shared memory
-//     epilogue                          a thread per row and token adds its values in ascending order of columns
+//   Each warp has a pipeline of its own. Lane 0 starts the first copies before the previous kernel
+//   has ended:
+//     bulk copies   pair 0 -> stage 0 | pair 8 -> stage 1 | ...
+//     dot products                    | pair 0            | pair 8
+//                   values of 256 columns go to shared memory
+//     epilogue      a thread per row and token adds its values in ascending order of columns
 //
-// The activation rows of all tokens stand in shared memory for the whole block. The order of sums
-// is that of matmul.cuh.
+// Shared memory holds the activation rows of all tokens for the whole block. The order of sums is
+// that of matmul.cuh.
 //
-// Limit: weight bytes over memory bandwidth (an H200 copies at 4.3 TB/s). Arithmetic is about 0.8
-// (Q4_K) instructions a weight and token, where the bandwidth leaves time for 3.9. Measured, one
-// token, weights not in L2, in a graph: 4096 x 151936 93% (Q4_K 4.1, Q8_0 4.4, Q6_K 4.2 TB/s); 4096
-// x 12288 71% (Q4_K 9.2 us) to 85% (Q8_0 14.6 us); 4096 x 4096 44% (5.0 us) to 68% (6.1 us): about
-// 2.5 us of each launch are its start, the activations and the last sums.
+// Limit: weight bytes over memory bandwidth (an H200 copies at 4.3 TB/s). Arithmetic takes about
+// 0.8 instructions (Q4_K) per weight and token, where the bandwidth leaves time for 3.9. Measured
+// for one token, weights not in the L2 cache, in a graph:
+//
+//   4096 x 151936   93%: Q4_K 4.1, Q8_0 4.4, Q6_K 4.2 TB/s
+//   4096 x 12288    71% (Q4_K, 9.2 us) to 85% (Q8_0, 14.6 us)
+//   4096 x 4096     44% (5.0 us) to 68% (6.1 us)
+//
+// About 2.5 us of each launch are its start, the activations and the last sums.
 
 #pragma once
 
@@ -34,8 +42,8 @@ constexpr int WARPS = MATVEC_WARPS;
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILES_PER_STAGE = MATVEC_TILES_PER_STAGE;
 
-// Row tiles whose values are collected before they are added: enough that every warp has a
-// tile_pair.
+// Row tiles whose values the block collects before it adds them: enough that every warp has a tile
+// pair.
 __device__ inline int tiles_per_batch(int pairs_per_row_tile) {
     return pairs_per_row_tile >= WARPS ? 1 : (WARPS + pairs_per_row_tile - 1) / pairs_per_row_tile;
 }
@@ -80,7 +88,7 @@ __device__ void multiply(const LinearParams &params, int stages) {
     launch_next_kernel();
     wait_for_previous_kernel();
 
-    // Records of the tokens, out of the act_tiles.
+    // Copies the tokens' activation rows from the activation tiles to shared memory.
     for (int at = threadIdx.x; at < M * col_tiles * (ACT_ROW_BYTES / 16); at += THREADS) {
         int p = at % (ACT_ROW_BYTES / 16), act_row = at / (ACT_ROW_BYTES / 16), col = act_row % col_tiles,
             m = act_row / col_tiles;
@@ -96,7 +104,7 @@ __device__ void multiply(const LinearParams &params, int stages) {
                 v = load16(act_tile + ACT_TILE_QUANT_BYTES + 32 + m * 32 + (p - 17) * 16);
             }
         } else {
-            // Four blocks' scales or sums, eight tokens apart.
+            // Scales, or sums, of four blocks; successive blocks are eight tokens apart.
             const uint32_t *scales =
                 reinterpret_cast<const uint32_t *>(act_tile + ACT_TILE_QUANT_BYTES) + (p - 16) * 32 + m;
             v = {scales[0], scales[8], scales[16], scales[24]};
@@ -127,8 +135,8 @@ __device__ void multiply(const LinearParams &params, int stages) {
                 load_stage(tile_pair + stages * WARPS, stage);
             if (++stage == stages) stage = 0, phase ^= 1;
         }
-        // One barrier a batch is enough: a buffer is written again after the next one, which
-        // everybody reaches only when the sums below are done.
+        // One barrier per batch is enough for the two buffers. A warp writes to this buffer again
+        // only after the next batch's barrier, which every thread reaches after its sums below.
         __syncthreads();
         for (int at = threadIdx.x; at < (batch_end - batch) * TILE_ROWS * M; at += THREADS) {
             int r = at % TILE_ROWS, m = at / TILE_ROWS % M, tile = at / TILE_ROWS / M;

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Tensor-core steps on 8-bit integers, and the loads that bring their load_fragments.
+// Tensor-core products of 8-bit integers, and the loads of their fragments.
 //
-// A is 16 weight rows, B 8 tokens, C is [16 rows][8 tokens]: lane 4 g + t holds C[g][2t], C[g][2t +
-// 1], C[g + 8][2t], C[g + 8][2t + 1]. Sums are exact.
+//   A: 16 weight rows    B: 8 tokens    C: [16 rows][8 tokens], exact sums
+//   lane 4 g + t holds C[g][2t], C[g][2t + 1], C[g + 8][2t], C[g + 8][2t + 1]
 
 #pragma once
 
 #include "async_copy.cuh"
 
-// Four 8 x 16-byte matrices; lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four matrices of 8 rows by 16 bytes. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void load_matrices(uint32_t (&r)[4], const uint8_t *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -53,12 +53,13 @@ MMA_K16(mma16_u8, "u8", "s8")
 MMA_K16(mma16_u8_u8, "u8", "u8")
 #undef MMA_K16
 
-// An exact integer below 2^22 in magnitude, as an mma that starts at INT_BIAS leaves it, is a
-// float's bits but for this: one addition instead of a conversion at half rate.
+// INT_BIAS is the bits of the float 12,582,912. An mma that starts at it leaves, for an exact sum
+// below 2^22 in magnitude, the bits of the float 12,582,912 + sum. One subtraction then replaces a
+// conversion, which runs at half rate.
 constexpr int INT_BIAS = 0x4B400000;
 __device__ inline float unbias(int sum) { return __int_as_float(sum) - 12582912.0f; }
 
-// Four products of unsigned weights and signed activations.
+// Four products of unsigned weights and signed activations, added to `sum`.
 __device__ inline int dot4_u8(uint32_t w, uint32_t a, int sum) {
     asm("dp4a.u32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(w), "r"(a));
     return sum;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What one launch of a linear layer works on: up to four matrices of one type that share their
-// input.
+// Helpers over the parameters of one launch of a linear layer: up to four matrices of one type that
+// have the same input.
 
 #pragma once
 
@@ -14,7 +14,8 @@ __device__ inline int row_tiles(const LinearParams &params, int matrix) {
     return (params.rows[matrix] + TILE_ROWS - 1) / TILE_ROWS;
 }
 
-// Groups of `tiles` row tiles over all matrices: `matrix` and `first` row tile of group `group`.
+// Row tiles are dealt in groups of TILES, which never cross matrices. `first` is the first row tile
+// of a group.
 struct RowTile {
     int matrix, first;
 };

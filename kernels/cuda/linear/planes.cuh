@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Where the bytes of a block stand in a tile: quant::layout's planes, as numbers.
+// Where the bytes of a block are in a tile: quant::layout's planes and swizzle, as numbers.
 
 #pragma once
 
 #include "tile.cuh"
 
-// Raw byte of the tile's byte `at`: block of the tile's columns, byte of the block; and the row.
+// Origin of a tile's byte: row of the tile, block of that row, byte of that block.
 struct BlockByte {
     int row, block, byte;
 };

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Quantizer 256 values of one token, eight per lane of a warp, into a act_tile (tile.cuh), by
-// quant's own rules: Q8_0 and Q8_1 per 32 values (d = largest magnitude / 127, halves away from
-// zero, d and d * sum rounded to f16), Q8_K per 256 (the value of largest magnitude becomes -127,
-// halves to even).
+// Quantises 256 values of one token into an activation tile (tile.cuh), eight values per lane of a
+// warp, by the rules of crates/quant:
 //
-// Lane l has values 8 l to 8 l + 7; columns beyond the row are zero. Here, and not in quantize.cu,
-// so that the kernels which make activations can round them as well.
+//   Q8_0, Q8_1  per 32 values: d = largest magnitude / 127, ties away from zero; d and d * sum are
+//               rounded to f16
+//   Q8_K        per 256 values: the value of largest magnitude becomes -127, ties to even
+//
+// Lane l has values 8 l to 8 l + 7; columns beyond the row are zero. The code is not in
+// quantize.cu, because kernels that compute activations also quantise them.
 
 #pragma once
 
@@ -14,17 +16,17 @@
 
 struct ActTileRow {
     uint8_t *act_tile;
-    // Of the act_tile.
+    // Token of the activation tile.
     int token;
 };
 
-// The act_tile of `token` and column tile `col`.
+// Where `token` is in the activation tile of column tile `col`.
 __device__ inline ActTileRow act_tile_row(uint8_t *act_tiles, int bytes, int col_tiles, int token, int col) {
     return {act_tiles + (static_cast<size_t>(token / ACT_TILE_TOKENS) * col_tiles + col) * bytes,
             token % ACT_TILE_TOKENS};
 }
 
-// Eight quants of a lane are half a plane_offset.
+// The eight quants of a lane are half of a 16-byte vector.
 __device__ inline void store_quants(const ActTileRow &row, const int (&q)[8]) {
     int lane = threadIdx.x % 32;
     auto pack = [](int a, int b, int c, int d) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Offsets in a weight tile (quant::layout: 16 rows by 256 values, planes of 16-byte vectors) and in
-// an activation tile (8 tokens by 256 values, quantize.cu). Vectors are swizzled, so that the eight
+// an activation tile (quantize.cu: 8 tokens by 256 values). Vectors are swizzled, so that the eight
 // rows that ldmatrix reads fall into different banks.
 
 #pragma once
@@ -11,7 +11,7 @@
 
 #include "abi/tiles.cuh"
 
-// Offset of a plane_offset of 16 bytes of `row` in a plane that has BYTES per row.
+// Offset of 16-byte vector `p` of `row` in a plane that has BYTES per row.
 template <int BYTES>
 __device__ inline int plane_offset(int row, int p) {
     constexpr int pieces = BYTES / 16;
@@ -26,22 +26,27 @@ __device__ inline float half_to_float(uint32_t bits) {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
 }
 
-// What weights of a type are multiplied with: quants of 8 bits with a scale per 32 values, the same
-// with a scaled sum beside it, a scale per 256 values with sums per 16; or values as sums of 16-bit
-// floats, for weights that are such floats.
+// What weights of a type are multiplied with: Q8_0, quants of 8 bits with a scale per 32 values;
+// Q8_1, the same with a scaled sum beside it; Q8_K, a scale per 256 values with sums per 16.
+// Weights of 16-bit floats take sums of such floats.
 enum class ActivationFormat { Q8_0, Q8_1, Q8_K, F16X2, BF16X3 };
 
-// How many 16-bit floats a value is the sum of: 22 bits in two f16 (scaled by a power of two per
-// 256 values), 24 in three bf16.
+// How many 16-bit floats a value is the sum of. Two f16 have 22 bits (scaled by a power of two per
+// 256 values), three bf16 have 24.
 __host__ __device__ constexpr int parts_of(ActivationFormat scaling) {
     return scaling == ActivationFormat::F16X2 ? 2 : scaling == ActivationFormat::BF16X3 ? 3 : 0;
 }
 
-// A act_tile: quants of 8 tokens (256 bytes each, plane_offset p of token n at row_tile p ^ n),
-// then Q8_0:      scale f32[8 blocks][8 tokens] Q8_1: the same, and the scaled sums f32[8 blocks][8
-// tokens] Q8_K:     scale f32[8 tokens], sums i16[8 tokens][16] *_PARTS: first parts of all values,
-// 512 bytes a token, pieces in the same places; then the second parts, and the third; F16X2: then
-// what each token's sums are multiplied with, f32[8 tokens]
+// An activation tile:
+//
+//   quants     8 tokens, 256 bytes each; vector p of token n is at place p ^ n
+//     Q8_0     then scales f32[8 blocks][8 tokens]
+//     Q8_1     the same, then scaled sums f32[8 blocks][8 tokens]
+//     Q8_K     then scales f32[8 tokens], sums i16[8 tokens][16]
+//
+//   *X2, *X3   first parts of all values, 512 bytes a token, vectors in the same places; then the
+//              second parts, and the third
+//     F16X2    then the factor of each token's sums, f32[8 tokens]
 constexpr int ACT_TILE_QUANT_BYTES = ACT_TILE_TOKENS * TILE_COLS;
 constexpr int ACT_TILE_PART_BYTES = ACT_TILE_QUANT_BYTES * 2;
 __host__ __device__ constexpr int act_tile_bytes(ActivationFormat scaling) {
@@ -53,15 +58,17 @@ __host__ __device__ constexpr int act_tile_bytes(ActivationFormat scaling) {
                                                                        : 32 + 256);
 }
 
-// A plane_offset of a act_tile's quants.
+// Offset of vector `p` of a token's quants in an activation tile; below, of a part's 16-bit floats.
 __device__ inline int act_tile_offset(int token, int p) { return token * TILE_COLS + ((p ^ token) * 16); }
 
 __device__ inline int act16_tile_offset(int token, int p) {
     return token * TILE_COLS * 2 + ((p ^ token) * 16);
 }
 
-// One token's part of a act_tile, as matvec.cuh keeps it in shared memory: quants, then scales
-// (f32[8], or one), then sums (f32[8], or i16[16]).
+// An activation row: one token's part of an activation tile, as matvec.cuh keeps it in shared
+// memory.
+//
+//   | quants, 256 bytes | scales: f32[8], or one and padding | sums: none, f32[8] or i16[16] |
 constexpr int ACT_ROW_SCALES = TILE_COLS;
 __host__ __device__ constexpr int act_row_sums(ActivationFormat scaling) {
     return ACT_ROW_SCALES + (scaling == ActivationFormat::Q8_K ? 16 : 32);
