@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out = activations times transposed weights, plus bias, for one to four tokens (linear.rs takes it
-// for up to three). A lane computes one row's value of 256 columns.
+// out[t][r] = sum_k weights[r][k] * x[t][k] + bias[r] for one to four tokens; linear.rs launches it
+// for up to three. `out` is f32 [tokens][rows]; weights and `x` are tiles (tile.cuh). A lane
+// computes one row's value of 256 columns.
 //
 //      weight tiles of a row tile                  a warp and a stage: two column tiles
 //   +---------+---------+---------+---------+      +---------------+---------------+
