@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Attention for long runs of tokens, drawn in attention.cu. A block computes 64 (row, head) pairs
-// of one KV head over all their keys, of which a warp has 16 pairs. The warp merges splits in
+// of one KV head over all their keys; each warp computes 16 pairs and merges their splits in
 // registers.
 //
 //   grid: (query tiles, KV heads)      queries, out: f32 [rows][heads][DIM]

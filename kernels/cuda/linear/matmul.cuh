@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out[t][r] = sum_k weights[r][k] * x[t][k] + bias[r] on the tensor cores, for more tokens than
-// matvec.cuh takes, and for 16-bit floats at any number of tokens. `out` is f32 [tokens][rows].
-// Weights are tiles (rows, if they are floats); `x` is activation tiles (tile.cuh). A block has
-// WM x WN x WK warps; each computes MT row tiles by NT activation tiles.
+// out[t][r] = sum_k weights[r][k] * x[t][k] + bias[r] on the tensor cores. Used for more tokens
+// than matvec.cuh takes, and for 16-bit floats at any number of tokens. `out` is f32
+// [tokens][rows]. Weights are tiles (rows, if they are floats); `x` is activation tiles (tile.cuh).
+// A block has WM x WN x WK warps; each computes MT row tiles by NT activation tiles.
 //
 //                    activation tiles
 //                    (8 tokens x 256 columns)
