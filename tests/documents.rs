@@ -2,7 +2,8 @@
 
 //! The README's table of what works, against what the executable says it can do.
 
-use crate::harness::{ballast, demo_7m, in_tree, text};
+use crate::harness::{ballast, demo_7m, demo_22m, in_tree, text};
+use std::path::Path;
 
 /// The second cell of the README's row that begins with `area`.
 fn readme_row(area: &str) -> String {
@@ -17,7 +18,7 @@ fn readme_row(area: &str) -> String {
 fn refusal(from: &[u8], to: &[u8]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("changed.gguf");
-    let mut bytes = std::fs::read(demo_7m()).unwrap();
+    let mut bytes = std::fs::read(model).unwrap();
     let at = bytes.windows(from.len()).position(|window| window == from).unwrap();
     bytes[at..at + from.len()].copy_from_slice(to);
     std::fs::write(&file, bytes).unwrap();
@@ -29,7 +30,7 @@ fn refusal(from: &[u8], to: &[u8]) -> String {
 
 #[test]
 fn readme_names_the_architectures_that_are_known() {
-    let stderr = refusal(b"qwen3", b"qwen9");
+    let stderr = refusal(&demo_7m(), b"qwen3", b"qwen9");
     let known = stderr.split("known are ").nth(1).unwrap().split_whitespace();
     let known: Vec<&str> = known.map(|name| name.trim_matches([',', ';', '.', ':'])).collect();
     let row = readme_row("architectures");
@@ -45,14 +46,14 @@ fn readme_names_the_architectures_that_are_known() {
 fn readme_names_the_weight_types_that_have_kernels() {
     // A tensor's type is a number of four bytes behind its name and two dimensions.
     let name = b"blk.0.ffn_up.weight";
-    let bytes = std::fs::read(demo_7m()).unwrap();
+    let bytes = std::fs::read(demo_22m()).unwrap();
     let at = bytes.windows(name.len()).position(|window| window == name).unwrap();
     let end = at + name.len() + 4 + 2 * 8 + 4;
     let mut changed = bytes[at..end].to_vec();
-    // IQ4_NL, of the same size as Q4_0.
+    // IQ4_NL, of the same size as Q4_K.
     let dtype = changed.len() - 4;
     changed[dtype..].copy_from_slice(&20_u32.to_le_bytes());
-    let stderr = refusal(&bytes[at..end], &changed);
+    let stderr = refusal(&demo_22m(), &bytes[at..end], &changed);
     let row = readme_row("weight types").replace(", Q2_K", " and Q2_K");
     assert!(stderr.contains(&row), "{row:?} is not in {stderr:?}");
 }

@@ -94,18 +94,22 @@ fn a_client_that_goes_away_frees_its_blocks() {
     let arguments = ["--workers", "1", "--threads", "1", "--kv-tokens", "65536"];
     let fleet = ServedFleet::start(&demo_7m(), &arguments);
     let http = HttpClient::connect(&fleet);
-    http.runtime.block_on(async {
+    let reply = http.runtime.block_on(async {
         let body = json!({
             "prompt": "x", "n": CHOICES, "max_tokens": TOKENS, "ignore_eos": true, "stream": true, "seed": 1,
         });
         let url = format!("{}/v1/completions", http.url);
         let mut reply = http.client.post(url).json(&body).send().await.unwrap();
         assert!(reply.chunk().await.unwrap().is_some());
-        let stats = worker_stats(&fleet).await;
-        assert_eq!(u64::from(stats.running), CHOICES, "{stats:?}");
-        assert!(stats.kv_used_tokens > 0, "{stats:?}");
-        // Dropping the reply closes the connection.
+        reply
     });
+    let stats = eventually("every choice runs", || {
+        let stats = http.runtime.block_on(worker_stats(&fleet));
+        (u64::from(stats.running) == CHOICES).then_some(stats)
+    });
+    assert!(stats.kv_used_tokens > 0, "{stats:?}");
+    // Dropping the reply closes the connection.
+    http.runtime.block_on(async { drop(reply) });
     let stats = eventually("the worker's blocks are free", || {
         let stats = http.runtime.block_on(worker_stats(&fleet));
         (stats.running == 0 && stats.kv_used_tokens == 0).then_some(stats)

@@ -30,6 +30,10 @@ fn tile_tolerance(kind: KvType) -> f32 {
 
 const PLAIN_TOLERANCE: f32 = 3e-6;
 
+/// The scalar kernel adds thousands of keys in f32, the naive kernel in f64. Measured on an H200:
+/// 3.0e-6 of the largest value at 6,000 keys.
+const LONG_CONTEXT_TOLERANCE: f32 = 1e-5;
+
 struct PagedAttention {
     spec: AttentionSpec,
     kind: KvType,
@@ -252,7 +256,8 @@ pub(crate) fn long_contexts_match_the_naive_kernel(gpu: &TestGpu) -> Result<()> 
                 )?;
                 let what =
                     format!("{heads} heads on {kv_heads} of {head_dim}, {kind:?}, last {tokens} of {len}");
-                let tolerance = if kind == KvType::F32 { PLAIN_TOLERANCE } else { tile_tolerance(kind) };
+                let tolerance =
+                    if kind == KvType::F32 { LONG_CONTEXT_TOLERANCE } else { tile_tolerance(kind) };
                 close(&what, &found.concat(), &out.to_host(&gpu.stream)?, tolerance)?;
             }
         }
