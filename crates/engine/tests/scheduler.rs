@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Tests of single scheduler steps. Most of the expected behaviour is vLLM's.
+//!
+//! Longer than 600 lines: one test for each rule of the scheduler, which are read side by side.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
