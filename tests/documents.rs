@@ -13,9 +13,8 @@ fn readme_row(area: &str) -> String {
     row[begin.len()..].split('|').next().unwrap().trim().to_owned()
 }
 
-/// What `ballast` prints on stderr about a copy of a demo model in which `from` is replaced by
-/// `to`.
-fn refusal(from: &[u8], to: &[u8]) -> String {
+/// What `ballast` prints on stderr about a copy of `model` in which `from` is replaced by `to`.
+fn refusal(model: &Path, from: &[u8], to: &[u8]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("changed.gguf");
     let mut bytes = std::fs::read(model).unwrap();
