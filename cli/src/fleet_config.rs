@@ -205,7 +205,7 @@ mod tests {
         std::fs::write(&path, text.replace("\"b\"", "\"a\"")).unwrap();
         let failure = FleetConfig::load(&path, None).unwrap_err();
         assert_eq!(failure.exit, Exit::Usage);
-        assert!(failure.message().contains("two models are called \"a\""), "{}", failure.message());
+        assert!(failure.message().contains("two models have the name \"a\""), "{}", failure.message());
     }
 
     #[test]
@@ -248,7 +248,7 @@ mod tests {
         assert_eq!(reserved.as_str(), Some(ByteSize(drafted.demand.workspace.total()).to_string().as_str()));
 
         let failure = sized(&text.replace("name = \"small\"", "name = \"other\"")).map(drop).unwrap_err();
-        assert!(failure.message().contains("no model is called \"small\""), "{}", failure.message());
+        assert!(failure.message().contains("its draft model \"small\" is not in this fleet"), "{}", failure.message());
     }
 
     #[test]
