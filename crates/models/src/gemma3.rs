@@ -112,7 +112,7 @@ mod tests {
         assert_eq!(attention_spans(3, Some(&[false, true, true][..])).unwrap(), [all, w, w]);
         assert_eq!(attention_spans(3, Some(&[0_u32, 1, 0][..])).unwrap(), [all, w, all]);
         let refused = attention_spans(3, Some(&[true, true][..])).unwrap_err().to_string();
-        assert_eq!(refused, "key gemma3.attention.sliding_window_pattern has 2 values, and 3 are needed");
+        assert_eq!(refused, "key gemma3.attention.sliding_window_pattern has 2 values, but 3 are needed");
         assert!(attention_spans(3, Some("all")).is_err());
     }
 

@@ -90,7 +90,7 @@ fn refusals_name_the_key() {
     refused(
         key,
         with_key("qwen3.block_count", Some("2")),
-        "is of type string, and its value cannot be taken as u32",
+        "has type string and cannot be read as u32",
     );
 
     let key = "attention.head_count_kv";
@@ -98,7 +98,7 @@ fn refusals_name_the_key() {
     let text = with_key("qwen3.attention.head_count_kv", Some(heads));
     refused(key, text, "differs between layers (1 and 2), which is not supported");
     let text = with_key("qwen3.attention.head_count_kv", Some(&heads[..1]));
-    refused(key, text, "has 1 values, and 2 are needed");
+    refused(key, text, "has 1 values, but 2 are needed");
     let text = with_key("qwen3.attention.head_count_kv", Some(3_u32));
     refused(key, text, "is 3, which does not go with qwen3.attention.head_count = 4");
     let text = with_key("qwen3.attention.head_count_kv", Some(0_u32));
