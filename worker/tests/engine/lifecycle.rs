@@ -182,7 +182,7 @@ async fn a_kv_budget_that_is_too_small_is_reported() {
     let error = tokio::task::spawn_blocking(move || thread.join().unwrap()).await.unwrap().unwrap_err();
     assert_eq!(error.exit(), Exit::Usage);
     let line = service::exit::one_line(&error);
-    assert!(line.contains("KV budget of 100 bytes"), "{line}");
+    assert!(line.contains("the KV budget is 100 bytes"), "{line}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
