@@ -105,7 +105,7 @@ impl DeviceRuntime for GpuRuntime {
         granted: GrantedModel,
     ) -> Result<AttachedModel<Vec<WeightData>>, handoff::AttachModelError> {
         Ok(granted
-            .import_cuda(&self.context.device())?
+            .import_cuda(self.context.device())?
             .map(|tensors| tensors.into_iter().map(WeightData::from).collect()))
     }
 

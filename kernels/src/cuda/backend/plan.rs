@@ -37,7 +37,7 @@ unsafe impl bytemuck::Zeroable for PartialMerge {}
 unsafe impl bytemuck::Pod for PartialMerge {}
 
 const _: () = assert!(size_of::<QueryTile>() == 5 * size_of::<u32>());
-const _: () = assert!(size_of::<KvSplit>() == 8 * size_of::<u32>());
+const _: () = assert!(size_of::<KvSplit>() == size_of::<[u32; 8]>());
 const _: () = assert!(size_of::<PartialMerge>() == 4 * size_of::<u32>());
 
 #[derive(Debug, Default)]
