@@ -248,7 +248,11 @@ mod tests {
         assert_eq!(reserved.as_str(), Some(ByteSize(drafted.demand.workspace.total()).to_string().as_str()));
 
         let failure = sized(&text.replace("name = \"small\"", "name = \"other\"")).map(drop).unwrap_err();
-        assert!(failure.message().contains("its draft model \"small\" is not in this fleet"), "{}", failure.message());
+        assert!(
+            failure.message().contains("its draft model \"small\" is not in this fleet"),
+            "{}",
+            failure.message()
+        );
     }
 
     #[test]

@@ -87,11 +87,7 @@ fn refusals_name_the_key() {
     refused(key, with_key("qwen3.block_count", None::<u32>), "is missing");
     refused(key, with_key("qwen3.block_count", Some(0_u32)), "is 0, outside 1 to 512");
     refused(key, with_key("qwen3.block_count", Some(513_u32)), "is 513, outside 1 to 512");
-    refused(
-        key,
-        with_key("qwen3.block_count", Some("2")),
-        "has type string and cannot be read as u32",
-    );
+    refused(key, with_key("qwen3.block_count", Some("2")), "has type string and cannot be read as u32");
 
     let key = "attention.head_count_kv";
     let heads: &[u32] = &[1, 2];

@@ -256,8 +256,11 @@ pub(crate) fn long_contexts_match_the_naive_kernel(gpu: &TestGpu) -> Result<()> 
                 )?;
                 let what =
                     format!("{heads} heads on {kv_heads} of {head_dim}, {kind:?}, last {tokens} of {len}");
-                let tolerance =
-                    if kind == KvType::F32 { LONG_CONTEXT_TOLERANCE } else { tile_tolerance(kind) };
+                let tolerance = match kind {
+                    KvType::F32 => LONG_CONTEXT_TOLERANCE,
+                    // Large scores magnify the rounding of queries: 2.1e-3 measured for f16.
+                    kind => 2.0 * tile_tolerance(kind),
+                };
                 close(&what, &found.concat(), &out.to_host(&gpu.stream)?, tolerance)?;
             }
         }
