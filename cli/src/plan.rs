@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_told_to_save_more_than_there_are_keys_and_values() {
+    fn advice_never_saves_more_than_the_kv_caches_hold() {
         let advice = device(10 * GIB, 4 * GIB, &[6 * GIB, 6 * GIB]).advice().unwrap();
         assert_eq!(advice, "1 of 2 workers fit");
     }

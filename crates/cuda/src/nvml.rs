@@ -130,9 +130,9 @@ impl Nvml {
         }
     }
 
-    /// Device memory that the driver counts for this process: its context (except for a part that
-    /// the driver counts for nobody) and its allocations, but not imported allocations. `None` if
-    /// the driver does not report it: for a process without a context, in a container whose process
+    /// Device memory that the driver counts for this process: its context, except for a part that
+    /// it counts to no process, and its allocations, but not imported allocations. `None` if the
+    /// driver does not report it: for a process without a context, in a container whose process
     /// numbers the driver does not translate, for a client of MPS, and on some boards.
     pub fn process_bytes(&self, device: DeviceUuid) -> Result<Option<u64>, NvmlError> {
         const FUNCTION: &str = "nvmlDeviceGetComputeRunningProcesses";

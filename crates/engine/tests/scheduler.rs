@@ -120,7 +120,7 @@ fn prompts_get_so_many_rows_as_streams_can_bear() {
     assert_eq!(rows(&mut scheduler, 0), [(stream, 5, 1), (short, 10, 1), (long, 38, 1)], "it goes on");
     scheduler.set_paused(stream, true);
     scheduler.set_paused(short, true);
-    assert_eq!(rows(&mut scheduler, 24), [(long, 39, 64)], "nobody decodes");
+    assert_eq!(rows(&mut scheduler, 24), [(long, 39, 64)], "no sequence decodes");
 }
 
 /// However small the part of the prefix that fits in a step, the prefix is computed once and stored

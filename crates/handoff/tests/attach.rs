@@ -84,7 +84,7 @@ fn accept(listener: &Listener) -> Connection {
             }
             Err(_) => std::thread::sleep(Duration::from_millis(1)),
         }
-        assert!(Instant::now() < deadline, "nobody connects");
+        assert!(Instant::now() < deadline, "no worker connects");
     }
 }
 

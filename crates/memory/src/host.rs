@@ -6,7 +6,7 @@
 //! HostAllocation::create     address space, no memory
 //!   HostBacking::ensure      memory for one range, on huge pages if the kernel has them
 //!   write the range
-//! HostAllocation::seal       nobody can write any more
+//! HostAllocation::seal       no process can write any more
 //! ```
 //! `ensure` comes before the write of each range, so that lack of memory is an error and not a
 //! SIGBUS at the write. It touches one byte of each huge page and then collapses the page: filling

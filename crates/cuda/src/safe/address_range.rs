@@ -138,7 +138,7 @@ impl AddressRange {
         let bytes = self.mapped.get(&offset).copied();
         assert!(bytes.is_some(), "only what is mapped can be unmapped");
         // SAFETY: exactly what one `map` filled. Device memory: a kernel that still touched it
-        // would fault, which ends this process's context and disturbs nobody else.
+        // would fault, which ends this process's context and disturbs no other process.
         unsafe { self.device.driver().unmap(self.address + offset, bytes.unwrap_or_default()) }?;
         self.mapped.remove(&offset);
         Ok(())

@@ -48,8 +48,8 @@ impl HostPages {
         // SAFETY: inside of the mapping; contents and access stay as they are.
         let _ = unsafe { madvise(start.cast(), bytes, MmapAdvise::MADV_HUGEPAGE) };
         for at in (0..bytes).step_by(PAGE_BYTES) {
-            // SAFETY: inside of the mapping, which nobody else has yet. Volatile: the write is what
-            // is wanted.
+            // SAFETY: inside of the mapping, which no other code has yet. Volatile, since the write
+            // itself is wanted.
             unsafe { start.add(at).write_volatile(0) };
         }
         Ok(pages)

@@ -159,7 +159,7 @@ fn host_without_memory_for_pinned_buffers_refuses_a_load_onto_a_gpu() {
 }
 
 #[test]
-fn device_nobody_configured_is_refused_with_those_there_are() {
+fn unconfigured_device_is_refused_with_the_configured_ones() {
     let mut state = state();
     let WeightServerEvent::LoadRequested { call, mut params, available_bytes } = load(1, "a", 1, MIB) else {
         panic!()
