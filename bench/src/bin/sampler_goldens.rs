@@ -2,7 +2,7 @@
 
 //! Writes the results of llama.cpp's samplers on rows of logits: each sampler alone, and several in
 //! the order of its default chain (`samplers` in `common/common.h`). The output is the fixture of
-//! `crates/engine/tests/llama_samplers.rs`.
+//! `crates/engine/tests/engine/llama_samplers.rs`.
 //!
 //!     cargo run --release --bin sampler_goldens -- ../demo/pycoder-7m-q8_0.gguf \
 //!         > ../crates/engine/tests/data/llama_samplers.txt

@@ -21,7 +21,7 @@
 //!
 //! Mirostat replaces steps 3 to 11, as in llama.cpp: it follows 1, 2 and a static temperature.
 //!
-//! `tests/llama_samplers.rs` compares the candidates and their probabilities with llama.cpp.
+//! `tests/engine/llama_samplers.rs` compares the candidates and their probabilities with llama.cpp.
 //! Intended differences:
 //!
 //! - Temperature 0 is always greedy. In llama.cpp, typical and XTC may drop the highest logit

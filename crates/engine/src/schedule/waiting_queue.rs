@@ -9,7 +9,7 @@
 //! of its tenant's earlier requests. Its cost, an estimate in tokens, then moves its tenant's end.
 //! A tag never changes, so a sorted map holds the order.
 //!
-//! Bounds. `tests/waiting_queue.rs` checks 1, 3 and 4, the simulation checks 1, 2 and 3.
+//! Bounds. `tests/engine/waiting_queue.rs` checks 1, 3 and 4, the simulation checks 1, 2 and 3.
 //!
 //! 1. A sequence that enters while `m` older sequences are in the engine is admitted after at most
 //!    `OLDEST_FIRST_EVERY * (m + 1)` admissions. Each preemption of an older sequence adds one

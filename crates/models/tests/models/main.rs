@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Tests of the models on the reference backend in one executable.
+
+mod golden;
+mod refusals;
+mod transcripts;
