@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! When a waiting sequence is admitted, in which order, and what its pause or removal does.
+
+use super::{add, add_as, limits, prompt, step};
+use engine::schedule::scheduler::Scheduler;
+use engine::schedule::sequence::SequenceKind;
+use engine::schedule::sequence_id::SequenceId;
+use engine::schedule::step_plan::SchedulerLimits;
+use prefix::Scope;
+
+#[test]
+fn free_blocks_of_a_prefix_hit_count_against_the_free_blocks() {
+    let mut scheduler = Scheduler::new(limits(), 5);
+    let first = add(&mut scheduler, prompt(1, 12), 13);
+    step(&mut scheduler);
+    scheduler.remove(first);
+    let holder = add(&mut scheduler, prompt(2, 7), 9);
+    assert_eq!(step(&mut scheduler), [(holder, 0, 7)]);
+    // Three blocks are free, and all three hold the prefix of the new sequence. The sequence needs
+    // a fourth block.
+    let needs_four = add(&mut scheduler, prompt(1, 13), 14);
+    assert_eq!(step(&mut scheduler), [(holder, 7, 1)]);
+    scheduler.remove(holder);
+    assert_eq!(step(&mut scheduler), [(needs_four, 12, 1)]);
+}
+
+#[test]
+fn a_head_that_does_not_fit_is_not_passed() {
+    let mut scheduler = Scheduler::new(limits(), 6);
+    let running = add(&mut scheduler, prompt(1, 14), 17);
+    step(&mut scheduler);
+    let large = add(&mut scheduler, prompt(2, 12), 13);
+    let small = add(&mut scheduler, prompt(3, 4), 5);
+    assert_eq!(step(&mut scheduler), [(running, 14, 1)]);
+    scheduler.remove(running);
+    assert_eq!(step(&mut scheduler), [(large, 0, 12), (small, 0, 4)]);
+}
+
+#[test]
+fn admission_counts_what_prompts_in_progress_still_need() {
+    let mut scheduler = Scheduler::new(SchedulerLimits { step_tokens: 12, ..limits() }, 10);
+    let first = add(&mut scheduler, prompt(1, 30), 31);
+    let second = add(&mut scheduler, prompt(2, 12), 13);
+    // The first 8 rows took 2 of 10 blocks, and the rest of that prompt needs 6 more. The second
+    // prompt needs 3 blocks, but only 2 are left.
+    assert_eq!(step(&mut scheduler), [(first, 0, 12)]);
+    scheduler.remove(second);
+    let third = add(&mut scheduler, prompt(3, 8), 9);
+    assert_eq!(step(&mut scheduler), [(first, 12, 8), (third, 0, 4)]);
+}
+
+#[test]
+fn admission_leaves_a_block_for_each_sequence_that_will_grow() {
+    let mut scheduler = Scheduler::new(limits(), 4);
+    let grows = add(&mut scheduler, prompt(1, 5), 20);
+    step(&mut scheduler);
+    // Two blocks are free. The scheduler keeps one of them for the growth of the running sequence.
+    add(&mut scheduler, prompt(2, 8), 9);
+    assert_eq!(step(&mut scheduler), [(grows, 5, 1)]);
+}
+
+#[test]
+fn lower_priority_values_run_first() {
+    let mut scheduler = Scheduler::new(SchedulerLimits { step_tokens: 8, ..limits() }, 100);
+    let late = add_as(&mut scheduler, SequenceKind::Generate, 1, prompt(1, 8), 20, &Scope::default());
+    let early = add_as(&mut scheduler, SequenceKind::Generate, -1, prompt(2, 8), 20, &Scope::default());
+    assert_eq!((scheduler.waiting_ahead(early), scheduler.waiting_ahead(late)), (0, 1));
+    assert_eq!(step(&mut scheduler), [(early, 0, 8)]);
+}
+
+#[test]
+fn a_paused_sequence_gets_no_rows_and_keeps_its_blocks() {
+    let mut scheduler = Scheduler::new(limits(), 100);
+    let sequence_id = add(&mut scheduler, prompt(1, 8), 20);
+    step(&mut scheduler);
+    scheduler.set_paused(sequence_id, true);
+    assert_eq!(step(&mut scheduler), []);
+    assert_eq!(scheduler.pool().used_blocks(), 2);
+    scheduler.set_paused(sequence_id, false);
+    assert_eq!(step(&mut scheduler), [(sequence_id, 8, 1)]);
+}
+
+/// The step that admits a sequence may also fill the blocks of its prefix cache hit. If that step
+/// fails, the sequence must fail too. So even a paused sequence gets rows in that step.
+#[test]
+fn a_paused_sequence_gets_the_rows_of_its_admission() {
+    let mut scheduler = Scheduler::new(limits(), 100);
+    let first = add(&mut scheduler, prompt(1, 12), 40);
+    let second = add(&mut scheduler, [prompt(1, 12), vec![7, 8]].concat(), 40);
+    scheduler.set_paused(second, true);
+    assert_eq!(step(&mut scheduler), [(first, 0, 12), (second, 12, 2)]);
+    assert_eq!(step(&mut scheduler), [(first, 12, 1)]);
+    scheduler.set_paused(second, false);
+    assert_eq!(step(&mut scheduler), [(first, 13, 1), (second, 14, 1)]);
+}
+
+#[test]
+fn removal_in_every_state_gives_all_blocks_back() {
+    let mut scheduler = Scheduler::new(SchedulerLimits { step_tokens: 8, running_max: 2, ..limits() }, 20);
+    let sequence_ids: Vec<SequenceId> =
+        (1..=4).map(|seed| add(&mut scheduler, prompt(seed, 12), 30)).collect();
+    step(&mut scheduler);
+    step(&mut scheduler);
+    assert!(scheduler.waiting_count() > 0 && scheduler.running_count() > 0);
+    sequence_ids.into_iter().for_each(|sequence_id| scheduler.remove(sequence_id));
+    scheduler.check_integrity().unwrap();
+    assert_eq!(
+        (scheduler.running_count(), scheduler.waiting_count(), scheduler.pool().free_blocks()),
+        (0, 0, 20)
+    );
+}
