@@ -3,7 +3,7 @@
 //! Compares linear layers with `ops::Reference`: quantised types bit by bit, float types within
 //! rounding. The bits do not depend on the number of rows and threads, or on the instruction set.
 
-use crate::random::{DTYPES, SplitMix64};
+use crate::random::{self, DTYPES, SplitMix64};
 use bytes::Bytes;
 use kernels::{Cpu, Isa};
 use ops::{Backend, Linear, Reference, Weight};

@@ -5,7 +5,7 @@
 //! block.
 
 use self::attention::spec;
-use crate::random::{DTYPES, SplitMix64};
+use crate::random::{self, DTYPES, SplitMix64};
 use bytes::Bytes;
 use kernels::{Cpu, Isa};
 use ops::{

@@ -8,7 +8,7 @@
 //!
 //! Batch neighbours, preemption and resumes change none of this.
 
-use crate::fake::{FakeModel, GenerationResult, VOCAB, answers, request, run_out};
+use crate::fake::{FakeModel, GenerationResult, VOCAB, answers, oracle, request, run_out};
 use engine::{
     Constraint, ConstraintError, Engine, EngineConfig, FinishReason, KvBudget, Request, SamplingParams,
     StopConditions, TokenMask,
@@ -256,7 +256,7 @@ fn a_request_with_a_pending_mask_waits_alone_and_samples_the_same() {
     let together = answers(out);
     assert_eq!(together[&late.id], alone(&late, Alternating::boxed(25, &[])));
     for request in &others {
-        assert_eq!(together[&request.id], fake::oracle(request));
+        assert_eq!(together[&request.id], oracle(request));
     }
     assert_eq!((engine.stats().deferred_rows, engine.stats().kv_blocks_used), (1, 0));
 }
@@ -326,7 +326,7 @@ fn a_request_with_a_pending_mask_ends_by_cancellation_deadline_or_mask_timeout()
     assert_eq!(end(1), (4, Some(FinishReason::Cancelled)));
     assert_eq!(end(2), (4, Some(FinishReason::Deadline)));
     assert_eq!(answers[&engine::RequestId(3)], alone(&alternating(3, 5, 10), Alternating::boxed(25, &[])));
-    assert_eq!(answers[&engine::RequestId(4)], fake::oracle(&request(4, vec![1, 2], 12)));
+    assert_eq!(answers[&engine::RequestId(4)], oracle(&request(4, vec![1, 2], 12)));
 
     /// Returns `Pending` 30 times, then a timeout.
     struct Lost(usize);

@@ -4,8 +4,7 @@
 //! `storm/mod.rs` lists what is checked. `cargo test` runs a million steps, `cargo xtask nightly` a
 //! hundred million. A failure names its seed.
 
-use crate::storm::{STEPS_PER_SEED, StormCounts};
-use engine::{draft, kv, schedule};
+use crate::storm::{self, STEPS_PER_SEED, StormCounts};
 
 fn run(seeds: impl Iterator<Item = u64>) -> StormCounts {
     let mut total = StormCounts::default();
