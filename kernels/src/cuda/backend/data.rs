@@ -12,7 +12,7 @@ use ops::{OpError, Weight};
 use quant::layout::{LAYOUT_GGML, LAYOUT_TILES, LayoutError, Tiles};
 
 use super::Cuda;
-use super::command::ByteRange;
+use super::operand::ByteRange;
 use crate::cuda::error::device_error;
 use crate::cuda::{Buffer, Stream};
 

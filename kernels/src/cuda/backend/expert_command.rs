@@ -4,7 +4,7 @@
 
 use ops::OpError;
 
-use super::command::{ActivationTiles, FloatRange, WeightMatrix};
+use super::operand::{ActivationTiles, FloatRange, WeightMatrix};
 use super::step::WordRange;
 use crate::cuda::Stream;
 use crate::cuda::experts::{ExpertKernels, ExpertRouting, ExpertWeights, GroupedPairs, PairGrouping};
@@ -70,7 +70,7 @@ pub(super) enum ExpertCommand {
 
 impl ExpertCommand {
     /// # Safety
-    /// As [`super::command::KernelSet::enqueue`]. In addition, the groups are those of the
+    /// As [`super::kernel_set::KernelSet::enqueue`]. In addition, the groups are those of the
     /// preceding `Route`.
     pub(super) unsafe fn enqueue(&self, kernels: &ExpertKernels, stream: &Stream) -> Result<(), OpError> {
         // SAFETY: for all calls and views below, the caller's contract.

@@ -9,8 +9,9 @@ use ops::{Activation, Experts, OpError};
 use quant::DType;
 use quant::layout::TILE_ROWS;
 
-use super::command::{ActivationTiles, ByteRange, FloatRange, KernelCommand, WeightMatrix};
+use super::command::KernelCommand;
 use super::expert_command::{ExpertCommand, ExpertGroups};
+use super::operand::{ActivationTiles, ByteRange, FloatRange, WeightMatrix};
 use super::step::WordRange;
 use super::{Cuda, CudaTensor};
 use crate::cuda::Buffer;

@@ -7,7 +7,7 @@
 //! begin      checks the rows of a step and uploads them               step, upload
 //! ops        check shapes, upload weights on first use, push commands vocabulary, data, tensor
 //! attention  decides which kernel computes which rows                 plan, attention_plan
-//! read       enqueues all commands, as a CUDA graph if the same list  recorder, command, fusion
+//! read       enqueues all commands, as a CUDA graph if the same list  recorder, fused_launch
 //!            came before, and copies the result to the host           readback
 //! ```
 
@@ -16,8 +16,11 @@ mod command;
 mod data;
 mod expert_command;
 mod experts;
+mod fused_launch;
 mod fusion;
+mod kernel_set;
 mod kv;
+mod operand;
 mod plan;
 mod readback;
 mod recorder;
@@ -39,8 +42,9 @@ use super::error::device_error;
 use super::quantize::activation_bytes;
 use super::{Buffer, CudaError, Device, Stream};
 use attention_plan::{AttentionPlanShape, DeviceAttentionPlan};
-use command::{ActivationTiles, ByteRange, FloatRange, KernelCommand, WeightMatrix};
+use command::KernelCommand;
 use data::{ResidentWeight, make_resident};
+use operand::{ActivationTiles, ByteRange, FloatRange, WeightMatrix};
 use readback::Readback;
 use recorder::Recorder;
 use step::StepRows;

@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 
 use ops::OpError;
 
-use super::command::{CommandList, KernelCommand, KernelSet};
+use super::command::{CommandList, KernelCommand};
+use super::kernel_set::KernelSet;
 use crate::cuda::attention::AttentionPlanAddress;
 use crate::cuda::error::device_error;
 use crate::cuda::{Device, Graph, Stream};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use ops::{RopePairing, RopeSpec};
 
-use super::command::FloatRange;
+use super::operand::FloatRange;
 use crate::cuda::{Buffer, CudaError, Stream};
 
 pub struct CudaRope {

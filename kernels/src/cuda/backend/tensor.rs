@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use ops::OpError;
 
-use super::command::FloatRange;
+use super::operand::FloatRange;
 use super::usage::allocated;
 use crate::cuda::Buffer;
 

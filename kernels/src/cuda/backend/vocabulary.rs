@@ -13,8 +13,9 @@ use ops::{
 use quant::DType;
 
 use super::attention_plan::AttentionPlanShape;
-use super::command::{self, ActivationTiles, AttentionOperands, AttentionShape, KernelCommand};
+use super::command::KernelCommand;
 use super::experts::silu_only;
+use super::operand::{ActivationTiles, AttentionOperands, AttentionShape, ByteRange};
 use super::step::WordRange;
 use super::{Cuda, CudaKv, CudaRope, CudaTensor, WeightData, data};
 use crate::cuda::Buffer;
@@ -183,8 +184,7 @@ impl Backend for Cuda {
                 Some(activation_tiles) if activation_tiles.format == format => activation_tiles,
                 // F32 weights take rows without conversion.
                 _ if format == DType::F32 => {
-                    let range =
-                        command::ByteRange { address: input.address, len: input.len * size_of::<f32>() };
+                    let range = ByteRange { address: input.address, len: input.len * size_of::<f32>() };
                     ActivationTiles { format, range, tokens: rows as u32, cols: x.cols() as u32 }
                 }
                 _ => {
@@ -425,7 +425,7 @@ impl Backend for Cuda {
             x,
             cols: cols as u32,
             draw_params: WordRange { address: self.draw_params.address(), len },
-            work: command::ByteRange { address: work, len: words * size_of::<u64>() },
+            work: ByteRange { address: work, len: words * size_of::<u64>() },
         });
         self.recorder.flush()?;
         let mut records = std::mem::take(&mut self.records);

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! [`KernelSet`] owns the launchers of all kernels and enqueues single commands.
+
+use ops::{OpError, RopePairing};
+
+use super::command::KernelCommand;
+use super::operand::{ActivationTiles, F32Bits, FloatRange};
+use crate::cuda::argmax::ArgmaxKernels;
+use crate::cuda::attention::{AttentionKernels, AttentionPlanAddress};
+use crate::cuda::embed::EmbedKernels;
+use crate::cuda::error::device_error;
+use crate::cuda::experts::ExpertKernels;
+use crate::cuda::gather::GatherKernels;
+use crate::cuda::kv_write::KvWriteKernels;
+use crate::cuda::linear::{LinearKernels, MATRICES_MAX, MatrixProduct};
+use crate::cuda::norm::NormKernels;
+use crate::cuda::norm_rope_kv::NormRopeKvKernels;
+use crate::cuda::quantize::QuantizeKernels;
+use crate::cuda::quantized_output::QuantizedOutput;
+use crate::cuda::rope::{RopeAngles, RopeKernels};
+use crate::cuda::shortlist::ShortlistKernels;
+use crate::cuda::silu_and_mul::SiluKernels;
+use crate::cuda::{Device, DeviceViewMut, Stream};
+
+/// The launchers of all kernels.
+pub(super) struct KernelSet {
+    norms: NormKernels,
+    ropes: RopeKernels,
+    kv_writes: KvWriteKernels,
+    attentions: AttentionKernels,
+    pub(super) gates: SiluKernels,
+    pub(super) heads: NormRopeKvKernels,
+    gathers: GatherKernels,
+    argmaxes: ArgmaxKernels,
+    shortlists: ShortlistKernels,
+    embed: EmbedKernels,
+    quantize: QuantizeKernels,
+    linear: LinearKernels,
+    experts: ExpertKernels,
+}
+
+impl KernelSet {
+    pub(super) fn new(device: &Device) -> Self {
+        Self {
+            norms: NormKernels::new(device),
+            ropes: RopeKernels::new(device),
+            kv_writes: KvWriteKernels::new(device),
+            attentions: AttentionKernels::new(device),
+            gates: SiluKernels::new(device),
+            heads: NormRopeKvKernels::new(device),
+            gathers: GatherKernels::new(device),
+            argmaxes: ArgmaxKernels::new(device),
+            shortlists: ShortlistKernels::new(device),
+            embed: EmbedKernels::new(device),
+            quantize: QuantizeKernels::new(device),
+            linear: LinearKernels::new(device),
+            experts: ExpertKernels::new(device),
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::enqueue`].
+    pub(super) unsafe fn enqueue_products(
+        &self,
+        stream: &Stream,
+        activation_tiles: ActivationTiles,
+        commands: &[KernelCommand],
+    ) -> Result<(), OpError> {
+        let mut products = Vec::with_capacity(MATRICES_MAX);
+        for command in commands {
+            let KernelCommand::Product { matrix, bias, out, .. } = *command else {
+                unreachable!("{command:?} is among the products of one launch");
+            };
+            products.push(MatrixProduct {
+                shape: matrix.tiles()?,
+                // SAFETY: the caller's contract.
+                tiles: unsafe { matrix.range.view() },
+                // SAFETY: as above.
+                bias: bias.map(|bias| unsafe { bias.view() }),
+                // SAFETY: as above.
+                out: unsafe { out.view_mut() },
+            });
+        }
+        // SAFETY: as above.
+        let x = unsafe { activation_tiles.activations() };
+        self.linear.launch(stream, x, &mut products)
+    }
+
+    /// # Safety
+    /// As [`Self::enqueue`].
+    pub(super) unsafe fn enqueue_one(
+        &self,
+        stream: &Stream,
+        command: &KernelCommand,
+        plans: &[AttentionPlanAddress],
+    ) -> Result<(), OpError> {
+        // SAFETY: for all views below, the caller's contract.
+        unsafe {
+            match *command {
+                KernelCommand::Norm { .. }
+                | KernelCommand::AddNorm { .. }
+                | KernelCommand::AttentionPaged { .. } => {
+                    self.enqueue_quantizable(stream, command, plans, None)
+                }
+                KernelCommand::NormHeads { x, weight, eps } => self
+                    .norms
+                    .heads(stream, &mut x.view_mut(), weight.view(), eps.value())
+                    .map_err(device_error("rms_norm_heads")),
+                KernelCommand::Add { x, y } => {
+                    self.norms.add(stream, &mut x.view_mut(), y.view()).map_err(device_error("add"))
+                }
+                KernelCommand::Embed { table, tokens, out } => self.embed.launch(
+                    stream,
+                    &table.tiles()?,
+                    table.range.view(),
+                    tokens.view(),
+                    &mut out.view_mut(),
+                ),
+                KernelCommand::Quantize { x, activation_tiles } => {
+                    let (tokens, cols) = (activation_tiles.tokens as usize, activation_tiles.cols as usize);
+                    let mut out = activation_tiles.range.view_mut();
+                    self.quantize
+                        .launch(stream, activation_tiles.format, x.view(), tokens, cols, &mut out)
+                        .map(|_activations| ())
+                }
+                KernelCommand::Product { activation_tiles, .. } => {
+                    self.enqueue_products(stream, activation_tiles, std::slice::from_ref(command))
+                }
+                KernelCommand::Rope { x, positions, adjacent, frequencies, magnitude, head_dim } => {
+                    let angles = rope_angles(adjacent, frequencies, magnitude);
+                    self.ropes
+                        .launch(stream, &mut x.view_mut(), positions.view(), angles, head_dim as usize)
+                        .map_err(device_error("rope"))
+                }
+                KernelCommand::KvWrite { layer, kind, keys, values, slots, kv_heads, head_dim } => self
+                    .kv_writes
+                    .launch(
+                        stream,
+                        layer,
+                        kind,
+                        keys.view(),
+                        values.view(),
+                        slots.view(),
+                        kv_heads as usize,
+                        head_dim as usize,
+                    )
+                    .map_err(device_error("kv_write")),
+                KernelCommand::AttentionScalar { operands, table_starts, positions } => self
+                    .attentions
+                    .scalar(
+                        stream,
+                        &operands.inputs(),
+                        table_starts.view(),
+                        positions.view(),
+                        &mut operands.out.view_mut(),
+                    )
+                    .map_err(device_error("attention")),
+                KernelCommand::Gated { gate, up, out } => self
+                    .gates
+                    .silu(stream, gate.view(), up.view(), &mut out.view_mut())
+                    .map_err(device_error("gated")),
+                KernelCommand::Experts(command) => command.enqueue(&self.experts, stream),
+                KernelCommand::Gather { x, rows, cols, out } => self
+                    .gathers
+                    .rows(stream, x.view(), rows.view(), cols as usize, &mut out.view_mut())
+                    .map_err(device_error("gather_outputs")),
+                KernelCommand::Argmax { x, cols, out } => self
+                    .argmaxes
+                    .rows(stream, x.view(), cols as usize, &mut out.view_mut())
+                    .map_err(device_error("argmax")),
+                KernelCommand::Shortlist { x, cols, draw_params, work } => {
+                    let mut work = DeviceViewMut::from_raw(work.address, work.len / size_of::<u64>());
+                    self.shortlists
+                        .rows(stream, x.view(), cols as usize, draw_params.view(), &mut work)
+                        .map_err(device_error("shortlists"))
+                }
+            }
+        }
+    }
+
+    /// Enqueues a command whose kernel can also write its output as activation tiles. It does so if
+    /// there is a `quantized` output.
+    ///
+    /// # Safety
+    /// As [`Self::enqueue`].
+    pub(super) unsafe fn enqueue_quantizable(
+        &self,
+        stream: &Stream,
+        command: &KernelCommand,
+        plans: &[AttentionPlanAddress],
+        quantized: Option<QuantizedOutput<'_>>,
+    ) -> Result<(), OpError> {
+        // SAFETY: for all views below, the caller's contract.
+        unsafe {
+            match *command {
+                KernelCommand::Norm { x, weight, eps, out } => self
+                    .norms
+                    .rows(stream, x.view(), weight.view(), eps.value(), &mut out.view_mut(), quantized)
+                    .map_err(device_error("rms_norm")),
+                KernelCommand::AddNorm { x, y, weight, eps, out } => self
+                    .norms
+                    .add_rows(
+                        stream,
+                        &mut x.view_mut(),
+                        y.view(),
+                        weight.view(),
+                        eps.value(),
+                        &mut out.view_mut(),
+                        quantized,
+                    )
+                    .map_err(device_error("add_rms_norm")),
+                KernelCommand::AttentionPaged { operands, plan } => self
+                    .attentions
+                    .paged(
+                        stream,
+                        &operands.inputs(),
+                        &plans[plan as usize],
+                        &mut operands.out.view_mut(),
+                        quantized,
+                    )
+                    .map_err(device_error("attention")),
+                ref other => unreachable!("the kernel of {other:?} writes no activation tiles"),
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`KernelSet::enqueue`].
+pub(super) unsafe fn rope_angles<'a>(
+    adjacent: bool,
+    frequencies: FloatRange,
+    magnitude: F32Bits,
+) -> RopeAngles<'a> {
+    let pairing = if adjacent { RopePairing::Adjacent } else { RopePairing::Halves };
+    // SAFETY: the caller's contract.
+    let inverse_frequencies = unsafe { frequencies.view() };
+    RopeAngles { pairing, inverse_frequencies, magnitude: magnitude.value() }
+}
