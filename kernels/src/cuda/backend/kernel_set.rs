@@ -127,6 +127,40 @@ impl KernelSet {
                 KernelCommand::Product { activation_tiles, .. } => {
                     self.enqueue_products(stream, activation_tiles, std::slice::from_ref(command))
                 }
+                KernelCommand::Rope { .. }
+                | KernelCommand::KvWrite { .. }
+                | KernelCommand::AttentionScalar { .. } => self.enqueue_attention_part(stream, command),
+                KernelCommand::Gated { gate, up, out } => self
+                    .gates
+                    .silu(stream, gate.view(), up.view(), &mut out.view_mut())
+                    .map_err(device_error("gated")),
+                KernelCommand::Experts(command) => command.enqueue(&self.experts, stream),
+                KernelCommand::Gather { x, rows, cols, out } => self
+                    .gathers
+                    .rows(stream, x.view(), rows.view(), cols as usize, &mut out.view_mut())
+                    .map_err(device_error("gather_outputs")),
+                KernelCommand::Argmax { x, cols, out } => self
+                    .argmaxes
+                    .rows(stream, x.view(), cols as usize, &mut out.view_mut())
+                    .map_err(device_error("argmax")),
+                KernelCommand::Shortlist { x, cols, draw_params, work } => {
+                    let mut work = DeviceViewMut::from_raw(work.address, work.len / size_of::<u64>());
+                    self.shortlists
+                        .rows(stream, x.view(), cols as usize, draw_params.view(), &mut work)
+                        .map_err(device_error("shortlists"))
+                }
+            }
+        }
+    }
+
+    /// Enqueues a rotation, a write to the KV cache, or scalar attention.
+    ///
+    /// # Safety
+    /// As [`Self::enqueue`].
+    unsafe fn enqueue_attention_part(&self, stream: &Stream, command: &KernelCommand) -> Result<(), OpError> {
+        // SAFETY: for all views below, the caller's contract.
+        unsafe {
+            match *command {
                 KernelCommand::Rope { x, positions, adjacent, frequencies, magnitude, head_dim } => {
                     let angles = rope_angles(adjacent, frequencies, magnitude);
                     self.ropes
@@ -156,25 +190,7 @@ impl KernelSet {
                         &mut operands.out.view_mut(),
                     )
                     .map_err(device_error("attention")),
-                KernelCommand::Gated { gate, up, out } => self
-                    .gates
-                    .silu(stream, gate.view(), up.view(), &mut out.view_mut())
-                    .map_err(device_error("gated")),
-                KernelCommand::Experts(command) => command.enqueue(&self.experts, stream),
-                KernelCommand::Gather { x, rows, cols, out } => self
-                    .gathers
-                    .rows(stream, x.view(), rows.view(), cols as usize, &mut out.view_mut())
-                    .map_err(device_error("gather_outputs")),
-                KernelCommand::Argmax { x, cols, out } => self
-                    .argmaxes
-                    .rows(stream, x.view(), cols as usize, &mut out.view_mut())
-                    .map_err(device_error("argmax")),
-                KernelCommand::Shortlist { x, cols, draw_params, work } => {
-                    let mut work = DeviceViewMut::from_raw(work.address, work.len / size_of::<u64>());
-                    self.shortlists
-                        .rows(stream, x.view(), cols as usize, draw_params.view(), &mut work)
-                        .map_err(device_error("shortlists"))
-                }
+                ref other => unreachable!("{other:?} is not a part of attention"),
             }
         }
     }
