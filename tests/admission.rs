@@ -175,8 +175,8 @@ fn a_request_that_never_fits_is_refused_at_once_with_the_numbers() {
         };
         let context = json!({"prompt": vec![5; 10], "max_tokens": 100_000});
         check(context, "context_length_exceeded", &["10 tokens of prompt", "100000 of output"]).await;
-        let crowd = json!({"prompt": vec!["x"; 20], "n": 16});
-        let refused = completion_request(&http, "a", crowd).send().await.unwrap();
+        let entries = json!({"prompt": vec!["x"; 20], "n": 16});
+        let refused = completion_request(&http, "a", entries).send().await.unwrap();
         assert_eq!(refused.status(), 400);
         let error: Value = refused.json().await.unwrap();
         assert_eq!(error["error"]["param"], "n", "{error}");

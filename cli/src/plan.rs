@@ -77,7 +77,7 @@ impl DeviceMemoryPlan {
             let over = ByteSize(self.weights - self.room()).rounded();
             let percent = (self.room() as f64 / self.weights as f64 * 100.0).floor();
             return Some(format!(
-                "the weights alone are {over} too large; a quantisation with {percent}% of their size would fit"
+                "the weights alone are {over} too large; a quantization with {percent}% of their size would fit"
             ));
         };
         let fitting = self.workers.iter().take_while(|worker| {

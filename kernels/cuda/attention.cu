@@ -6,7 +6,7 @@
 //   attention_split_kv_*  decode rows and short runs of tokens (attention/split_kv.cuh); writes
 //                         partial results
 //   attention_merge       merges the partial results of a row and head
-//   attention_merge_q8_*  also quantise the row into activation tiles, as quantize.cu does
+//   attention_merge_q8_*  also quantize the row into activation tiles, as quantize.cu does
 //   attention_prefill_*   long runs of tokens (attention/prefill.cuh)
 //   attention_scalar_*    f32 caches and shapes without a tensor-core kernel (attention/scalar.cuh)
 //
@@ -130,7 +130,7 @@ __device__ __forceinline__ float merge_dimension(const float *partial_sums, cons
     return __fdiv_rn(sum, weight);
 }
 
-// A block merges one row and 256 columns of the output, which are whole heads, and quantises them.
+// A block merges one row and 256 columns of the output, which are whole heads, and quantizes them.
 // It is launched for steps whose rows are all merged.
 template <class Quantizer>
 __device__ void merge_and_quantize(const float *partial_sums, const float2 *partial_weights,

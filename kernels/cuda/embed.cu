@@ -2,7 +2,7 @@
 
 // out[i] = table[tokens[i]] as f32: rows of the embedding table.
 //
-//   quantised types: table in tiles of 16 rows by 256 values, grid (tiles of a row, tokens)
+//   quantized types: table in tiles of 16 rows by 256 values, grid (tiles of a row, tokens)
 //     planes of the row's tile -> block bytes in shared memory -> a thread decodes one value
 //   float types: table in rows, same grid, a thread per value
 //

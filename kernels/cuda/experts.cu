@@ -61,7 +61,7 @@ __device__ void float_matvec(const T *weights, const float *x, const uint32_t *e
     if (lane == 0) out[pair * rows + row] = sum;
 }
 
-// Quantises the rows of `x` into the activation tiles of slots: a warp per slot and tile of
+// Quantizes the rows of `x` into the activation tiles of slots: a warp per slot and tile of
 // columns.
 template <class Quantizer>
 __device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int slots, int pairs_per_token,

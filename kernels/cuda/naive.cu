@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Naive kernels, with which GPU tests compare the fast ones: sums in f64, no tiles, no KV cache, no
-// quantisation. Tests use them for shapes at which the host's reference would take minutes.
+// quantization. Tests use them for shapes at which the host's reference would take minutes.
 //
 //   naive_attention  one sequence: out[row][head] = sum_k softmax_k(scale * query . key_k) *
 //                    value_k over the keys up to the row's position; a thread per dimension

@@ -4,7 +4,7 @@
 //
 //   rms_norm              one thread block per row
 //   add_rms_norm          x += y first: the residual sum and the norm of the next layer in one pass
-//   *_q8_0, _q8_1, _q8_k  also quantise the row into activation tiles while its values are in
+//   *_q8_0, _q8_1, _q8_k  also quantize the row into activation tiles while its values are in
 //                         registers
 //   rms_norm_heads        one warp per head, in place
 //   add_residual          x += y alone
@@ -52,7 +52,7 @@ __device__ void store(float *to, const float (&v)[VECTOR]) {
     reinterpret_cast<float4 *>(to)[1] = make_float4(v[4], v[5], v[6], v[7]);
 }
 
-// The row is not quantised.
+// The row is not quantized.
 struct NoQuantizer {
     static constexpr bool QUANTIZES = false;
 };
@@ -62,7 +62,7 @@ struct WithQuantizer : Quantizer {
     static constexpr bool QUANTIZES = true;
 };
 
-// If `Quantizer` quantises, norm.rs launches the kernel only for rows that consist of whole vectors
+// If `Quantizer` quantizes, norm.rs launches the kernel only for rows that consist of whole vectors
 // and that the registers of a block can hold.
 template <bool ADD, class Quantizer>
 __device__ void normalize_row(float *x, const float *y, const float *weight, float eps, float *out, int cols,

@@ -4,7 +4,7 @@
 //
 //   silu_and_mul           four values per thread
 //   silu_and_mul_scalar    one value per thread, if their number is no multiple of four
-//   *_q8_0, _q8_1, _q8_k   also quantise the rows into activation tiles, as quantize.cu does, while
+//   *_q8_0, _q8_1, _q8_k   also quantize the rows into activation tiles, as quantize.cu does, while
 //                          the values are in registers; a warp per token and 256 columns
 //
 // Limit: bytes, 12 per value.

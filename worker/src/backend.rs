@@ -26,9 +26,6 @@ pub(crate) trait DeviceRuntime: Sized {
     /// The layout of tensor bytes that the kernels read.
     const LAYOUT: u32;
 
-    /// Whether the backend has attention kernels for layers with `AttentionSpan::Window`.
-    const SUPPORTS_ATTENTION_WINDOWS: bool;
-
     /// Whether the backend has kernels for weights of this type.
     fn supports_dtype(dtype: DType) -> bool;
 

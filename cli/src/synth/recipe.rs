@@ -15,7 +15,7 @@ pub(super) struct QuantRecipe {
 }
 
 #[derive(Debug, thiserror::Error)]
-#[error("unknown quantisation {name}; known: {}", RECIPES.iter().map(|recipe| recipe.name).collect::<Vec<_>>().join(", "))]
+#[error("unknown quantization {name}; known: {}", RECIPES.iter().map(|recipe| recipe.name).collect::<Vec<_>>().join(", "))]
 pub(super) struct UnknownQuantRecipe {
     name: String,
 }

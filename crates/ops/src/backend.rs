@@ -94,12 +94,12 @@ pub trait Backend: Sized + Send + 'static {
     /// Rotation angles of one rotary position embedding, computed once.
     type Rope: Send;
 
-    /// Whether the sampler calls [`Backend::shortlists`] instead of reading whole rows. False if
-    /// rows are in host memory.
+    /// Whether a shortlist costs less than reading a whole row of logits. The sampler then calls
+    /// [`Backend::shortlists`] first. False if rows are in host memory.
     const PREFERS_SHORTLISTS: bool;
 
     /// Whether [`Backend::attention`] computes layers with [`crate::AttentionSpan::Window`].
-    const SUPPORTS_WINDOWS: bool;
+    const SUPPORTS_ATTENTION_WINDOWS: bool;
 
     /// Allocates an uninitialised tensor of `[rows_max, cols]`.
     fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<Self::Tensor, OpError>;
@@ -282,9 +282,9 @@ pub trait Backend: Sized + Send + 'static {
         Ok(())
     }
 
-    /// The shortlist of each of the first rows of `x`, which have `cols` values, weighed as
-    /// `draw_params` say: some numbers a row come to the host. Lists of some rows may stay empty:
-    /// those are to be read.
+    /// Computes the shortlist of each of the first rows of `x`, which have `cols` values, with the
+    /// row's entry of `draw_params`. The backend may leave a list empty; the caller then reads the
+    /// row.
     fn shortlists(
         &mut self,
         x: &Self::Tensor,
@@ -300,9 +300,8 @@ pub trait Backend: Sized + Send + 'static {
         let mut values = vec![0.0; rows * cols];
         self.read(x, rows, &mut values)?;
         let mut weights = SoftmaxWeights::default();
-        for ((list, weighing), row) in lists.iter_mut().zip(draw_params).zip(values.chunks_exact(cols.max(1)))
-        {
-            list.fill(row, weighing, &mut weights);
+        for ((list, params), row) in lists.iter_mut().zip(draw_params).zip(values.chunks_exact(cols.max(1))) {
+            list.fill(row, params, &mut weights);
         }
         Ok(())
     }

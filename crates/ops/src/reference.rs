@@ -6,7 +6,7 @@
 //! It computes products with quantized weights in one of two ways:
 //!
 //! 1. [`Reference::new`] rounds activations to int8 blocks first, as the kernels do.
-//! 2. [`Reference::dequantised`] decodes the weights to f32 and does not round activations.
+//! 2. [`Reference::dequantized`] decodes the weights to f32 and does not round activations.
 //!
 //! New tensors and cache blocks are filled with NaN, so that a read before a write shows in the
 //! result.
@@ -30,19 +30,19 @@ pub use host_tensor::HostTensor;
 /// The scalar backend.
 #[derive(Debug, Default)]
 pub struct Reference {
-    dequantise: bool,
+    dequantize: bool,
     step: ReferenceStep,
 }
 
 impl Reference {
-    /// Activations are rounded to int8 blocks before they meet quantised weights.
+    /// Activations are rounded to int8 blocks before they meet quantized weights.
     pub fn new() -> Self {
         Self::default()
     }
 
     /// Weights are decoded to f32 and activations not rounded.
-    pub fn dequantised() -> Self {
-        Self { dequantise: true, ..Self::default() }
+    pub fn dequantized() -> Self {
+        Self { dequantize: true, ..Self::default() }
     }
 }
 
@@ -54,7 +54,7 @@ impl Backend for Reference {
 
     // True as on a GPU, so that tests of the engine cover sampling from shortlists.
     const PREFERS_SHORTLISTS: bool = true;
-    const SUPPORTS_WINDOWS: bool = true;
+    const SUPPORTS_ATTENTION_WINDOWS: bool = true;
 
     fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<HostTensor, OpError> {
         Ok(HostTensor::new(rows_max, cols))
@@ -156,7 +156,7 @@ impl Backend for Reference {
         const OP: &str = "linear";
         x.check(OP, "columns of x", rows, layer.n_in())?;
         out.check(OP, "columns of out", rows, layer.n_out())?;
-        if self.dequantise {
+        if self.dequantize {
             weights::product(&layer.weight, x, out, rows)?;
         } else {
             weights::rounded_product(&layer.weight, x, out, rows)?;

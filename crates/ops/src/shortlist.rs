@@ -73,7 +73,7 @@ impl Shortlist {
     }
 
     /// Computes the shortlist of a row.
-    pub fn fill(&mut self, row: &[f32], weighing: &DrawParams, weights: &mut SoftmaxWeights) {
+    pub fn fill(&mut self, row: &[f32], params: &DrawParams, weights: &mut SoftmaxWeights) {
         self.clear();
         let max = rank::max(row);
         if !max.is_finite() || row.iter().any(|logit| logit.is_nan()) {
@@ -81,9 +81,9 @@ impl Shortlist {
         }
         rank::select_top_k(row, SHORTLIST_LEN, &mut self.best);
         self.best.sort_unstable();
-        weights.fill(row.iter().copied(), max, weighing.temperature);
+        weights.fill(row.iter().copied(), max, params.temperature);
         self.total = weights.total();
-        self.drawn = weighing.uniform.map(|uniform| weights.pick(uniform) as u32);
+        self.drawn = params.uniform.map(|uniform| weights.pick(uniform) as u32);
     }
 }
 
@@ -91,7 +91,7 @@ impl Shortlist {
 mod tests {
     use super::*;
 
-    fn shortlist(row: &[f32], weighing: DrawParams) -> Shortlist {
+    fn shortlist(row: &[f32], params: DrawParams) -> Shortlist {
         let mut list = Shortlist::default();
         // Fills the list with another row first, so that the test notices leftovers.
         list.fill(
@@ -99,7 +99,7 @@ mod tests {
             &DrawParams { temperature: 2.0, uniform: Some(0.5) },
             &mut SoftmaxWeights::default(),
         );
-        list.fill(row, &weighing, &mut SoftmaxWeights::default());
+        list.fill(row, &params, &mut SoftmaxWeights::default());
         list
     }
 

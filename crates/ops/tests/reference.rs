@@ -124,7 +124,7 @@ fn linear_multiplies_rows_and_adds_the_bias() {
 }
 
 #[test]
-fn only_the_default_rounds_activations_and_only_for_quantised_weights() {
+fn only_the_default_rounds_activations_and_only_for_quantized_weights() {
     let x: Vec<f32> = (0..32).map(|i| (i as f32 * 0.7).sin()).collect();
     let mut bytes = vec![0; 34];
     quant::encode(DType::Q8_0, &x, &mut bytes).unwrap();
@@ -139,7 +139,7 @@ fn only_the_default_rounds_activations_and_only_for_quantised_weights() {
         values(backend, &out, 1, 1)[0]
     };
     let exact: f64 = x.iter().zip(&decoded).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
-    assert_eq!(product(&mut Reference::dequantised()), exact as f32);
+    assert_eq!(product(&mut Reference::dequantized()), exact as f32);
     let rounded: f64 = decoded.iter().map(|&a| f64::from(a) * f64::from(a)).sum();
     assert!((f64::from(product(&mut Reference::new())) - rounded).abs() < 1e-5);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Quantises 256 values of one token into an activation tile (tile.cuh), eight values per lane of a
+// Quantizes 256 values of one token into an activation tile (tile.cuh), eight values per lane of a
 // warp, by the rules of crates/quant:
 //
 //   Q8_0, Q8_1  per 32 values: d = largest magnitude / 127, ties away from zero; d and d * sum are
@@ -8,7 +8,7 @@
 //   Q8_K        per 256 values: the value of largest magnitude becomes -127, ties to even
 //
 // Lane l has values 8 l to 8 l + 7; columns beyond the row are zero. The code is not in
-// quantize.cu, because kernels that compute activations also quantise them.
+// quantize.cu, because kernels that compute activations also quantize them.
 
 #pragma once
 

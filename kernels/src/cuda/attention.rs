@@ -124,7 +124,7 @@ impl AttentionKernels {
         }
     }
 
-    /// Whether the merge kernel can also quantise its output. To do so, it must write all rows of
+    /// Whether the merge kernel can also quantize its output. To do so, it must write all rows of
     /// the plan.
     pub(super) fn can_quantize(spec: &AttentionSpec, plan: &AttentionPlanAddress) -> bool {
         let width = spec.heads * spec.head_dim;

@@ -261,7 +261,7 @@ impl ExpertKernels {
             .map_err(device_error(OP))
     }
 
-    /// Quantises rows of `x`, `[tokens, cols]`, for [`Self::matmul`]. The slot of pair p gets row p
+    /// Quantizes rows of `x`, `[tokens, cols]`, for [`Self::matmul`]. The slot of pair p gets row p
     /// / pairs_per_token.
     ///
     /// # Safety
@@ -456,7 +456,7 @@ impl ExpertKernels {
             .map_err(device_error(OP))
     }
 
-    /// Computes [`Self::matvec`] for one stack of float weights. `x` is not quantised.
+    /// Computes [`Self::matvec`] for one stack of float weights. `x` is not quantized.
     ///
     /// # Safety
     /// `experts` are in device memory. Each of them is below `count`.

@@ -18,7 +18,7 @@ impl NormKernels {
         Self(LazyModule::new(device, "norm", image!("norm")))
     }
 
-    /// Whether the kernels can also quantise rows of this length.
+    /// Whether the kernels can also quantize rows of this length.
     pub(super) fn can_quantize(cols: usize) -> bool {
         cols.is_multiple_of(32) && cols <= NORM_QUANTIZED_COLS_MAX
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`QuantizedOutput`] makes a kernel that computes activations also quantise them. This saves a
+//! [`QuantizedOutput`] makes a kernel that computes activations also quantize them. This saves a
 //! separate pass by quantize.cu.
 
 use quant::DType;
@@ -16,11 +16,11 @@ pub struct QuantizedOutput<'a> {
     pub act_tiles: DeviceViewMut<'a, u8>,
 }
 
-/// A quantised row consists of whole blocks of this many values.
+/// A quantized row consists of whole blocks of this many values.
 const BLOCK: usize = 32;
 
 impl QuantizedOutput<'_> {
-    /// Whether kernels can quantise into this format.
+    /// Whether kernels can quantize into this format.
     pub(super) fn supports(format: DType) -> bool {
         matches!(format, DType::Q8_0 | DType::Q8_1 | DType::Q8_K)
     }

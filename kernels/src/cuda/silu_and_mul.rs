@@ -57,7 +57,7 @@ impl SiluKernels {
         }
     }
 
-    /// Computes [`Self::silu`] over rows of `cols` values, and also quantises the rows.
+    /// Computes [`Self::silu`] over rows of `cols` values, and also quantizes the rows.
     pub fn silu_quantized(
         &self,
         stream: &Stream,

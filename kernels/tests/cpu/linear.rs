@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Compares linear layers with `ops::Reference`: quantised types bit by bit, float types within
+//! Compares linear layers with `ops::Reference`: quantized types bit by bit, float types within
 //! rounding. The bits do not depend on the number of rows and threads, or on the instruction set.
 
 use crate::random::{self, DTYPES, SplitMix64};
@@ -21,7 +21,7 @@ fn scale_offsets(dtype: DType) -> &'static [usize] {
     }
 }
 
-/// Rows of random bits in quantised blocks. Their scales are zero, subnormal, ordinary, negative,
+/// Rows of random bits in quantized blocks. Their scales are zero, subnormal, ordinary, negative,
 /// or the largest.
 fn arbitrary(random: &mut SplitMix64, dtype: DType, cols: usize, rows: usize) -> Bytes {
     let len = dtype.row_bytes((cols * rows) as u64).unwrap() as usize;

@@ -14,7 +14,7 @@ use std::path::Path;
 
 const ARCHITECTURES: &[&str] = &["gemma3", "llama", "qwen2", "qwen3", "qwen3moe"];
 /// If two logits are closer than this, llama.cpp's own rounding of activations decides their order.
-/// The first gap is for quantised files, the second for f16 files.
+/// The first gap is for quantized files, the second for f16 files.
 const QUANTISED_GAP_MIN: f32 = 0.3;
 const F16_GAP_MIN: f32 = 0.01;
 

@@ -33,9 +33,9 @@ fn read_rows_returns_a_range_of_rows() {
 fn shortlists<B: Backend>(mut backend: B) -> Vec<Shortlist> {
     let mut x = backend.tensor(ROWS, COLS).unwrap();
     backend.write(&mut x, ROWS, &values()).unwrap();
-    let weighing =
+    let params_of =
         |row: usize| DrawParams { temperature: 0.7, uniform: (row > 0).then_some(row as f64 / 5.0) };
-    let draw_params: Vec<DrawParams> = (0..ROWS).map(weighing).collect();
+    let draw_params: Vec<DrawParams> = (0..ROWS).map(params_of).collect();
     let mut lists = vec![Shortlist::default(); ROWS];
     backend.shortlists(&x, COLS, &draw_params, &mut lists).unwrap();
     assert!(backend.shortlists(&x, COLS, &draw_params, &mut lists[1..]).is_err());

@@ -300,7 +300,7 @@ pub(crate) fn it_has_the_range_of_its_type(gpu: &TestGpu) -> Result<()> {
 
 /// Some steps begin at positions at which the length of splits changes, and some contain such
 /// positions.
-pub(crate) fn it_depends_on_neither_cut_nor_company_nor_blocks(gpu: &TestGpu) -> Result<()> {
+pub(crate) fn it_depends_on_neither_chunks_nor_batch_neighbours_nor_blocks(gpu: &TestGpu) -> Result<()> {
     let mut random = TestRng::new(13);
     for (heads, kv_heads, head_dim, kind) in [
         (4, 1, 64, KvType::F16),

@@ -19,7 +19,7 @@ use crate::random::TestRng;
 const BLOCK_TOKENS: usize = 16;
 const TOKENS: usize = 150;
 const BLOCKS: usize = 64;
-/// Small models of every architecture, in quantised types and floats.
+/// Small models of every architecture, in quantized types and floats.
 const MODELS: [&str; 6] =
     ["llama.Q8_0", "llama.Q4_0", "llama-linear.F16", "llama-linear.BF16", "qwen3.Q4_K_M", "qwen3moe-q.Q2_K"];
 
@@ -113,7 +113,7 @@ const COMPUTE_PATHS: [(&str, ComputePath); 8] = [
         }
         Ok(rows)
     }),
-    ("in company", |run, tokens, other| {
+    ("with batch neighbours", |run, tokens, other| {
         // Prefill of other sequences, then their decode rows. They come before and after this
         // sequence's rows.
         let (own, first, second) = (blocks(0), blocks(10), blocks(20));

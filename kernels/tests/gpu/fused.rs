@@ -90,11 +90,11 @@ fn pair(gpu: &TestGpu) -> Result<[OpRunner; 2]> {
     Ok([ops(false)?, ops(true)?])
 }
 
-/// Norms and gates whose rows are quantised for the matrices after them.
+/// Norms and gates whose rows are quantized for the matrices after them.
 pub(crate) fn rounded_rows_are_those_of_single_ops(gpu: &TestGpu) -> Result<()> {
     let mut pair = pair(gpu)?;
     let rows: &[usize] = if gpu.small { &[1, 5, 33] } else { &[1, 2, 4, 5, 33, 70, 139] };
-    // One type for each format of quantised activations.
+    // One type for each format of quantized activations.
     for (dtype, widths) in
         [(DType::Q8_0, [32, 416, 1056]), (DType::Q5_1, [96, 480, 4128]), (DType::Q4_K, [256, 768, 4352])]
     {
@@ -164,7 +164,7 @@ const STEPS: [&[(usize, Range<usize>)]; 3] =
     [&[(0, 2_100..2_101), (1, 3..4)], &[(0, 2_101..2_104), (1, 4..40)], &[(1, 40..110)]];
 
 /// Norms and rotations of heads with the write to the cache, and attention whose rows are
-/// quantised.
+/// quantized.
 pub(crate) fn attention_blocks_are_those_of_single_ops(gpu: &TestGpu) -> Result<()> {
     let mut pair = pair(gpu)?;
     for kind in [KvType::F32, KvType::F16, KvType::Bf16, KvType::Q8_0] {

@@ -84,7 +84,7 @@ impl CacheShape {
     }
 }
 
-/// Rows with values of all magnitudes, with halves of quantisation steps, and with parts that are
+/// Rows with values of all magnitudes, with halves of quantization steps, and with parts that are
 /// all zero.
 fn rows(random: &mut TestRng, rows: usize, head_dim: usize) -> Vec<f32> {
     let special =

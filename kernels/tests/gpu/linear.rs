@@ -268,7 +268,7 @@ pub(crate) fn floats_are_near_the_reference(gpu: &TestGpu) -> anyhow::Result<()>
     Ok(())
 }
 
-/// The values that quantised activations represent.
+/// The values that quantized activations represent.
 fn dequantized(a: &Activations) -> anyhow::Result<Vec<f32>> {
     let scaled = |d: f32, qs: &[i8]| qs.iter().map(|&q| d * f32::from(q)).collect::<Vec<f32>>();
     Ok(match a {
@@ -279,7 +279,7 @@ fn dequantized(a: &Activations) -> anyhow::Result<Vec<f32>> {
     })
 }
 
-/// Compares products of a real size with naive.cu over dequantised weights and activations.
+/// Compares products of a real size with naive.cu over dequantized weights and activations.
 pub(crate) fn products_match_the_naive_kernel(gpu: &TestGpu) -> anyhow::Result<()> {
     let linear = LinearKernels::new(&gpu.device);
     let naive = NaiveKernels::new(&gpu.device);

@@ -118,8 +118,8 @@ fn main() -> anyhow::Result<()> {
             ),
             ("attention: the range of each type", attention::it_has_the_range_of_its_type),
             (
-                "attention: neither cut nor company nor blocks",
-                attention::it_depends_on_neither_cut_nor_company_nor_blocks,
+                "attention: chunks, batch neighbours and blocks change nothing",
+                attention::it_depends_on_neither_chunks_nor_batch_neighbours_nor_blocks,
             ),
             ("attention: the cache grows", attention::the_cache_grows_as_it_is_written),
             ("fused: rounded rows are those of single ops", fused::rounded_rows_are_those_of_single_ops),

@@ -70,7 +70,7 @@ pub(crate) fn one(gpu: &TestGpu, index: &str) -> Result<()> {
     step(&mut cuda, &mut *model, &mut kv, &[(&one, 0, step_tokens)], StepOutput::Best, &mut logits)?;
     for rows in [64, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64] {
         let mut parts = whole.clone();
-        for wanted in [StepOutput::Best, StepOutput::Best, StepOutput::Logits, StepOutput::ShortlistKernels] {
+        for wanted in [StepOutput::Best, StepOutput::Best, StepOutput::Logits, StepOutput::Shortlists] {
             step(&mut cuda, &mut *model, &mut kv, &parts, wanted, &mut logits)?;
             parts = tables[..rows].iter().map(|table| (table, step_tokens / 64, 1)).collect();
         }

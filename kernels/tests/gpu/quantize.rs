@@ -43,7 +43,7 @@ pub(crate) fn activations_are_those_of_the_host(gpu: &TestGpu) -> anyhow::Result
     Ok(())
 }
 
-/// Builds the activation tiles of linear/tile.cuh from rows that `quant` quantised. The bytes of
+/// Builds the activation tiles of linear/tile.cuh from rows that `quant` quantized. The bytes of
 /// absent tokens and columns are zero.
 fn panels(format: DType, x: &[f32], tokens: usize, cols: usize) -> anyhow::Result<Vec<u8>> {
     let col_tiles = cols.div_ceil(256);

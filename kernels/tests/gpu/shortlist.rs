@@ -21,7 +21,7 @@ fn lists<B: Backend>(b: &mut B, host: &[f32], draw_params: &[DrawParams]) -> Res
 }
 
 /// Random draw parameters: a temperature and, in four of five cases, a random number for a draw.
-fn weighing(random: &mut TestRng) -> DrawParams {
+fn random_draw_params(random: &mut TestRng) -> DrawParams {
     let temperature = [1.0, 0.8, 0.05, 1.7, 1e-30][(random.bits() % 5) as usize];
     let uniform = (random.bits() >> 11) as f64 / (1_u64 << 53) as f64;
     let extremes = [uniform, uniform, 0.0, 1.0 - f64::EPSILON / 2.0];
@@ -63,7 +63,7 @@ pub(crate) fn they_are_those_of_the_host(gpu: &TestGpu) -> Result<()> {
     let sizes = [1, 2, 255, 256, 257, 1000, 1024, 1025, 2047, 2049, 4096, 4097, 10_007];
     for &cols in sizes.iter().chain(vocabularies) {
         // A row in a batch with all other kinds. Two of the rows are computed again alone.
-        let draw_params: Vec<DrawParams> = (0..KINDS).map(|_| weighing(&mut random)).collect();
+        let draw_params: Vec<DrawParams> = (0..KINDS).map(|_| random_draw_params(&mut random)).collect();
         let rows: Vec<Vec<f32>> = (0..KINDS).map(|kind| row(&mut random, kind, cols)).collect();
         let found = lists(&mut cuda, &rows.concat(), &draw_params)?;
         let expected = lists(&mut reference, &rows.concat(), &draw_params)?;
@@ -76,7 +76,7 @@ pub(crate) fn they_are_those_of_the_host(gpu: &TestGpu) -> Result<()> {
         }
     }
     // More rows than a model returns at once.
-    let draw_params: Vec<DrawParams> = (0..70).map(|_| weighing(&mut random)).collect();
+    let draw_params: Vec<DrawParams> = (0..70).map(|_| random_draw_params(&mut random)).collect();
     let host = random.values(70 * 2500);
     ensure!(lists(&mut cuda, &host, &draw_params)? == lists(&mut reference, &host, &draw_params)?, "70 rows");
     Ok(())
@@ -141,8 +141,8 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
             time(gpu, 20, |_| Ok(argmaxes.rows(&gpu.stream, x.view(), cols, &mut best.view_mut())?))?;
         println!("argmax    {rows:2} rows of {cols}: {:6.1} us", seconds * 1e6);
         for (uniform, what) in [(None, "lists"), (Some(0.5), "lists and draws")] {
-            let weighing = shortlist::draw_param_words(&DrawParams { temperature: 0.8, uniform });
-            let draw_params = Buffer::from_host(&gpu.stream, &weighing.repeat(rows))?;
+            let words = shortlist::draw_param_words(&DrawParams { temperature: 0.8, uniform });
+            let draw_params = Buffer::from_host(&gpu.stream, &words.repeat(rows))?;
             let seconds = time(gpu, 20, |_| {
                 Ok(kernels.rows(&gpu.stream, x.view(), cols, draw_params.view(), &mut work.view_mut())?)
             })?;

@@ -125,7 +125,7 @@ pub(crate) fn sampled(gpu: &TestGpu) -> Result<()> {
             let mut line = format!("{name}: {rows:2} rows at 512:");
             for (wanted, what) in [
                 (StepOutput::Logits, "rows read"),
-                (StepOutput::ShortlistKernels, "shortlists"),
+                (StepOutput::Shortlists, "shortlists"),
                 (StepOutput::Best, "best"),
             ] {
                 let mut times = Vec::new();
@@ -245,7 +245,7 @@ pub(crate) enum StepOutput {
     Best,
     /// The shortlist of each sequence's logits, found on the device. The device also draws a token
     /// from all logits.
-    ShortlistKernels,
+    Shortlists,
 }
 
 /// Returns the seconds of one step of consecutive tokens of some sequences.
@@ -288,7 +288,7 @@ pub(crate) fn step(
     let mut lists = vec![Shortlist::default(); outputs.len()];
     let mut take = |cuda: &mut Cuda, run: std::ops::Range<usize>, of_run: &_| match wanted {
         StepOutput::Best => cuda.argmax(of_run, run.len(), vocabulary, &mut best[run]),
-        StepOutput::ShortlistKernels => {
+        StepOutput::Shortlists => {
             cuda.shortlists(of_run, vocabulary, &draw_params[run.clone()], &mut lists[run])
         }
         _ => cuda.read(of_run, run.len(), &mut logits[run.start * vocabulary..run.end * vocabulary]),

@@ -28,8 +28,6 @@ impl DeviceRuntime for HostRuntime {
 
     const LAYOUT: u32 = LAYOUT_GGML;
 
-    const SUPPORTS_ATTENTION_WINDOWS: bool = true;
-
     fn supports_dtype(_: DType) -> bool {
         true
     }

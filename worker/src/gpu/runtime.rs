@@ -78,8 +78,6 @@ impl DeviceRuntime for GpuRuntime {
 
     const LAYOUT: u32 = LAYOUT_TILES;
 
-    const SUPPORTS_ATTENTION_WINDOWS: bool = false;
-
     fn supports_dtype(dtype: DType) -> bool {
         planes(dtype).is_some()
     }

@@ -82,12 +82,12 @@ async fn sampled_tokens_do_not_depend_on_batch_neighbours_or_chunked_prefill() {
         expected.push(alone.generate(request(&alone, seed)).await.unwrap());
     }
     assert!(expected.iter().any(|e| e.tokens != expected[0].tokens), "seeds matter");
-    let (_directory, _weight_server, crowd) = fleet_with(|config| {
+    let (_directory, _weight_server, batched) = fleet_with(|config| {
         (config.step_tokens, config.running_max, config.threads) = (7, 3, 1);
     })
     .await;
     let all = (0..6).map(|seed| {
-        let (mut worker, request) = (clone(&crowd), request(&crowd, seed));
+        let (mut worker, request) = (clone(&batched), request(&batched, seed));
         async move { worker.generate(request).await.unwrap() }
     });
     for (expected, generated) in expected.iter().zip(futures::future::join_all(all).await) {

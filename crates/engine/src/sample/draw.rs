@@ -47,11 +47,13 @@ impl SampleContext<'_> {
     }
 
     /// How the device must compute a shortlist for
-    /// [`Sampler::sample_shortlist`](crate::sample::sampler::Sampler::sample_shortlist). None if a
-    /// shortlist cannot determine the token. It can if no filter needs more of the unlisted tokens
-    /// than the sum of their weights, and penalties only lower logits, so that no unlisted token
+    /// [`Sampler::sample_shortlist`](crate::sample::sampler::Sampler::sample_shortlist). Returns
+    /// `None` if a shortlist cannot determine the token.
+    ///
+    /// A shortlist determines the token on two conditions: of the unlisted tokens, filters need at
+    /// most the sum of their weights; and penalties only lower logits, so that no unlisted token
     /// ranks before a listed one.
-    pub fn weighing(&self, vocab_size: usize, history: &History) -> Option<DrawParams> {
+    pub fn shortlist_params(&self, vocab_size: usize, history: &History) -> Option<DrawParams> {
         let params = self.params;
         let plain = self.uses_raw_logits(history);
         if !plain && (self.allowed.is_some() || !params.only_lowers()) {

@@ -55,9 +55,12 @@ impl OutputRows {
         };
         if draws.clone().all(is_greedy) {
             backend.argmax(logits, run.len(), vocab_size, drawn)?;
-        } else if B::PREFERS_SHORTLISTS && draws.clone().any(|draw| weighing(vocab_size, draw).is_some()) {
+        } else if B::PREFERS_SHORTLISTS
+            && draws.clone().any(|draw| shortlist_params(vocab_size, draw).is_some())
+        {
             self.draw_params.clear();
-            self.draw_params.extend(draws.clone().map(|draw| weighing(vocab_size, draw).unwrap_or_default()));
+            self.draw_params
+                .extend(draws.clone().map(|draw| shortlist_params(vocab_size, draw).unwrap_or_default()));
             if self.lists.len() < run.len() {
                 self.lists.resize(run.len(), Shortlist::default());
             }
@@ -104,8 +107,8 @@ impl OutputRows {
     }
 }
 
-fn weighing(vocab_size: usize, draw: Option<(SampleContext<'_>, &History)>) -> Option<DrawParams> {
-    draw.and_then(|(draw, history)| draw.weighing(vocab_size, history))
+fn shortlist_params(vocab_size: usize, draw: Option<(SampleContext<'_>, &History)>) -> Option<DrawParams> {
+    draw.and_then(|(draw, history)| draw.shortlist_params(vocab_size, history))
 }
 
 /// The model's result for the token after a row.

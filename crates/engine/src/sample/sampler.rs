@@ -148,7 +148,7 @@ impl Sampler {
     }
 
     /// The token that `sample` would draw from a row of `vocab_size` logits, if the shortlist
-    /// determines it. The device made the list with the parameters of [`SampleContext::weighing`].
+    /// determines it. The device made the list with [`SampleContext::shortlist_params`].
     /// The caller appends the token to the history.
     pub fn sample_shortlist(
         &mut self,
@@ -157,7 +157,7 @@ impl Sampler {
         draw: &SampleContext<'_>,
         history: &History,
     ) -> Option<u32> {
-        draw.weighing(vocab_size, history)?;
+        draw.shortlist_params(vocab_size, history)?;
         if draw.uses_raw_logits(history) {
             return self.choose_listed(list.best(), list, vocab_size, draw);
         }

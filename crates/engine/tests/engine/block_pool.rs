@@ -63,15 +63,15 @@ struct PoolModel {
     /// Front: allocated next.
     free: Vec<BlockId>,
     /// One entry for each user.
-    held: Vec<BlockId>,
+    retained: Vec<BlockId>,
     names: Vec<Option<u8>>,
     evictions: u64,
 }
 
 impl PoolModel {
     fn release(&mut self, index: usize) {
-        let block = self.held.remove(index);
-        if !self.held.contains(&block) {
+        let block = self.retained.remove(index);
+        if !self.retained.contains(&block) {
             // Blocks without a key are allocated first, cached blocks last.
             match self.names[block as usize] {
                 Some(_) => self.free.push(block),
@@ -82,7 +82,7 @@ impl PoolModel {
 
     fn hold(&mut self, block: BlockId) {
         self.free.retain(|&other| other != block);
-        self.held.push(block);
+        self.retained.push(block);
     }
 
     fn name(&mut self, block: BlockId) -> &mut Option<u8> {
@@ -98,7 +98,7 @@ proptest! {
         let mut pool = BlockPool::new(BLOCKS);
         let mut model = PoolModel {
             free: (1..=BLOCKS as BlockId).collect(),
-            held: Vec::new(),
+            retained: Vec::new(),
             names: vec![None; BLOCKS + 1],
             evictions: 0,
         };
@@ -116,19 +116,19 @@ proptest! {
                     }
                 }
                 PoolOperation::Retain(index) => {
-                    if let Some(&block) = model.held.get(index) {
+                    if let Some(&block) = model.retained.get(index) {
                         pool.retain(block);
                         model.hold(block);
                     }
                 }
                 PoolOperation::Release(index) => {
-                    if let Some(&block) = model.held.get(index) {
+                    if let Some(&block) = model.retained.get(index) {
                         pool.release(block);
                         model.release(index);
                     }
                 }
                 PoolOperation::CacheInsert(index, value) => {
-                    if let Some(&block) = model.held.get(index)
+                    if let Some(&block) = model.retained.get(index)
                         && model.name(block).is_none()
                     {
                         pool.cache_insert(block, hash(value));
@@ -136,7 +136,7 @@ proptest! {
                     }
                 }
                 PoolOperation::CacheRemove(index) => {
-                    if let Some(&block) = model.held.get(index) {
+                    if let Some(&block) = model.retained.get(index) {
                         pool.cache_remove(block);
                         *model.name(block) = None;
                     }
@@ -152,8 +152,8 @@ proptest! {
                     }
                 }
                 PoolOperation::Reset => {
-                    prop_assert_eq!(pool.reset_prefix_cache(), model.held.is_empty());
-                    if model.held.is_empty() {
+                    prop_assert_eq!(pool.reset_prefix_cache(), model.retained.is_empty());
+                    if model.retained.is_empty() {
                         model.names.fill(None);
                     }
                 }
@@ -168,7 +168,7 @@ proptest! {
             prop_assert_eq!(pool.used_blocks(), BLOCKS - model.free.len());
             prop_assert_eq!(pool.cached_blocks(), cached);
             prop_assert_eq!(pool.evictions(), model.evictions);
-            prop_assert_eq!(pool.check_integrity(std::iter::once(&model.held[..])), Ok(()));
+            prop_assert_eq!(pool.check_integrity(std::iter::once(&model.retained[..])), Ok(()));
         }
     }
 }

@@ -92,12 +92,12 @@ fn constrained_output_is_the_same_alone_and_under_pressure() {
             answers(run_out(&mut engine)).remove(&request.id).unwrap()
         })
         .collect();
-    let mut crowd = engine(14, 8);
+    let mut batched = engine(14, 8);
     for request in &requests {
-        crowd.submit_constrained(request.clone(), Alternating::boxed(length(request), &[])).unwrap();
+        batched.submit_constrained(request.clone(), Alternating::boxed(length(request), &[])).unwrap();
     }
-    let together = answers(run_out(&mut crowd));
-    assert!(crowd.stats().preemptions > 3, "{:?}", crowd.stats());
+    let together = answers(run_out(&mut batched));
+    assert!(batched.stats().preemptions > 3, "{:?}", batched.stats());
     let mut reasons = [0; 2];
     for (request, alone) in requests.iter().zip(&alone) {
         assert_eq!(&together[&request.id], alone, "{}", request.id);
@@ -272,17 +272,17 @@ fn pending_masks_change_no_token_under_memory_pressure() {
     }
     let length = |request: &Request| 6 + request.id.0 as usize % 20;
     let delay = |output: usize| [0, 1, 0, 9, 2, 0, 40][output % 7];
-    let mut crowd = engine(14, 8);
+    let mut batched = engine(14, 8);
     for request in requests.iter().rev() {
-        crowd.submit_constrained(request.clone(), Tardy::boxed(length(request), delay)).unwrap();
+        batched.submit_constrained(request.clone(), Tardy::boxed(length(request), delay)).unwrap();
     }
     let mut out = Vec::new();
     let mut waited = 0;
-    while crowd.has_work() {
-        waited += usize::from(crowd.step(Duration::ZERO, &mut out).unwrap().rows == 0);
+    while batched.has_work() {
+        waited += usize::from(batched.step(Duration::ZERO, &mut out).unwrap().rows == 0);
     }
-    crowd.check_integrity().unwrap();
-    let stats = crowd.stats();
+    batched.check_integrity().unwrap();
+    let stats = batched.stats();
     assert!(stats.preemptions > 3 && stats.forks > 0 && stats.deferred_rows > 100 && waited > 0, "{stats:?}");
     let together = answers(out);
     for request in &requests {

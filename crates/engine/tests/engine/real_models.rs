@@ -278,7 +278,7 @@ fn what_an_idle_engine_gives_back_is_computed_again() {
 }
 
 #[test]
-fn quantised_blocks_of_256_keep_the_promise_too() {
+fn quantized_blocks_of_256_keep_the_promise_too() {
     let (file, transcripts) = pycoder("pycoder-22m-q4_k_m");
     let prompts: Vec<Vec<u32>> =
         transcripts[..4].iter().map(|transcript| transcript.tokens[..30].to_vec()).collect();

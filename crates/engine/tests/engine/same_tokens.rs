@@ -135,7 +135,7 @@ struct SubmissionSchedule {
     /// For each request: after how many tokens its stream is cut and resumed.
     cuts: Vec<Option<usize>>,
     /// For each step: whether the first request is paused.
-    held: Vec<bool>,
+    paused: Vec<bool>,
     kind: usize,
 }
 
@@ -149,7 +149,7 @@ fn served_as_if_alone(
     requests: Vec<Request>,
     plan: SubmissionSchedule,
 ) -> Result<(), TestCaseError> {
-    let SubmissionSchedule { gaps, cuts, held, kind } = plan;
+    let SubmissionSchedule { gaps, cuts, paused, kind } = plan;
     let model = Box::new(FakeModel::new(config));
     let mut engine =
         Engine::with_drafter(model, drafter(kind, config, &requests), Reference::new(), config).unwrap();
@@ -159,7 +159,7 @@ fn served_as_if_alone(
     let mut got: HashMap<_, GenerationResult> =
         requests.iter().map(|request| (request.id, GenerationResult::new())).collect();
     let mut out = Vec::new();
-    let mut held = held.into_iter();
+    let mut paused = paused.into_iter();
     while engine.has_work() || !arrivals.is_empty() {
         while let Some((gap, _)) = arrivals.front_mut() {
             if *gap > 0 && engine.has_work() {
@@ -169,8 +169,8 @@ fn served_as_if_alone(
             let (_, request) = arrivals.pop_front().unwrap();
             engine.submit(request).unwrap();
         }
-        if let Some(held) = held.next() {
-            engine.set_paused(engine::RequestId(0), held);
+        if let Some(paused) = paused.next() {
+            engine.set_paused(engine::RequestId(0), paused);
         } else {
             engine.set_paused(engine::RequestId(0), false);
         }
@@ -213,10 +213,10 @@ proptest! {
         requests in prop::collection::vec(one_request(), 1..16),
         gaps in prop::collection::vec(0..4_usize, 16),
         cuts in prop::collection::vec(prop::option::of(0..12_usize), 16),
-        held in prop::collection::vec(any::<bool>(), 64),
+        paused in prop::collection::vec(any::<bool>(), 64),
         kind in 0..KINDS,
     ) {
-        let plan = SubmissionSchedule { gaps, cuts, held, kind };
+        let plan = SubmissionSchedule { gaps, cuts, paused, kind };
         served_as_if_alone(&config, numbered(requests), plan)?;
     }
 
@@ -228,7 +228,7 @@ proptest! {
         requests in prop::collection::vec((one_request(), prop::collection::vec(one_request(), 1..6)), 1..4),
         gaps in prop::collection::vec(0..4_usize, 18),
         cuts in prop::collection::vec(prop::option::of(0..12_usize), 18),
-        held in prop::collection::vec(any::<bool>(), 64),
+        paused in prop::collection::vec(any::<bool>(), 64),
         kind in 0..KINDS,
     ) {
         let (mut together, mut pauses) = (Vec::new(), Vec::new());
@@ -238,7 +238,7 @@ proptest! {
             let same_prompt = |other| Request { prompt: prompt.clone(), ..other };
             together.extend(std::iter::once(first).chain(others.into_iter().map(same_prompt)));
         }
-        let plan = SubmissionSchedule { gaps: pauses, cuts, held, kind };
+        let plan = SubmissionSchedule { gaps: pauses, cuts, paused, kind };
         served_as_if_alone(&config, numbered(together), plan)?;
     }
 }

@@ -41,10 +41,10 @@ fn both(
 ) -> (Option<u32>, Option<u32>) {
     let (mut sampler, draw) = (Sampler::default(), past.draw(params, position));
     let mut history = past.history(params);
-    let weighing = draw.weighing(logits.len(), &history);
-    let short = weighing.and_then(|weighing| {
+    let list_params = draw.shortlist_params(logits.len(), &history);
+    let short = list_params.and_then(|list_params| {
         let mut list = Shortlist::default();
-        list.fill(logits, &weighing, &mut SoftmaxWeights::default());
+        list.fill(logits, &list_params, &mut SoftmaxWeights::default());
         sampler.sample_shortlist(&list, logits.len(), &draw, &history)
     });
     (sampler.sample(logits, &draw, &mut history).ok(), short)
@@ -185,8 +185,8 @@ fn what_weighs_every_token_needs_the_row() {
         SamplingParams { logit_bias: vec![(7, -1.0)], ..SamplingParams::greedy() },
     ] {
         let past = HistoryInputs { output: vec![1, 2], ..HistoryInputs::default() };
-        let weighing = past.draw(&params, 3).weighing(20_000, &past.history(&params));
-        assert_eq!(weighing, None, "{params:?}");
+        let list_params = past.draw(&params, 3).shortlist_params(20_000, &past.history(&params));
+        assert_eq!(list_params, None, "{params:?}");
     }
     // With equal logits, the shortlist is a small part of the tokens that top-p keeps.
     let params = SamplingParams { top_p: 0.9, ..base };

@@ -154,8 +154,8 @@ fn prompt(text: u32, len: u32) -> Vec<u32> {
     (0..len).map(|place| (place * 7 + text * place / 9) % VOCAB as u32).collect()
 }
 
-/// Blocks that one sequence holds in a step that computes its last `rows` tokens up to `end`.
-fn held(groups: &[AttentionSpan], end: usize, rows: usize, block_tokens: usize) -> usize {
+/// Blocks that one sequence reads in a step that computes its last `rows` tokens up to `end`.
+fn blocks_read(groups: &[AttentionSpan], end: usize, rows: usize, block_tokens: usize) -> usize {
     let blocks =
         |span: &AttentionSpan| end.div_ceil(block_tokens) - span.first_position(end - rows) / block_tokens;
     groups.iter().map(blocks).sum()
@@ -175,7 +175,7 @@ fn blocks_behind_a_window_are_free_while_their_sequence_runs() {
         if engine.has_work() {
             // A group releases blocks only when it takes one. So each of the 3 windows may hold one
             // block more.
-            let expected = held(&spans, computed, rows, 4);
+            let expected = blocks_read(&spans, computed, rows, 4);
             let used = engine.stats().kv_blocks_used;
             assert!(
                 (expected..=expected + 3).contains(&used),

@@ -75,23 +75,23 @@ fn every_small_model_parses_and_passes_the_checks() {
 #[test]
 fn encoders_give_the_bytes_that_ggml_gives() {
     let Some(folder) = data("data/golden") else { return };
-    // (quantised, its source in f32)
-    for (quantised, source) in [
+    // (quantized, its source in f32)
+    for (quantized, source) in [
         ("llama.Q8_0.gguf", "llama.gguf"),
         ("llama.Q4_0.gguf", "llama.gguf"),
         ("qwen3.Q8_0.gguf", "qwen3.gguf"),
         ("llama-linear.F16.gguf", "llama-linear.gguf"),
         ("llama-linear.BF16.gguf", "llama-linear.gguf"),
     ] {
-        let (quantised, source) =
-            (LoadedTensors::open(&folder.join(quantised)), LoadedTensors::open(&folder.join(source)));
-        let mut dtypes = quantised.model.tensors().map(|(_, tensor)| tensor.dtype);
+        let (quantized, source) =
+            (LoadedTensors::open(&folder.join(quantized)), LoadedTensors::open(&folder.join(source)));
+        let mut dtypes = quantized.model.tensors().map(|(_, tensor)| tensor.dtype);
         let wanted = dtypes.find(|dtype| !matches!(dtype, quant::DType::F32 | quant::DType::Q6_K)).unwrap();
         let mut compared = 0;
-        for (_, tensor) in quantised.model.tensors().filter(|(_, tensor)| tensor.dtype == wanted) {
+        for (_, tensor) in quantized.model.tensors().filter(|(_, tensor)| tensor.dtype == wanted) {
             let mut encoded = vec![0; tensor.bytes as usize];
             quant::encode(wanted, &source.values(&tensor.name), &mut encoded).unwrap();
-            assert!(encoded == quantised.bytes(&tensor.name), "{wanted} {}", tensor.name);
+            assert!(encoded == quantized.bytes(&tensor.name), "{wanted} {}", tensor.name);
             compared += 1;
         }
         assert!(compared > 5, "{wanted}: only {compared} tensors compared");
@@ -106,14 +106,14 @@ fn k_encoders_lose_as_little_as_ggml() {
     for name in
         ["llama.Q2_K.gguf", "llama.Q3_K_M.gguf", "llama.Q4_K_M.gguf", "llama.Q5_K_M.gguf", "llama.Q6_K.gguf"]
     {
-        let quantised = LoadedTensors::open(&folder.join(name));
-        for (_, tensor) in quantised.model.tensors().filter(|(_, tensor)| tensor.dims.len() == 2) {
+        let quantized = LoadedTensors::open(&folder.join(name));
+        for (_, tensor) in quantized.model.tensors().filter(|(_, tensor)| tensor.dims.len() == 2) {
             let x = source.values(&tensor.name);
             let mut encoded = vec![0; tensor.bytes as usize];
             quant::encode(tensor.dtype, &x, &mut encoded).unwrap();
             let mut ours = vec![0.0; x.len()];
             quant::decode(tensor.dtype, &encoded, &mut ours).unwrap();
-            let (ours, theirs) = (error(&x, &ours), error(&x, &quantised.values(&tensor.name)));
+            let (ours, theirs) = (error(&x, &ours), error(&x, &quantized.values(&tensor.name)));
             let limit = 1.03 * theirs;
             assert!(ours <= limit, "{} {}: ours {ours}, ggml {theirs}", tensor.dtype, tensor.name);
         }

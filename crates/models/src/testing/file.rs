@@ -49,7 +49,7 @@ impl ModelFile {
     }
 
     /// Whether a weight has a type for which kernels round activations to int8.
-    pub fn is_quantised(&self) -> bool {
+    pub fn is_quantized(&self) -> bool {
         let mut types = self.header.tensors().iter().map(|tensor| tensor.dtype);
         types.any(|dtype| !matches!(dtype, DType::F32 | DType::F16 | DType::BF16))
     }

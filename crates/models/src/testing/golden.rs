@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 /// rounding edge goes to another side.
 const LLAMA_CPP_SHARE: f32 = 0.5;
 
-/// How the backend under test multiplies with quantised weights.
+/// How the backend under test multiplies with quantized weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arithmetic {
     /// It decodes weights and does not round activations.
@@ -96,7 +96,7 @@ impl Golden {
         B: Backend<Data: From<Bytes>>,
     {
         let file = self.file()?;
-        let rounded = arithmetic == Arithmetic::Rounded && file.is_quantised();
+        let rounded = arithmetic == Arithmetic::Rounded && file.is_quantized();
         for kind in [KvType::F32, KvType::F16] {
             let bound = self.bound(kind, rounded)?;
             self.check_logits(&file, &make, kind, bound, rounded)

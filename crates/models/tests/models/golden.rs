@@ -20,7 +20,7 @@ fn check_all(folder: &Path) -> Result<()> {
             }
             description => description?,
         };
-        golden.check(Reference::dequantised, Arithmetic::Decoded)?;
+        golden.check(Reference::dequantized, Arithmetic::Decoded)?;
         golden.check(Reference::new, Arithmetic::Rounded)?;
         checked += 1;
     }

@@ -7,7 +7,7 @@ use models::testing::{check_transcripts, demo_models, shared_data};
 use ops::Reference;
 use std::path::Path;
 
-/// In quantised files, llama.cpp's own rounding of activations may decide a smaller gap.
+/// In quantized files, llama.cpp's own rounding of activations may decide a smaller gap.
 const QUANTISED_GAP_MIN: f32 = 0.3;
 /// The same limit in f16 files.
 const F16_GAP_MIN: f32 = 0.01;

@@ -161,20 +161,20 @@ pub(super) fn attend(pool: &mut ThreadPool, buffers: &mut AttentionBuffers, call
     // Each split of each piece has its own slice of `partials`. After all are computed, they are
     // merged.
     let width = call.partial_width();
-    let mut places = Vec::new();
+    let mut split_jobs = Vec::new();
     let mut len = 0;
     for (index, (rows, _)) in pieces.iter().enumerate() {
         let size = rows.len() * group * width;
         for split in splits_of(rows) {
-            places.push((index, split, len, size));
+            split_jobs.push((index, split, len, size));
             len += size;
         }
     }
     partials.resize(len.max(partials.len()), 0.0);
     let cols = partials.len();
     let shared = SharedRows::new(partials, cols);
-    pool.run(places.len(), &|place, thread| {
-        let (index, split, at, size) = places[place];
+    pool.run(split_jobs.len(), &|job, thread| {
+        let (index, split, at, size) = split_jobs[job];
         let (rows, kv_head) = pieces[index];
         let mut scratch = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: `partials` is borrowed until this function ends, and the slices do not overlap.
@@ -182,7 +182,7 @@ pub(super) fn attend(pool: &mut ThreadPool, buffers: &mut AttentionBuffers, call
         let queries = call.queries_of(rows, kv_head);
         call.split(&queries, rows, kv_head, split, partial, &mut scratch.split);
     });
-    for same_piece in places.chunk_by(|a, b| a.0 == b.0) {
+    for same_piece in split_jobs.chunk_by(|a, b| a.0 == b.0) {
         let (rows, kv_head) = pieces[same_piece[0].0];
         let (_, _, at, size) = same_piece[0];
         let (total, rest) = partials[at..].split_at_mut(size);

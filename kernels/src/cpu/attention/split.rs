@@ -144,7 +144,7 @@ impl<E: Stored, const T: usize> SimdKernel for Tile<'_, '_, E, T> {
         // All queries attend to `from..until`; some of them also to keys before it and after it.
         let from = first.into_iter().fold(0, usize::max);
         let until = seen.into_iter().fold(SPLIT, usize::min).max(from);
-        let goes_on = first.into_iter().any(|first| first < from);
+        let accumulates = first.into_iter().any(|first| first < from);
         for (part, is_common) in [(0..from, false), (from..until, true), (until..SPLIT, false)] {
             if is_common {
                 let (shares, partials) = (&*scores, &mut *partials);
@@ -152,7 +152,7 @@ impl<E: Stored, const T: usize> SimdKernel for Tile<'_, '_, E, T> {
                     positions,
                     range: part,
                     dims: 0..dim,
-                    goes_on,
+                    accumulates,
                     shares,
                     partials,
                 });
@@ -165,12 +165,19 @@ impl<E: Stored, const T: usize> SimdKernel for Tile<'_, '_, E, T> {
             let is_rest = part.start == until;
             for t in 0..T {
                 let range = first[t].max(part.start)..seen[t].min(part.end);
-                let is_there = if is_rest { !range.is_empty() } else { goes_on };
+                let is_there = if is_rest { !range.is_empty() } else { accumulates };
                 if is_there {
                     let (shares, partials) =
                         (&scores[t * SPLIT..][..SPLIT], &mut partials[t * width..][..width]);
-                    let goes_on = is_rest;
-                    s.vectorize(Values::<E, 1> { positions, range, dims: 0..dim, goes_on, shares, partials });
+                    let accumulates = is_rest;
+                    s.vectorize(Values::<E, 1> {
+                        positions,
+                        range,
+                        dims: 0..dim,
+                        accumulates,
+                        shares,
+                        partials,
+                    });
                 }
             }
         }
@@ -178,12 +185,12 @@ impl<E: Stored, const T: usize> SimdKernel for Tile<'_, '_, E, T> {
 }
 
 /// Adds values times shares, for the keys `range` of the split, to the partial result of each
-/// query. Overwrites the partial result unless `goes_on`.
+/// query. Overwrites the partial result unless it `accumulates`.
 struct Values<'a, E, const T: usize> {
     positions: &'a Positions<'a, E>,
     range: Range<usize>,
     dims: Range<usize>,
-    goes_on: bool,
+    accumulates: bool,
     shares: &'a [f32],
     partials: &'a mut [f32],
 }
@@ -193,7 +200,7 @@ impl<E: Stored, const T: usize> SimdKernel for Values<'_, E, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let Self { positions, range, dims, goes_on, shares, partials } = self;
+        let Self { positions, range, dims, accumulates, shares, partials } = self;
         let (mut d, end) = (dims.start, dims.end);
         while end - d >= 16 {
             // `T` times the number of vectors is at most eight accumulators. Heads of 64 and 128
@@ -201,28 +208,28 @@ impl<E: Stored, const T: usize> SimdKernel for Values<'_, E, T> {
             // only the remaining dimensions of other heads.
             d += match (end - d) / 16 {
                 8.. if T == 1 => {
-                    positions.columns::<S, T, 8>(s, &range, goes_on, d..d + 128, shares, partials)
+                    positions.columns::<S, T, 8>(s, &range, accumulates, d..d + 128, shares, partials)
                 }
                 4.. if T <= 2 => {
-                    positions.columns::<S, T, 4>(s, &range, goes_on, d..d + 64, shares, partials)
+                    positions.columns::<S, T, 4>(s, &range, accumulates, d..d + 64, shares, partials)
                 }
                 2.. if T == 4 => {
-                    positions.columns::<S, T, 2>(s, &range, goes_on, d..d + 32, shares, partials)
+                    positions.columns::<S, T, 2>(s, &range, accumulates, d..d + 32, shares, partials)
                 }
-                _ => positions.columns::<S, T, 1>(s, &range, goes_on, d..d + 16, shares, partials),
+                _ => positions.columns::<S, T, 1>(s, &range, accumulates, d..d + 16, shares, partials),
             };
         }
         if d == end {
             return;
         }
         if T == 1 {
-            positions.columns::<S, T, 0>(s, &range, goes_on, d..end, shares, partials);
+            positions.columns::<S, T, 0>(s, &range, accumulates, d..end, shares, partials);
             return;
         }
         let width = 2 + positions.view.shape.head_dim;
         for (shares, partials) in shares.chunks(SPLIT).zip(partials.chunks_mut(width)) {
             let (range, dims) = (range.clone(), d..end);
-            s.vectorize(Values::<E, 1> { positions, range, dims, goes_on, shares, partials });
+            s.vectorize(Values::<E, 1> { positions, range, dims, accumulates, shares, partials });
         }
     }
 }
@@ -341,7 +348,7 @@ impl<E: Stored> Positions<'_, E> {
         &self,
         s: S,
         range: &Range<usize>,
-        goes_on: bool,
+        accumulates: bool,
         dims: Range<usize>,
         shares: &[f32],
         partials: &mut [f32],
@@ -353,7 +360,7 @@ impl<E: Stored> Positions<'_, E> {
         let values_of =
             |v: usize| if V == 0 { dims.clone() } else { dims.start + 16 * v..dims.start + 16 * v + 16 };
         let mut sums = [[s.splat(0.0); 8]; T];
-        if goes_on {
+        if accumulates {
             for t in 0..T {
                 for v in 0..vectors {
                     sums[t][v] = s.load_partial(&partials[t * width + 2..][values_of(v)]);

@@ -3,7 +3,7 @@
 //! Matrix products of weights and activations.
 //!
 //! # Order of additions
-//! 1. Quantised weights: int32 sums inside a block are exact. `y = ((0 + t_0) + t_1) + ..` over the
+//! 1. Quantized weights: int32 sums inside a block are exact. `y = ((0 + t_0) + t_1) + ..` over the
 //!    blocks of a row. `t_b` is the block's f32 term, with the bits that `quant::dot` computes.
 //!    Therefore results have the bits of `quant::dot`, whatever the number of rows, threads or
 //!    instruction set.

@@ -11,7 +11,7 @@ abi! {
     constants {
         /// Threads of a block of norm.cu. A block normalises one row.
         const NORM_THREADS: u32 = 512;
-        /// The longest row that norm.cu can also quantise. A block keeps the row in registers.
+        /// The longest row that norm.cu can also quantize. A block keeps the row in registers.
         const NORM_QUANTIZED_COLS_MAX: usize = 16_384;
         /// Heads of a block of rms_norm_heads. Each has one warp.
         const NORM_HEADS: usize = 4;

@@ -16,7 +16,7 @@ abi! {
         const PLANES_MAX: usize = 4;
     }
     structs {
-        /// The planes of quant::layout as numbers: where a tile holds the bytes of a quantised
+        /// The planes of quant::layout as numbers: where a tile holds the bytes of a quantized
         /// block.
         struct TilePlanes [76 bytes] {
             /// The first byte of the block that the plane holds.

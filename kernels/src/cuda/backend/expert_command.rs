@@ -37,7 +37,7 @@ pub(super) enum ExpertCommand {
         first: (WeightMatrix, FloatRange),
         second: Option<(WeightMatrix, FloatRange)>,
     },
-    /// Quantises rows of `x` in the order of slots, for [`Self::Matmul`].
+    /// Quantizes rows of `x` in the order of slots, for [`Self::Matmul`].
     Quantize {
         x: FloatRange,
         pairs_per_token: u32,

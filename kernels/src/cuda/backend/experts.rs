@@ -273,7 +273,7 @@ fn part_bytes(values: usize) -> usize {
     (values * size_of::<f32>()).next_multiple_of(ALIGN)
 }
 
-/// Bytes of scratch memory for experts with quantised matrices.
+/// Bytes of scratch memory for experts with quantized matrices.
 pub(super) fn scratch_bytes(pairs: usize, count: usize, hidden: usize, n_in: usize) -> usize {
     let values = scratch_values(pairs, count, PairGrouping::of(pairs, count), hidden, n_in);
     values.into_iter().map(part_bytes).sum()

@@ -70,7 +70,7 @@ pub struct Cuda {
     steps: u64,
     plans: Vec<DeviceAttentionPlan>,
     caches: Vec<UnitPrefetch>,
-    /// Quantised activations. One op at a time uses this buffer.
+    /// Quantized activations. One op at a time uses this buffer.
     activation_tiles: Arc<Buffer<u8>>,
     expert_scratch: Arc<Buffer<u8>>,
     best: Arc<Buffer<u32>>,

@@ -52,7 +52,7 @@ pub(super) struct WeightMatrix {
     pub(super) rows: u32,
 }
 
-/// Quantised activations in scratch memory.
+/// Quantized activations in scratch memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct ActivationTiles {
     pub(super) format: DType,

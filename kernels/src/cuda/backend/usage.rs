@@ -22,7 +22,7 @@ const MODULES_BYTES: u64 = UNIT_BYTES;
 pub(super) const DRIVER_BYTES: u64 = UNIT_BYTES;
 /// Rows, block tables and attention plans of the current step, and the shortlists of its logits.
 const STEP_BYTES: u64 = 1 << 20;
-/// The launches of one layer if norms, gates and merges also quantise, and the launches before and
+/// The launches of one layer if norms, gates and merges also quantize, and the launches before and
 /// after the layers.
 const LAUNCHES_OF_LAYER: u64 = 9;
 const LAUNCHES_AROUND: u64 = 8;
@@ -32,7 +32,7 @@ const LAUNCHES_AROUND: u64 = 8;
 pub struct DeviceBytes {
     /// Activations and logits.
     pub tensors: u64,
-    /// Quantised activations, partial results of attention, scratch memory of experts, rows of
+    /// Quantized activations, partial results of attention, scratch memory of experts, rows of
     /// steps.
     pub scratch: u64,
     pub graphs: u64,

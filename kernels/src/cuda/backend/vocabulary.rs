@@ -30,7 +30,7 @@ impl Backend for Cuda {
     type Rope = CudaRope;
 
     const PREFERS_SHORTLISTS: bool = true;
-    const SUPPORTS_WINDOWS: bool = false;
+    const SUPPORTS_ATTENTION_WINDOWS: bool = false;
 
     fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<CudaTensor, OpError> {
         const OP: &str = "tensor";
@@ -161,7 +161,7 @@ impl Backend for Cuda {
     ) -> Result<(), OpError> {
         const OP: &str = "linear";
         let mut quantized: Option<ActivationTiles> = None;
-        // Sorting makes layers of one type neighbours, so they share launches and their quantised
+        // Sorting makes layers of one type neighbours, so they share launches and their quantized
         // input.
         let mut order: Vec<usize> = (0..layers.len()).collect();
         order.sort_by_key(|&at| {
@@ -414,8 +414,8 @@ impl Backend for Cuda {
         self.recorder.keep(self.shortlists.clone());
         let work = self.shortlists.view().address();
         let fill = |to: &mut [u32]| {
-            for (to, weighing) in to.chunks_exact_mut(shortlist::DRAW_PARAM_WORDS).zip(draw_params) {
-                to.copy_from_slice(&shortlist::draw_param_words(weighing));
+            for (to, params) in to.chunks_exact_mut(shortlist::DRAW_PARAM_WORDS).zip(draw_params) {
+                to.copy_from_slice(&shortlist::draw_param_words(params));
             }
         };
         let len = rows * shortlist::DRAW_PARAM_WORDS;

@@ -214,8 +214,8 @@ impl<'m> ModelUpload<'m> {
         let staging = &self.staging[slot.index];
         let stream = &staging.stream;
 
-        let held = carry + bytes;
-        let hashed = if is_last { held } else { held - held % PIECE_BYTES };
+        let unhashed = carry + bytes;
+        let hashed = if is_last { unhashed } else { unhashed - unhashed % PIECE_BYTES };
         if let Some(view) = staging.memory.view().slice(PIECE_BYTES - carry, hashed).filter(|v| !v.is_empty())
         {
             let piece = (start / PIECE_BYTES as u64) as usize;

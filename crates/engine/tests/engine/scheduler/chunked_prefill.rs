@@ -54,11 +54,15 @@ fn prompts_get_so_many_rows_as_streams_can_bear() {
     let stream = add(&mut scheduler, prompt(1, 3), 300);
     step(&mut scheduler);
     let long = add(&mut scheduler, prompt(2, 900), 901);
-    let rows = |scheduler: &mut Scheduler, beside| step_with_prefill_limit(scheduler, beside);
+    let rows = |scheduler: &mut Scheduler, limit| step_with_prefill_limit(scheduler, limit);
     assert_eq!(rows(&mut scheduler, 24), [(stream, 3, 1), (long, 0, 24)]);
     let short = add(&mut scheduler, prompt(3, 10), 20);
     assert_eq!(rows(&mut scheduler, 24), [(stream, 4, 1), (long, 24, 14), (short, 0, 10)]);
-    assert_eq!(rows(&mut scheduler, 0), [(stream, 5, 1), (short, 10, 1), (long, 38, 1)], "it goes on");
+    assert_eq!(
+        rows(&mut scheduler, 0),
+        [(stream, 5, 1), (short, 10, 1), (long, 38, 1)],
+        "a prompt always gets a row"
+    );
     scheduler.set_paused(stream, true);
     scheduler.set_paused(short, true);
     assert_eq!(rows(&mut scheduler, 24), [(long, 39, 64)], "no sequence decodes");

@@ -55,8 +55,11 @@ fn step(scheduler: &mut Scheduler) -> Vec<(SequenceId, usize, usize)> {
 }
 
 /// Like [`step`], with a limit on prefill rows while sequences decode.
-fn step_with_prefill_limit(scheduler: &mut Scheduler, beside: usize) -> Vec<(SequenceId, usize, usize)> {
-    let chunks: Vec<ScheduledChunk> = scheduler.schedule(beside).chunks.clone();
+fn step_with_prefill_limit(
+    scheduler: &mut Scheduler,
+    prefill_row_limit: usize,
+) -> Vec<(SequenceId, usize, usize)> {
+    let chunks: Vec<ScheduledChunk> = scheduler.schedule(prefill_row_limit).chunks.clone();
     scheduler.commit();
     for chunk in &chunks {
         if chunk.outputs == ChunkOutputs::Last {

@@ -17,8 +17,7 @@ fn requests_with_a_common_prefix_wait_for_the_one_that_computes_it() {
     const PREFIX: usize = 128;
     const OWN: usize = 6;
     const COUNT: usize = 32;
-    for (step_tokens, beside) in [(512, usize::MAX), (64, usize::MAX), (64, 20), (64, 7), (512, 1), (41, 33)]
-    {
+    for (step_tokens, limit) in [(512, usize::MAX), (64, usize::MAX), (64, 20), (64, 7), (512, 1), (41, 33)] {
         let mut scheduler =
             Scheduler::new(SchedulerLimits { step_tokens, running_max: 40, ..limits() }, 1000);
         let stream = add(&mut scheduler, prompt(1, 3), 1000);
@@ -29,7 +28,7 @@ fn requests_with_a_common_prefix_wait_for_the_one_that_computes_it() {
         let (mut rows, mut most) = (0, 0);
         let left = |scheduler: &Scheduler, sequence_id| scheduler.sequence(sequence_id).unwrap().remaining();
         while sequence_ids.iter().any(|&sequence_id| left(&scheduler, sequence_id) > 0) {
-            let chunks = scheduler.schedule(beside).chunks.clone();
+            let chunks = scheduler.schedule(limit).chunks.clone();
             scheduler.commit();
             scheduler.push_token(stream, 7);
             scheduler.check_integrity().unwrap();
@@ -38,7 +37,7 @@ fn requests_with_a_common_prefix_wait_for_the_one_that_computes_it() {
             let own = scheduler.sequence(stream).unwrap().table().len();
             most = most.max(scheduler.pool().used_blocks() - own);
         }
-        let case = format!("{step_tokens} rows, {beside} of prefill beside decodes");
+        let case = format!("{step_tokens} rows, prefill at most {limit}");
         assert_eq!(rows, PREFIX + COUNT * OWN, "{case}");
         assert_eq!(most, PREFIX / BLOCK + COUNT * OWN.div_ceil(BLOCK), "{case}");
     }

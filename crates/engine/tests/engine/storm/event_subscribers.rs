@@ -37,17 +37,17 @@ impl EventSubscribers {
     }
 
     /// Between steps: each subscriber that is due reads the events, or all subscribers do.
-    pub(super) fn look(&mut self, pool: &BlockPool, all: bool, summary: &mut StormCounts) {
+    pub(super) fn read_events(&mut self, pool: &BlockPool, all: bool, summary: &mut StormCounts) {
         for (reader, every) in self.readers.iter_mut().zip(EVERY) {
             if all || self.random.one_in(every) {
-                reader.look(pool, summary);
+                reader.read_events(pool, summary);
             }
         }
     }
 }
 
 impl EventSubscriber {
-    fn look(&mut self, pool: &BlockPool, summary: &mut StormCounts) {
+    fn read_events(&mut self, pool: &BlockPool, summary: &mut StormCounts) {
         let update = pool.events_since(self.next);
         let is_snapshot = update.events.first() == Some(&KvCacheEvent::AllBlocksCleared);
         summary.told += update.events.len();
@@ -58,17 +58,17 @@ impl EventSubscriber {
         anew.apply(&pool.events_since(FULL_SNAPSHOT).events);
         assert!(self.known == anew.known, "events do not follow the index");
         assert!(
-            self.known.iter().all(|name| pool.lookup(name).is_some()),
-            "events tell of what is not found"
+            self.known.iter().all(|key| pool.lookup(key).is_some()),
+            "events name keys that are not cached"
         );
     }
 
     fn apply(&mut self, events: &[KvCacheEvent]) {
         for &event in events {
             match event {
-                KvCacheEvent::BlockStored(name) => assert!(self.known.insert(name), "stored twice"),
-                KvCacheEvent::BlockRemoved(name) => {
-                    assert!(self.known.remove(&name), "removed, but never stored")
+                KvCacheEvent::BlockStored(key) => assert!(self.known.insert(key), "stored twice"),
+                KvCacheEvent::BlockRemoved(key) => {
+                    assert!(self.known.remove(&key), "removed, but never stored")
                 }
                 KvCacheEvent::AllBlocksCleared => self.known.clear(),
             }

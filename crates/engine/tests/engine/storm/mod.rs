@@ -254,13 +254,13 @@ impl Storm {
             assert!(step < storm + patience, "{} requests starve", self.live.len());
         }
         assert_eq!((self.scheduler.running_count(), self.scheduler.waiting_count()), (0, 0));
-        assert_eq!(self.admission.waiting(), 0, "places of the queue have leaked");
+        assert_eq!(self.admission.waiting(), 0, "permits of the queue have leaked");
         assert_eq!(self.scheduler.pool().free_blocks(), self.blocks, "blocks have leaked");
         self.summary.evictions += self.scheduler.pool().evictions();
         assert!(self.scheduler.reset_prefix_cache());
-        assert_eq!(self.scheduler.pool().in_use_end(), 1, "something is left to be found");
+        assert_eq!(self.scheduler.pool().in_use_end(), 1, "a block is still cached or in use");
         self.check_integrity();
-        self.readers.look(self.scheduler.pool(), true, &mut self.summary);
+        self.readers.read_events(self.scheduler.pool(), true, &mut self.summary);
         self.summary
     }
 
@@ -271,7 +271,7 @@ impl Storm {
             self.live.keys().for_each(|&sequence_id| self.scheduler.set_paused(sequence_id, false));
         }
         self.come_back();
-        self.draw_late(step);
+        self.sample_deferred(step);
         self.notice_waits();
         let decodes: Vec<SequenceId> = self
             .live
@@ -282,13 +282,13 @@ impl Storm {
                 sequence.rows_wanted() == 1 && sequence.is_decode()
             })
             .collect();
-        let beside = if self.random.one_in(3) { usize::MAX } else { self.random.below(30) };
-        self.cached.look(self.scheduler.pool());
-        self.scheduler.schedule(beside);
+        let prefill_row_limit = if self.random.one_in(3) { usize::MAX } else { self.random.below(30) };
+        self.cached.read_events(self.scheduler.pool());
+        self.scheduler.schedule(prefill_row_limit);
         self.note_admissions(step);
         self.check_nothing_is_recomputed();
         self.draft();
-        self.check_plan(&decodes, beside);
+        self.check_plan(&decodes, prefill_row_limit);
         if storm && self.random.one_in(200) {
             self.spoil();
             self.scheduler.abandon();
@@ -301,7 +301,7 @@ impl Storm {
             self.grow(step);
         }
         self.check_integrity();
-        self.readers.look(self.scheduler.pool(), false, &mut self.summary);
+        self.readers.read_events(self.scheduler.pool(), false, &mut self.summary);
     }
 
     fn check_integrity(&self) {
@@ -324,8 +324,8 @@ impl Storm {
         if self.random.one_in(6)
             && let Some(sequence_id) = self.some_live()
         {
-            let held = self.random.one_in(2);
-            self.scheduler.set_paused(sequence_id, held);
+            let is_paused = self.random.one_in(2);
+            self.scheduler.set_paused(sequence_id, is_paused);
         }
         if self.random.one_in(100) {
             self.scheduler.evict_unused_prefixes();
@@ -468,7 +468,7 @@ impl Storm {
         }
     }
 
-    fn check_plan(&mut self, decodes: &[SequenceId], beside: usize) {
+    fn check_plan(&mut self, decodes: &[SequenceId], prefill_row_limit: usize) {
         let plan = self.scheduler.plan();
         assert_eq!(plan.draft_rows, plan.chunks.iter().map(|chunk| chunk.drafts).sum::<usize>());
         assert_eq!(plan.rows, plan.chunks.iter().map(|chunk| chunk.rows + chunk.drafts).sum::<usize>());
@@ -481,7 +481,8 @@ impl Storm {
         let mut score_rows = 0;
         let decode_moves = plan.chunks.iter().any(|chunk| decodes.contains(&chunk.sequence_id));
         let prompt_rows = plan.rows - plan.decode_rows - plan.draft_rows;
-        let most = if decode_moves { beside.max(1) } else { usize::MAX }.min(self.limits.step_tokens);
+        let most =
+            if decode_moves { prefill_row_limit.max(1) } else { usize::MAX }.min(self.limits.step_tokens);
         assert!(prompt_rows <= most, "{prompt_rows} rows of prompts beside decodes");
         // A prompt that is not completed gets more than half of the rows, or than a block, only if
         // all prefills have rows.

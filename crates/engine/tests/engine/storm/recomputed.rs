@@ -19,17 +19,17 @@ use std::collections::HashSet;
 #[derive(Default)]
 pub(super) struct CachedKeys {
     next: u64,
-    names: HashSet<BlockKey>,
+    keys: HashSet<BlockKey>,
 }
 
 impl CachedKeys {
-    pub(super) fn look(&mut self, pool: &BlockPool) {
+    pub(super) fn read_events(&mut self, pool: &BlockPool) {
         let update = pool.events_since(self.next);
         for event in update.events {
             match event {
-                KvCacheEvent::BlockStored(name) => drop(self.names.insert(name)),
-                KvCacheEvent::BlockRemoved(name) => drop(self.names.remove(&name)),
-                KvCacheEvent::AllBlocksCleared => self.names.clear(),
+                KvCacheEvent::BlockStored(key) => drop(self.keys.insert(key)),
+                KvCacheEvent::BlockRemoved(key) => drop(self.keys.remove(&key)),
+                KvCacheEvent::AllBlocksCleared => self.keys.clear(),
             }
         }
         self.next = update.next;
@@ -37,17 +37,17 @@ impl CachedKeys {
 
     /// Starts over, since the pool was replaced.
     pub(super) fn forget(&mut self) {
-        *self = Self { next: FULL_SNAPSHOT, names: HashSet::new() };
+        *self = Self { next: FULL_SNAPSHOT, keys: HashSet::new() };
     }
 
     /// Keys that stayed cached throughout planning. `None` if more happened than the event log
     /// holds.
     fn kept(&self, pool: &BlockPool) -> Option<HashSet<BlockKey>> {
-        let mut kept = self.names.clone();
+        let mut kept = self.keys.clone();
         for event in pool.events_since(self.next).events {
             match event {
                 KvCacheEvent::BlockStored(_) => {}
-                KvCacheEvent::BlockRemoved(name) => drop(kept.remove(&name)),
+                KvCacheEvent::BlockRemoved(key) => drop(kept.remove(&key)),
                 KvCacheEvent::AllBlocksCleared => return None,
             }
         }

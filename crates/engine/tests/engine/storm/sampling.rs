@@ -174,7 +174,7 @@ impl Storm {
     }
 
     /// Before a step, samples the deferred tokens, since their masks have arrived.
-    pub(super) fn draw_late(&mut self, step: usize) {
+    pub(super) fn sample_deferred(&mut self, step: usize) {
         let late: Vec<SequenceId> =
             self.live.iter().filter(|(_, live)| live.late).map(|(&sequence_id, _)| sequence_id).collect();
         for sequence_id in late {
