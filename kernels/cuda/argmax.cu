@@ -12,7 +12,7 @@
 #include <cstdint>
 
 #include "abi/elementwise.cuh"
-#include "numeric.cuh"
+#include "stream_order.cuh"
 
 namespace {
 

@@ -12,8 +12,8 @@
 #include <cuda_bf16.h>
 
 #include "abi/elementwise.cuh"
-#include "linear/async_copy.cuh"
 #include "linear/planes.cuh"
+#include "stream_order.cuh"
 
 namespace {
 

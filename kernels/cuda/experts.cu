@@ -27,6 +27,7 @@
 #include "abi/experts.cuh"
 #include "linear/quantize.cuh"
 #include "numeric.cuh"
+#include "stream_order.cuh"
 
 namespace {
 

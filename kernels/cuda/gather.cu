@@ -4,7 +4,7 @@
 // Limit: bytes, 8 per value.
 
 #include "abi/elementwise.cuh"
-#include "numeric.cuh"
+#include "stream_order.cuh"
 
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS)
     gather_rows(const float *x, const uint32_t *rows, float *out, int cols) {

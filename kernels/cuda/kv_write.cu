@@ -11,7 +11,7 @@
 
 #include "kv_layer.cuh"
 #include "kv_store.cuh"
-#include "numeric.cuh"
+#include "stream_order.cuh"
 
 namespace {
 

@@ -11,7 +11,7 @@
 // 13% faster at 512 tokens and twice as slow at 64, where they leave multiprocessors idle.
 
 #include "abi/linear.cuh"
-#include "linear/async_copy.cuh"
+#include "stream_order.cuh"
 
 namespace {
 

@@ -17,6 +17,7 @@
 #include "abi/elementwise.cuh"
 #include "linear/quantize.cuh"
 #include "numeric.cuh"
+#include "stream_order.cuh"
 
 namespace {
 

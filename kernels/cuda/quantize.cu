@@ -16,8 +16,8 @@
 #include <cuda_bf16.h>
 
 #include "abi/elementwise.cuh"
-#include "linear/async_copy.cuh"
 #include "linear/quantize.cuh"
+#include "stream_order.cuh"
 
 namespace {
 

@@ -9,7 +9,7 @@
 
 #include "abi/elementwise.cuh"
 #include "rope_angles.cuh"
-#include "numeric.cuh"
+#include "stream_order.cuh"
 
 namespace {
 

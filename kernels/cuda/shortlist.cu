@@ -23,7 +23,7 @@
 #include <cstdint>
 
 #include "abi/shortlist.cuh"
-#include "numeric.cuh"
+#include "stream_order.cuh"
 
 namespace {
 

@@ -14,6 +14,8 @@
 #include "../kv_layer.cuh"
 #include "abi/attention.cuh"
 #include "../numeric.cuh"
+#include "../shared_memory.cuh"
+#include "../stream_order.cuh"
 
 namespace {
 
@@ -25,10 +27,6 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int PAD = ATTENTION_PAD;
 constexpr int PAD_BYTES = ATTENTION_PAD_BYTES;
 constexpr float NO_SCORE = -INFINITY;
-
-__device__ __forceinline__ uint32_t shared_address(const void *p) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 
 // Starts a copy of 16 bytes. If not `valid`, it writes zeros and does not read `from`.
 __device__ __forceinline__ void copy_async_16(void *to, const void *from, bool valid) {

@@ -12,7 +12,7 @@
 // integer units limit it, since at most four pairs share a read of the weights.
 #pragma once
 
-#include "../linear/async_copy.cuh"
+#include "../stream_order.cuh"
 #include "../linear/tile.cuh"
 #include "abi/experts.cuh"
 

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Bulk copies from global to shared memory, which an mbarrier counts, and the calls that let
-// kernels of a stream overlap. Bulk copies need compute capability 9.0.
+// Bulk copies from global to shared memory, which an mbarrier counts. They need compute capability
+// 9.0.
 
 #pragma once
 
 #include <cstdint>
 
-__device__ inline uint32_t shared_address(const void *p) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
+#include "../shared_memory.cuh"
+#include "../stream_order.cuh"
 
 // A phase of the barrier completes after `arrivals` arrivals and the copies they expect.
 __device__ inline void barrier_init(uint64_t *barrier, int arrivals = 1) {
@@ -52,10 +51,3 @@ __device__ inline void bulk_copy(void *to, const void *from, uint32_t bytes, uin
         "l"(from), "r"(bytes), "r"(shared_address(barrier))
         : "memory");
 }
-
-// Waits until the previous kernel in the stream has ended; its writes may be read from here on.
-__device__ inline void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// Lets the device start the next kernel in the stream. That kernel still waits for the end of this
-// one before it reads what this one writes.
-__device__ inline void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }

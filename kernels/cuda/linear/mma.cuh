@@ -7,7 +7,7 @@
 
 #pragma once
 
-#include "async_copy.cuh"
+#include "../shared_memory.cuh"
 
 // Loads four matrices of 8 rows by 16 bytes. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void load_matrices(uint32_t (&r)[4], const uint8_t *row) {
