@@ -211,19 +211,7 @@ impl RequestParams {
             };
         }
         sampling_params::with_parameter_names!(check_floats);
-        if self.stop.len() > STOP_STRINGS_MAX {
-            return Err(RequestParamError::TooManyEntries {
-                param: "stop",
-                count: self.stop.len(),
-                max: STOP_STRINGS_MAX,
-            });
-        }
-        for (index, stop) in self.stop.iter().enumerate() {
-            if stop.is_empty() || stop.len() > STOP_STRING_BYTES_MAX {
-                let (bytes, max) = (stop.len(), STOP_STRING_BYTES_MAX);
-                return Err(RequestParamError::StringLength { param: "stop", index, bytes, max });
-            }
-        }
+        self.check_stop_strings()?;
         if let Some(grammar) = &self.grammar {
             let (param, bytes) = (grammar.param, grammar.source.encoded_len());
             if bytes > GRAMMAR_BYTES_MAX {
@@ -281,6 +269,23 @@ impl RequestParams {
 }
 
 impl RequestParams {
+    fn check_stop_strings(&self) -> Result<(), RequestParamError> {
+        if self.stop.len() > STOP_STRINGS_MAX {
+            return Err(RequestParamError::TooManyEntries {
+                param: "stop",
+                count: self.stop.len(),
+                max: STOP_STRINGS_MAX,
+            });
+        }
+        for (index, stop) in self.stop.iter().enumerate() {
+            if stop.is_empty() || stop.len() > STOP_STRING_BYTES_MAX {
+                let (bytes, max) = (stop.len(), STOP_STRING_BYTES_MAX);
+                return Err(RequestParamError::StringLength { param: "stop", index, bytes, max });
+            }
+        }
+        Ok(())
+    }
+
     fn mirostat(&self) -> Result<Option<Mirostat>, RequestParamError> {
         let version = integer(&sampling_params::MIROSTAT, self.mirostat)? as u32;
         let tau = float(&sampling_params::MIROSTAT_TAU, self.mirostat_tau)?;

@@ -146,33 +146,18 @@ impl WindowCase {
         let AttentionSpec { heads, kv_heads, head_dim, .. } = self.spec;
         let (kv_width, width) = (kv_heads * head_dim, heads * head_dim);
         let (bt, layout) = (self.block_tokens, self.layout());
-        let groups = layout.groups();
+        let groups = layout.groups().len();
         let mut kv = b.kv(&layout).unwrap();
         let mut at = Tables {
             holders: vec![0; layout.blocks],
             free: (1..layout.blocks as u32).collect(),
-            tables: vec![vec![Vec::new(); groups.len()]; 3],
+            tables: vec![vec![Vec::new(); groups]; 3],
         };
         let mut done = [0; 3];
         let mut out: Vec<Vec<Vec<f32>>> =
             (0..3).map(|sequence| vec![vec![0.0; self.len(sequence) * width]; layout.layers.len()]).collect();
         for step in way.steps.iter().filter(|step| !step.is_empty()) {
-            for &(sequence, rows) in step {
-                if way.shares && sequence == 1 && done[1] == 0 {
-                    self.share(&mut at, &layout);
-                    done[1] = self.shared;
-                }
-                for (group, of) in groups.iter().enumerate() {
-                    if way.frees {
-                        let held = at.tables[sequence][group].len();
-                        at.leave(sequence, group, (of.span.first_position(done[sequence]) / bt).min(held));
-                    }
-                    while at.tables[sequence][group].len() * bt < done[sequence] + rows {
-                        let block = at.take();
-                        at.tables[sequence][group].push(block);
-                    }
-                }
-            }
+            self.allocate_blocks(&mut at, &layout, way, step, &mut done);
             let (mut positions, mut sequences, mut slots) = (Vec::new(), Vec::new(), Vec::new());
             let mut data = [const { Vec::new() }; 3];
             for (index, &(sequence, rows)) in step.iter().enumerate() {
@@ -228,6 +213,35 @@ impl WindowCase {
         }
         out[1].iter_mut().for_each(|layer| layer[..self.shared * width].fill(0.0));
         out
+    }
+
+    /// Gives each sequence of a step the blocks for its rows. Before that, it frees and shares blocks
+    /// as the schedule says.
+    fn allocate_blocks(
+        &self,
+        at: &mut Tables,
+        layout: &KvLayout,
+        way: &WindowSchedule<'_>,
+        step: &[RowChunk],
+        done: &mut [usize; 3],
+    ) {
+        let bt = self.block_tokens;
+        for &(sequence, rows) in step {
+            if way.shares && sequence == 1 && done[1] == 0 {
+                self.share(at, layout);
+                done[1] = self.shared;
+            }
+            for (group, of) in layout.groups().iter().enumerate() {
+                if way.frees {
+                    let blocks = at.tables[sequence][group].len();
+                    at.leave(sequence, group, (of.span.first_position(done[sequence]) / bt).min(blocks));
+                }
+                while at.tables[sequence][group].len() * bt < done[sequence] + rows {
+                    let block = at.take();
+                    at.tables[sequence][group].push(block);
+                }
+            }
+        }
     }
 
     /// The second sequence retains those blocks of the first one that a row after the shared tokens

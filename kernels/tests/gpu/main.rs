@@ -19,6 +19,8 @@ mod attention;
 #[cfg(feature = "cuda")]
 mod bench;
 #[cfg(feature = "cuda")]
+mod cases;
+#[cfg(feature = "cuda")]
 mod checksum;
 #[cfg(feature = "cuda")]
 mod exact;
@@ -46,7 +48,6 @@ mod random;
 mod repack;
 #[cfg(feature = "cuda")]
 mod shortlist;
-
 #[cfg(feature = "cuda")]
 mod throughput;
 
@@ -71,65 +72,7 @@ fn main() -> anyhow::Result<()> {
         "list" => {}
         _ => println!("{} ({})", gpu.device.name(), gpu.device.uuid()),
     }
-    let cases: &[(&str, TestFn)] = match mode.as_str() {
-        "bench" => &[
-            ("attention", attention::bench),
-            ("throughput", throughput::bench),
-            ("sampled", throughput::sampled),
-            ("shortlist", shortlist::bench),
-            ("memory", memory::bench),
-            ("linear", linear::bench),
-            ("experts", experts::bench),
-            ("around", around::bench),
-            ("checksum", checksum::bench),
-            ("repack", repack::bench),
-            ("loading", loading::bench),
-        ],
-        _ => &[
-            ("checksum: pieces hash as on the host", checksum::pieces_hash_as_on_the_host),
-            ("repack: tiles are those of the host, and back", repack::tiles_are_those_of_the_host),
-            ("loading: parts become tensors", loading::parts_become_tensors_and_their_checksums),
-            ("loading: parts out of turn", loading::parts_out_of_turn_and_out_of_place_are_refused),
-            ("quantize: activations are those of the host", quantize::activations_are_those_of_the_host),
-            ("linear: every method gives the canonical bits", linear::every_method_gives_the_canonical_bits),
-            ("linear: a row alone is the row in any batch", linear::a_row_alone_is_the_row_in_any_batch),
-            ("linear: matrices of one launch", linear::matrices_of_one_launch),
-            ("linear: products match the naive kernel", linear::products_match_the_naive_kernel),
-            ("linear: floats are near the reference", linear::floats_are_near_the_reference),
-            ("linear: embeddings are those of the host", linear::embeddings_are_decoded_as_on_the_host),
-            ("ops: norms are those of the reference", ops::norms_are_those_of_the_reference),
-            ("ops: gates are those of the reference", ops::gates_are_those_of_the_reference),
-            ("ops: rotations are those of the reference", ops::rotations_are_those_of_the_reference),
-            ("ops: gathered rows are the wanted ones", ops::gathered_rows_are_the_wanted_ones),
-            ("ops: the best of a row is that of the host", ops::the_best_of_a_row_is_that_of_the_host),
-            ("ops: what is written is read", ops::what_is_written_is_read),
-            ("shortlist: lists are those of the host", shortlist::they_are_those_of_the_host),
-            ("shortlist: single rows are read", shortlist::single_rows_are_read),
-            ("ops: replayed steps are those run one by one", ops::replayed_steps_are_those_run_one_by_one),
-            ("attention: caches hold the bytes of the host", kv_write::caches_hold_the_bytes_of_the_host),
-            ("attention: it is that of the reference", attention::it_is_that_of_the_reference),
-            (
-                "attention: long contexts, extreme scores",
-                attention::it_survives_long_contexts_and_extreme_scores,
-            ),
-            (
-                "attention: long contexts match the naive kernel",
-                attention::long_contexts_match_the_naive_kernel,
-            ),
-            ("attention: the range of each type", attention::it_has_the_range_of_its_type),
-            (
-                "attention: chunks, batch neighbours and blocks change nothing",
-                attention::it_depends_on_neither_chunks_nor_batch_neighbours_nor_blocks,
-            ),
-            ("attention: the cache grows", attention::the_cache_grows_as_it_is_written),
-            ("fused: rounded rows are those of single ops", fused::rounded_rows_are_those_of_single_ops),
-            ("fused: attention blocks are those", fused::attention_blocks_are_those_of_single_ops),
-            ("experts: they are those of the reference", experts::they_are_those_of_the_reference),
-            ("exact: every way gives the same logits", exact::every_way_gives_the_same_logits),
-            ("models: goldens", models::goldens),
-            ("models: transcripts", models::transcripts),
-        ],
-    };
+    let cases = if mode == "bench" { cases::BENCHES } else { cases::TESTS };
     let mut failed = 0;
     for (name, case) in cases.iter().filter(|(name, _)| name.contains(&filter)) {
         if mode == "list" {
@@ -150,9 +93,6 @@ fn main() -> anyhow::Result<()> {
     anyhow::ensure!(failed == 0, "{failed} failed");
     Ok(())
 }
-
-#[cfg(feature = "cuda")]
-type TestFn = fn(&TestGpu) -> anyhow::Result<()>;
 
 #[cfg(feature = "cuda")]
 struct TestGpu {

@@ -142,92 +142,112 @@ pub(crate) fn sampled(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
+/// Tokens of context that the cache holds for each sequence of a decode batch.
+const BATCH_CONTEXT: usize = 1024;
+const BATCH_SEQUENCES: usize = 64;
+/// Blocks of the table of a sequence with a long context.
+const LONG_TABLE_LEN: usize = 16_384 / BLOCK_TOKENS + 1;
+
+/// A model with a KV cache for [`BATCH_SEQUENCES`] short sequences and a long one.
+struct LoadedModel<'a> {
+    name: &'a str,
+    cuda: Cuda,
+    model: Box<dyn Model<Cuda>>,
+    kv: <Cuda as Backend>::Kv,
+    logits: Vec<f32>,
+}
+
 fn run(gpu: &TestGpu, preset: &ModelPreset, mix: QuantMix, name: &str) -> Result<()> {
     let started = Instant::now();
     let mut cuda = Cuda::new(&gpu.device)?;
     let limits = ForwardLimits { rows_max: STEP_TOKENS, outputs_max: 64 };
-    let mut model = build(&metadata(preset)?, weights(gpu, preset, mix)?, &mut cuda, limits)?;
+    let model = build(&metadata(preset)?, weights(gpu, preset, mix)?, &mut cuda, limits)?;
     // The logits are written once, so that their pages exist, as in an engine.
-    let mut logits = vec![1.0; limits.outputs_max * model.vocab_size()];
-    let context = 1024;
-    let sequences = 64;
-    let table_len = 16_384 / BLOCK_TOKENS + 1;
-    let blocks = sequences * context / BLOCK_TOKENS + table_len + 1;
-    let mut kv = cuda.kv(&KvLayout {
-        block_tokens: BLOCK_TOKENS,
-        blocks,
-        layers: model.kv_layers(&KvTypes::default()),
-    })?;
+    let logits = vec![1.0; limits.outputs_max * model.vocab_size()];
+    let blocks = BATCH_SEQUENCES * BATCH_CONTEXT / BLOCK_TOKENS + LONG_TABLE_LEN + 1;
+    let layers = model.kv_layers(&KvTypes::default());
+    let kv = cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers })?;
     println!("{name}: built in {:.1} s", started.elapsed().as_secs_f32());
-
-    for (len, span) in [(512, 0), (2048, 0), (2048, 14_336)] {
-        // One sequence. The context before the measured chunk is written to the cache first.
-        let table: Vec<u32> = (1..=table_len as u32).collect();
-        if span > 0 {
-            for start in (0..span).step_by(STEP_TOKENS) {
-                step(
-                    &mut cuda,
-                    &mut *model,
-                    &mut kv,
-                    &[(&table, start, STEP_TOKENS)],
-                    StepOutput::Nothing,
-                    &mut logits,
-                )?;
-            }
-        }
-        let mut best = f64::INFINITY;
-        for _ in 0..4 {
-            let parts = [(&table, span, len)];
-            best = best.min(step(&mut cuda, &mut *model, &mut kv, &parts, StepOutput::Logits, &mut logits)?);
-        }
-        println!(
-            "{name}: prompt {len:5} after {span:6} {:9.2} ms {:8.0} tok/s",
-            best * 1e3,
-            len as f64 / best
-        );
-    }
-    let tables: Vec<Vec<u32>> = (0..sequences)
-        .map(|sequence| (0..context / BLOCK_TOKENS).map(|i| (1 + i * sequences + sequence) as u32).collect())
-        .collect();
-    for start in (0..512).step_by(STEP_TOKENS / sequences) {
-        let parts: Vec<_> = tables.iter().map(|table| (table, start, STEP_TOKENS / sequences)).collect();
-        step(&mut cuda, &mut *model, &mut kv, &parts, StepOutput::Nothing, &mut logits)?;
-    }
-    for rows in [1, 2, 4, 8, 16, 32, 64] {
-        let mut medians = Vec::new();
-        for wanted in [StepOutput::Logits, StepOutput::Best] {
-            let mut times = Vec::new();
-            for at in 512..536 {
-                let parts: Vec<_> = tables[..rows].iter().map(|table| (table, at, 1)).collect();
-                times.push(step(&mut cuda, &mut *model, &mut kv, &parts, wanted, &mut logits)?);
-            }
-            medians.push(median(times));
-        }
-        println!(
-            "{name}: {rows:2} rows at 512 {:8.3} ms a step {:8.0} tok/s, greedy on the device {:8.3} ms {:8.0} tok/s, {} graphs",
-            medians[0] * 1e3,
-            rows as f64 / medians[0],
-            medians[1] * 1e3,
-            rows as f64 / medians[1],
-            cuda.graphs()
-        );
-    }
+    let mut loaded = LoadedModel { name, cuda, model, kv, logits };
+    loaded.measure_prompts()?;
+    loaded.measure_decodes()?;
     if preset.experts == 0 {
-        let table: Vec<u32> = (1..=table_len as u32).collect();
-        let mut times = Vec::new();
-        for at in 16_350..16_366 {
-            times.push(step(
-                &mut cuda,
-                &mut *model,
-                &mut kv,
-                &[(&table, at, 1)],
-                StepOutput::Best,
-                &mut logits,
-            )?);
-        }
-        println!("{name}:  1 row at 16k {:8.3} ms a step", median(times) * 1e3);
+        loaded.measure_long_decode()?;
     }
     Ok(())
+}
+
+impl LoadedModel<'_> {
+    fn step(&mut self, parts: &[(&Vec<u32>, usize, usize)], wanted: StepOutput) -> Result<f64> {
+        step(&mut self.cuda, &mut *self.model, &mut self.kv, parts, wanted, &mut self.logits)
+    }
+
+    /// Chunks of one sequence. The context before the measured chunk is written to the cache first.
+    fn measure_prompts(&mut self) -> Result<()> {
+        let table: Vec<u32> = (1..=LONG_TABLE_LEN as u32).collect();
+        for (len, span) in [(512, 0), (2048, 0), (2048, 14_336)] {
+            for start in (0..span).step_by(STEP_TOKENS) {
+                self.step(&[(&table, start, STEP_TOKENS)], StepOutput::Nothing)?;
+            }
+            let mut best = f64::INFINITY;
+            for _ in 0..4 {
+                best = best.min(self.step(&[(&table, span, len)], StepOutput::Logits)?);
+            }
+            println!(
+                "{}: prompt {len:5} after {span:6} {:9.2} ms {:8.0} tok/s",
+                self.name,
+                best * 1e3,
+                len as f64 / best
+            );
+        }
+        Ok(())
+    }
+
+    /// Decode steps of several sequences with a context of 512 tokens.
+    fn measure_decodes(&mut self) -> Result<()> {
+        let tables: Vec<Vec<u32>> = (0..BATCH_SEQUENCES)
+            .map(|sequence| {
+                let blocks = 0..BATCH_CONTEXT / BLOCK_TOKENS;
+                blocks.map(|i| (1 + i * BATCH_SEQUENCES + sequence) as u32).collect()
+            })
+            .collect();
+        let chunk = STEP_TOKENS / BATCH_SEQUENCES;
+        for start in (0..512).step_by(chunk) {
+            let parts: Vec<_> = tables.iter().map(|table| (table, start, chunk)).collect();
+            self.step(&parts, StepOutput::Nothing)?;
+        }
+        for rows in [1, 2, 4, 8, 16, 32, 64] {
+            let mut medians = Vec::new();
+            for wanted in [StepOutput::Logits, StepOutput::Best] {
+                let mut times = Vec::new();
+                for at in 512..536 {
+                    let parts: Vec<_> = tables[..rows].iter().map(|table| (table, at, 1)).collect();
+                    times.push(self.step(&parts, wanted)?);
+                }
+                medians.push(median(times));
+            }
+            println!(
+                "{}: {rows:2} rows at 512 {:8.3} ms a step {:8.0} tok/s, greedy on the device {:8.3} ms {:8.0} tok/s, {} graphs",
+                self.name,
+                medians[0] * 1e3,
+                rows as f64 / medians[0],
+                medians[1] * 1e3,
+                rows as f64 / medians[1],
+                self.cuda.graphs()
+            );
+        }
+        Ok(())
+    }
+
+    fn measure_long_decode(&mut self) -> Result<()> {
+        let table: Vec<u32> = (1..=LONG_TABLE_LEN as u32).collect();
+        let mut times = Vec::new();
+        for at in 16_350..16_366 {
+            times.push(self.step(&[(&table, at, 1)], StepOutput::Best)?);
+        }
+        println!("{}:  1 row at 16k {:8.3} ms a step", self.name, median(times) * 1e3);
+        Ok(())
+    }
 }
 
 fn median(mut times: Vec<f64>) -> f64 {

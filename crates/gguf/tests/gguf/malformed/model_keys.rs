@@ -8,16 +8,6 @@ use gguf::{Header, check_model};
 
 #[test]
 fn implausible_models_are_refused() {
-    let llama = |name: &str, value: u32| pair(&format!("llama.{name}"), U32, &value.to_le_bytes());
-    let architecture = || pair("general.architecture", STRING, &text("llama"));
-    let layers = || llama("block_count", 2);
-    let model = |case, pairs: Vec<Vec<u8>>, expected| {
-        check_file_model(
-            case,
-            RawGguf { pairs: [vec![architecture(), layers()], pairs].concat(), ..RawGguf::default() },
-            expected,
-        );
-    };
     check_file_model(
         "llama.cpp#25821: 513 layers",
         RawGguf { pairs: vec![architecture(), llama("block_count", 513)], ..RawGguf::default() },
@@ -41,54 +31,62 @@ fn implausible_models_are_refused() {
         },
         "key llama.block_count has type string and cannot be read as u32",
     );
-    model(
+    check_model_with(
         "vocabulary of four billion",
         vec![llama("vocab_size", u32::MAX)],
         "key llama.vocab_size is 4294967295; the limit is 1048576",
     );
-    model("no context", vec![llama("context_length", 0)], "key llama.context_length is 0");
-    model(
+    check_model_with("no context", vec![llama("context_length", 0)], "key llama.context_length is 0");
+    check_model_with(
         "1025 experts",
         vec![llama("expert_count", 1025)],
         "key llama.expert_count is 1025; the limit is 1024",
     );
-    model(
+    check_model_with(
         "more experts used than there are",
         vec![llama("expert_count", 8), llama("expert_used_count", 9)],
         "llama.expert_used_count is 9, but the model has 8 experts",
     );
-    model(
+    check_model_with(
         "no experts used",
         vec![llama("expert_count", 8), llama("expert_used_count", 0)],
         "key llama.expert_used_count is 0",
     );
-    model("no heads", vec![llama("attention.head_count", 0)], "key llama.attention.head_count is 0");
-    model(
+}
+
+#[test]
+fn implausible_attention_is_refused() {
+    check_model_with(
+        "no heads",
+        vec![llama("attention.head_count", 0)],
+        "key llama.attention.head_count is 0",
+    );
+    check_model_with(
         "heads of another number of layers",
         vec![array("llama.attention.head_count", U32, 3, &[1; 12])],
         "key llama.attention.head_count has 3 values, but 2 are needed",
     );
-    model(
+    check_model_with(
         "heads that do not divide the embedding",
         vec![llama("embedding_length", 64), llama("attention.head_count", 3)],
         "the embedding of 64 values does not divide into 3 heads, and attention.key_length is missing",
     );
-    model(
+    check_model_with(
         "heads that cannot share",
         vec![llama("attention.head_count", 8), llama("attention.head_count_kv", 3)],
         "layer 0: 8 attention heads are no multiple of 3 KV heads",
     );
-    model(
+    check_model_with(
         "key length 0",
         vec![llama("attention.head_count", 8), llama("attention.key_length", 0)],
         "key llama.attention.key_length is 0",
     );
-    model(
+    check_model_with(
         "rope of no dimensions",
         vec![llama("attention.head_count", 8), llama("rope.dimension_count", 0)],
         "key llama.rope.dimension_count is 0",
     );
-    model(
+    check_model_with(
         "rope beyond the head",
         vec![
             llama("embedding_length", 64),
@@ -146,6 +144,20 @@ fn implausible_vocabularies_are_refused() {
         RawGguf { pairs: vec![many], ..RawGguf::default() },
         "key tokenizer.ggml.tokens is 2097152; the limit is 1048576",
     );
+}
+
+fn architecture() -> Vec<u8> {
+    pair("general.architecture", STRING, &text("llama"))
+}
+
+fn llama(name: &str, value: u32) -> Vec<u8> {
+    pair(&format!("llama.{name}"), U32, &value.to_le_bytes())
+}
+
+/// Checks a model of two layers with these pairs in addition.
+fn check_model_with(case: &str, pairs: Vec<Vec<u8>>, expected: &str) {
+    let pairs = [vec![architecture(), llama("block_count", 2)], pairs].concat();
+    check_file_model(case, RawGguf { pairs, ..RawGguf::default() }, expected);
 }
 
 fn text(value: &str) -> Vec<u8> {
