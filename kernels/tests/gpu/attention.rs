@@ -5,9 +5,9 @@
 
 use std::ops::Range;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use kernels::cuda::naive::NaiveKernels;
-use kernels::cuda::{Buffer, Cuda};
+use kernels::cuda::{Buffer, Cuda, CudaKv};
 use ops::{AttentionSpan, AttentionSpec, Backend, KvLayer, KvLayout, KvType, Reference, Step};
 use quant::BlockFormat;
 
@@ -417,9 +417,24 @@ pub(crate) fn the_cache_grows_as_it_is_written(gpu: &TestGpu) -> Result<()> {
     let refused = cuda.attention(&kv, 1, &queries, &shape, &mut out, 1);
     ensure!(matches!(refused, Err(ops::OpError::Unwritten { block: 7, .. })), "{refused:?}");
 
-    // `trim` keeps the memory up to block 5,000, and the bits of that block. Then the cache grows
-    // again.
-    cuda.trim(&mut kv, 5_001)?;
+    let first = first.context("no block was written")?;
+    trim_keeps_lower_blocks(&mut cuda, &mut kv, &keys[128..], &random_row, &first[256..])?;
+    cuda.trim(&mut kv, 0)?;
+    ensure!(kv.mapped_bytes() == unit, "{} bytes are left", kv.mapped_bytes());
+    Ok(())
+}
+
+/// Checks that `trim` keeps block 5,000 and its bits, but not block 20,000. Then the cache grows
+/// again. `expected` is what `query` attends to in block 5,000.
+fn trim_keeps_lower_blocks(
+    cuda: &mut Cuda,
+    kv: &mut CudaKv,
+    keys: &[f32],
+    query: &[f32],
+    expected: &[f32],
+) -> Result<()> {
+    let (shape, largest) = (spec(4, 2, 64), kv.mapped_bytes());
+    cuda.trim(kv, 5_001)?;
     ensure!(kv.mapped_bytes() < largest, "{} of {largest} bytes are left", kv.mapped_bytes());
     for block in [5_000_u32, 20_000] {
         let step = Step {
@@ -431,26 +446,21 @@ pub(crate) fn the_cache_grows_as_it_is_written(gpu: &TestGpu) -> Result<()> {
             outputs: &[],
         };
         cuda.begin(&step)?;
-        let last = filled(&mut cuda, 1, 256, &random_row)?;
+        let last = filled(cuda, 1, 256, query)?;
         let mut out = cuda.tensor(1, 256)?;
-        let kept = cuda.attention(&kv, 1, &last, &shape, &mut out, 1);
+        let kept = cuda.attention(kv, 1, &last, &shape, &mut out, 1);
         if block == 5_000 {
             kept?;
-            let found = values(&mut cuda, &out, 1, 256)?;
-            ensure!(
-                first.as_ref().is_some_and(|first| first[256..] == found),
-                "block 5,000 has lost its bits"
-            );
+            let found = values(cuda, &out, 1, 256)?;
+            ensure!(found == expected, "block 5,000 has lost its bits");
         } else {
             ensure!(matches!(kept, Err(ops::OpError::Unwritten { block: 20_000, .. })), "{kept:?}");
-            let x = filled(&mut cuda, 1, 128, &keys[128..])?;
-            cuda.kv_write(&mut kv, 1, &x, &x, 1)?;
-            cuda.attention(&kv, 1, &last, &shape, &mut out, 1)?;
-            values(&mut cuda, &out, 1, 256)?;
+            let x = filled(cuda, 1, 128, keys)?;
+            cuda.kv_write(kv, 1, &x, &x, 1)?;
+            cuda.attention(kv, 1, &last, &shape, &mut out, 1)?;
+            values(cuda, &out, 1, 256)?;
         }
     }
-    cuda.trim(&mut kv, 0)?;
-    ensure!(kv.mapped_bytes() == unit, "{} bytes are left", kv.mapped_bytes());
     Ok(())
 }
 
