@@ -428,7 +428,7 @@ impl<B: Backend> Engine<B> {
         self.rows = rows;
         if let Some(Drafting { speculation, .. }) = &mut self.drafting {
             self.scheduler.release_rejected_drafts();
-            speculation.settle();
+            speculation.record_acceptance();
         }
     }
 

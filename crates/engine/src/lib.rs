@@ -2,6 +2,7 @@
 
 //! The inference engine: continuous batching of token sequences over one model, with a paged KV
 //! cache.
+//!
 //! The engine takes requests in token ids, schedules them into steps of mixed prefill and decode
 //! rows, runs the model, and samples.
 //!

@@ -41,11 +41,11 @@ pub struct Speculation {
     /// By sequence id.
     acceptance: Vec<AcceptanceEstimate>,
     /// Drafts of the current step, in order of its chunks.
-    wanted: Vec<DraftRequest>,
+    requests: Vec<DraftRequest>,
     drafts: Vec<DraftTokens>,
     accepted: Vec<usize>,
-    /// Index in `wanted`.
-    looked_at: usize,
+    /// Index in `requests` of the sequence whose tokens were accepted last.
+    accepting: usize,
     work: DraftingCost,
     stats: DraftStats,
 }
@@ -57,10 +57,10 @@ impl Speculation {
             vocab_size,
             cost: StepCostModel::default(),
             acceptance: Vec::new(),
-            wanted: Vec::new(),
+            requests: Vec::new(),
             drafts: Vec::new(),
             accepted: Vec::new(),
-            looked_at: 0,
+            accepting: 0,
             work: DraftingCost::default(),
             stats: DraftStats::default(),
         }
@@ -75,26 +75,25 @@ impl Speculation {
         self.acceptance[index] = AcceptanceEstimate::default();
     }
 
-    /// Adds drafts to the plan for sequences that `may` have them. Only a device failure is an
-    /// error.
+    /// Adds drafts to the plan for sequences that `may_draft`. Only a device failure is an error.
     pub fn draft<B: Backend>(
         &mut self,
         drafter: &mut dyn Drafter<B>,
         backend: &mut B,
         scheduler: &mut Scheduler,
-        may: impl Fn(SequenceId) -> bool,
+        may_draft: impl Fn(SequenceId) -> bool,
     ) -> Result<(), OpError> {
-        self.wanted.clear();
+        self.requests.clear();
         self.accepted.clear();
-        self.looked_at = 0;
+        self.accepting = 0;
         self.work = DraftingCost::default();
-        self.want(drafter.share(), scheduler, may);
+        self.request_drafts(drafter.share(), scheduler, may_draft);
         self.drafts.clear();
-        self.drafts.resize(self.wanted.len(), DraftTokens::default());
-        if self.wanted.is_empty() {
+        self.drafts.resize(self.requests.len(), DraftTokens::default());
+        if self.requests.is_empty() {
             return Ok(());
         }
-        match drafter.propose(backend, scheduler, &self.wanted, &mut self.drafts) {
+        match drafter.propose(backend, scheduler, &self.requests, &mut self.drafts) {
             Ok(work) => self.work = work,
             Err(error @ OpError::Device { .. }) => return Err(error),
             Err(_) => {
@@ -102,23 +101,29 @@ impl Speculation {
                 self.drafts.fill(DraftTokens::default());
             }
         }
-        for (wanted, draft) in self.wanted.iter().zip(&mut self.drafts) {
+        for (request, draft) in self.requests.iter().zip(&mut self.drafts) {
             // The model cannot sample a token outside its vocabulary.
             let known =
                 draft.tokens().iter().take_while(|&&token| (token as usize) < self.vocab_size).count();
-            draft.truncate(known.min(wanted.depth));
-            scheduler.drop_drafts(wanted.chunk, wanted.depth - draft.tokens().len());
+            draft.truncate(known.min(request.depth));
+            scheduler.drop_drafts(request.chunk, request.depth - draft.tokens().len());
         }
-        self.accepted.resize(self.wanted.len(), 0);
+        self.accepted.resize(self.requests.len(), 0);
         Ok(())
     }
 
-    fn want(&mut self, share: f64, scheduler: &mut Scheduler, may: impl Fn(SequenceId) -> bool) {
+    /// Reserves rows and blocks for the drafts of this step.
+    fn request_drafts(
+        &mut self,
+        share: f64,
+        scheduler: &mut Scheduler,
+        may_draft: impl Fn(SequenceId) -> bool,
+    ) {
         let mut spare = scheduler.spare_blocks();
         let (cost, sequences) = (self.cost.fit(), scheduler.plan().chunks.len());
         for index in 0..sequences {
             let chunk = scheduler.plan().chunks[index];
-            if chunk.outputs != ChunkOutputs::Last || !may(chunk.sequence_id) {
+            if chunk.outputs != ChunkOutputs::Last || !may_draft(chunk.sequence_id) {
                 continue;
             }
             let acceptance = &mut self.acceptance[chunk.sequence_id.index()];
@@ -126,7 +131,7 @@ impl Speculation {
             let most = acceptance.next_depth(best, self.depth_max);
             let depth = scheduler.add_drafts(index, most, &mut spare);
             if depth > 0 {
-                self.wanted.push(DraftRequest { sequence_id: chunk.sequence_id, depth, chunk: index });
+                self.requests.push(DraftRequest { sequence_id: chunk.sequence_id, depth, chunk: index });
             }
         }
     }
@@ -138,20 +143,20 @@ impl Speculation {
 
     /// The next draft token of the sequence is accepted. Calls come in the order of the plan.
     pub fn accept(&mut self, sequence_id: SequenceId) {
-        while self.wanted.get(self.looked_at).is_some_and(|wanted| wanted.sequence_id != sequence_id) {
-            self.looked_at += 1;
+        while self.requests.get(self.accepting).is_some_and(|request| request.sequence_id != sequence_id) {
+            self.accepting += 1;
         }
-        let Some(accepted) = self.accepted.get_mut(self.looked_at) else {
+        let Some(accepted) = self.accepted.get_mut(self.accepting) else {
             panic!("{sequence_id:?} accepts a draft token but has no drafts in this step")
         };
         *accepted += 1;
     }
 
     /// Records acceptance after the last row of the step.
-    pub fn settle(&mut self) {
-        for ((wanted, draft), &right) in self.wanted.iter().zip(&self.drafts).zip(&self.accepted) {
+    pub fn record_acceptance(&mut self) {
+        for ((request, draft), &right) in self.requests.iter().zip(&self.drafts).zip(&self.accepted) {
             let drafted = draft.tokens().len();
-            self.acceptance[wanted.sequence_id.index()].observe(drafted, right);
+            self.acceptance[request.sequence_id.index()].observe(drafted, right);
             self.stats.drafted[..drafted].iter_mut().for_each(|count| *count += 1);
             self.stats.accepted[..right].iter_mut().for_each(|count| *count += 1);
         }

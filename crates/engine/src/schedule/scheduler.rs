@@ -23,12 +23,13 @@
 //!
 //! Step 3 skips a sequence whose next block is about to be computed by a prefill of lower rank: a
 //! later step finds that block in the prefix cache. It also skips a sequence to be scored while no
-//! scoring rows are left. On the oldest-first turn nothing is skipped. A sequence that waits for a
-//! block then ends admission, and a sequence to be scored is admitted without rows.
+//! scoring rows are left. On the oldest-first turn, nothing is skipped: if the oldest sequence waits
+//! for a block, admission ends; if it is to be scored, it is admitted without rows.
 //!
 //! After that, `add_drafts` may use spare rows and blocks for draft tokens. Drafts never take a row
 //! from other sequences, never preempt and never enter the prefix cache. `accept_draft` keeps the
-//! draft rows whose token the sequence then has.
+//! row of a draft token that the sampler drew too; `release_rejected_drafts` releases the blocks of
+//! the others.
 //!
 //! Invariants:
 //!
@@ -202,13 +203,12 @@ impl Scheduler {
         &self.plan
     }
 
-    /// Tokens that the blocks of running sequences can hold, and how many of them are not computed:
-    /// O(running).
+    /// Slots in the blocks of running sequences, and how many of them are unfilled: O(running).
     pub fn token_slots(&self) -> (usize, usize) {
         let running = self.running.iter().filter_map(|sequence_id| self.sequence(*sequence_id));
-        running.fold((0, 0), |(places, unfilled), sequence| {
-            let room = sequence.table().len() * self.limits.block_tokens;
-            (places + room, unfilled + room.saturating_sub(sequence.computed()))
+        running.fold((0, 0), |(slots, unfilled), sequence| {
+            let own = sequence.table().len() * self.limits.block_tokens;
+            (slots + own, unfilled + own.saturating_sub(sequence.computed()))
         })
     }
 

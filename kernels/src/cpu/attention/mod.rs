@@ -74,6 +74,16 @@ struct AttentionScratch {
     total: Vec<f32>,
 }
 
+/// A split of a piece, computed by itself. Its partial results are `start..start + len` of
+/// [`AttentionBuffers::partials`].
+#[derive(Clone, Copy)]
+struct SplitJob {
+    piece: usize,
+    split: usize,
+    start: usize,
+    len: usize,
+}
+
 /// Bytes of the buffers of [`attend`] for the largest step.
 pub(super) fn kept_bytes(shape: &CpuWorkerShape) -> usize {
     let CpuWorkerShape { threads, heads, kv_heads, head_dim, context_tokens, .. } = *shape;
@@ -166,7 +176,7 @@ pub(super) fn attend(pool: &mut ThreadPool, buffers: &mut AttentionBuffers, call
     for (index, (rows, _)) in pieces.iter().enumerate() {
         let size = rows.len() * group * width;
         for split in splits_of(rows) {
-            split_jobs.push((index, split, len, size));
+            split_jobs.push(SplitJob { piece: index, split, start: len, len: size });
             len += size;
         }
     }
@@ -174,19 +184,19 @@ pub(super) fn attend(pool: &mut ThreadPool, buffers: &mut AttentionBuffers, call
     let cols = partials.len();
     let shared = SharedRows::new(partials, cols);
     pool.run(split_jobs.len(), &|job, thread| {
-        let (index, split, at, size) = split_jobs[job];
-        let (rows, kv_head) = pieces[index];
+        let SplitJob { piece, split, start, len } = split_jobs[job];
+        let (rows, kv_head) = pieces[piece];
         let mut scratch = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: `partials` is borrowed until this function ends, and the slices do not overlap.
-        let partial = unsafe { shared.part(0, at, size) };
+        let partial = unsafe { shared.part(0, start, len) };
         let queries = call.queries_of(rows, kv_head);
         call.split(&queries, rows, kv_head, split, partial, &mut scratch.split);
     });
-    for same_piece in split_jobs.chunk_by(|a, b| a.0 == b.0) {
-        let (rows, kv_head) = pieces[same_piece[0].0];
-        let (_, _, at, size) = same_piece[0];
-        let (total, rest) = partials[at..].split_at_mut(size);
-        for partial in rest.chunks_exact(size).take(same_piece.len() - 1) {
+    for same_piece in split_jobs.chunk_by(|a, b| a.piece == b.piece) {
+        let SplitJob { piece, start, len, .. } = same_piece[0];
+        let (rows, kv_head) = pieces[piece];
+        let (total, rest) = partials[start..].split_at_mut(len);
+        for partial in rest.chunks_exact(len).take(same_piece.len() - 1) {
             call.isa.run(MergeSplits { total, partial, width });
         }
         call.finish(rows, kv_head, total);

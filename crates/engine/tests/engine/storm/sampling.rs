@@ -116,7 +116,7 @@ impl Storm {
             self.put_out(sequence_id, step);
         }
         self.scheduler.release_rejected_drafts();
-        self.speculation.settle();
+        self.speculation.record_acceptance();
         self.observe();
         self.check_texts();
         self.notice_waits();
