@@ -75,13 +75,13 @@ const CASES: &[ServingCase] = &[
     },
     ServingCase {
         name: "two workers",
-        arguments: &["--workers", "2", "--threads", "1", "--step-tokens", "64"],
+        arguments: &["--workers", "2", "--threads", "1", "--step-tokens", "64", "--routing", "least-loaded"],
         ways: &[Concurrent, Staggered(4)],
         moved: &[],
     },
     ServingCase {
         name: "three workers",
-        arguments: &["--workers", "3", "--threads", "2", "--step-tokens", "128"],
+        arguments: &["--workers", "3", "--threads", "2", "--step-tokens", "128", "--routing", "least-loaded"],
         ways: &[Concurrent],
         moved: &[],
     },
@@ -94,7 +94,7 @@ const CASES: &[ServingCase] = &[
     },
     ServingCase {
         name: "resumed in the middle",
-        arguments: &["--workers", "2", "--threads", "1"],
+        arguments: &["--workers", "2", "--threads", "1", "--routing", "least-loaded"],
         ways: &[WorkerKilled],
         moved: &[RESUMES],
     },
@@ -135,7 +135,16 @@ const DRAFTED_CASES: &[ServingCase] = &[
     },
     ServingCase {
         name: "a smaller model drafts, resumed in the middle",
-        arguments: &["--workers", "2", "--threads", "1", "--draft", "demo/pycoder-7m-q8_0.gguf"],
+        arguments: &[
+            "--workers",
+            "2",
+            "--threads",
+            "1",
+            "--draft",
+            "demo/pycoder-7m-q8_0.gguf",
+            "--routing",
+            "least-loaded",
+        ],
         ways: &[WorkerKilled],
         moved: &[RESUMES],
     },
@@ -157,7 +166,7 @@ const Q8_0_CASES: &[ServingCase] = &[
     },
     ServingCase {
         name: "q8_0 keys and values, resumed in the middle",
-        arguments: &["--kv-type", "q8_0", "--workers", "2", "--threads", "1"],
+        arguments: &["--kv-type", "q8_0", "--workers", "2", "--threads", "1", "--routing", "least-loaded"],
         ways: &[WorkerKilled],
         moved: &[RESUMES],
     },

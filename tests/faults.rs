@@ -11,6 +11,9 @@ use std::time::{Duration, Instant};
 /// Tokens of a stream that is long enough for a fault in its middle.
 const LONG: u32 = 400;
 
+/// Two workers that both have streams, on every device.
+const SPREAD: [&str; 6] = ["--workers", "2", "--threads", "1", "--routing", "least-loaded"];
+
 fn request(seed: u64) -> TestRequest {
     TestRequest {
         prompt: (0..20).map(|i| 10 + i * 13 + seed as u32).collect(),
@@ -35,7 +38,7 @@ fn generate_during_fault(
 
 #[test]
 fn i6_streams_of_a_killed_worker_are_completed_by_another() {
-    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let fleet = ServedFleet::start(&demo_7m(), &SPREAD);
     let requests = requests(6);
     let expected = runtime().block_on(generate_all(&fleet.grpc, &requests));
     let victim = fleet.processes_by_role("worker")[0].clone();
@@ -177,7 +180,7 @@ fn a_killed_loader_is_reported_and_leaves_no_memory() {
 
 #[test]
 fn streams_of_other_workers_do_not_notice_a_killed_worker() {
-    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);
+    let fleet = ServedFleet::start(&demo_7m(), &SPREAD);
     let found = generate_during_fault(&fleet, &requests(4), || {
         proc::send_signal(fleet.processes_by_role("worker")[1].pid, "KILL")
     });

@@ -19,5 +19,6 @@ mod harness;
 mod http;
 mod kv_types;
 mod one_copy;
+mod routing;
 mod structured;
 mod workspace;

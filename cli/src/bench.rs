@@ -130,6 +130,9 @@ struct BenchFleetArguments {
     /// Device of the weights and the workers: auto, host, cuda:N, or a GPU's UUID
     #[arg(long, default_value_t = DeviceOption::Auto)]
     device: DeviceOption,
+    /// How the router chooses workers, as in `ballast serve` [default: auto]
+    #[arg(long, value_name = "MODE")]
+    routing: Option<String>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -353,6 +356,7 @@ impl BenchFleetArguments {
         ] {
             arguments.extend(value.map(|value| [name.to_owned(), value.to_string()]).into_iter().flatten());
         }
+        arguments.extend(self.routing.iter().flat_map(|mode| ["--routing".to_owned(), mode.clone()]));
         arguments.extend_from_slice(more);
         let options = StartOptions {
             executable,

@@ -6,7 +6,9 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use ops::KvTypes;
+use router::{RoutingConfig, RoutingMode};
 use service::ByteSize;
 
 use crate::device_choice::DeviceOption;
@@ -24,8 +26,17 @@ pub(crate) struct FleetArguments {
     /// Directory of the fleet's sockets [default: a new one]
     #[arg(long, value_name = "DIR")]
     runtime_dir: Option<PathBuf>,
+    /// How the router chooses the worker of a stream: "packed" fills one worker of a device before
+    /// the next, "least-loaded" spreads streams, "auto" packs on GPUs only
+    #[arg(long, value_name = "MODE", default_value = RoutingMode::Auto.name(), value_parser = routing_mode())]
+    routing: RoutingMode,
     #[command(flatten)]
     worker: WorkerArguments,
+}
+
+fn routing_mode() -> impl TypedValueParser<Value = RoutingMode> {
+    PossibleValuesParser::new(RoutingMode::ALL.map(RoutingMode::name))
+        .map(|name| RoutingMode::ALL.into_iter().find(|mode| mode.name() == name).unwrap_or_default())
 }
 
 /// Arguments of the workers of one model.
@@ -100,6 +111,7 @@ impl FleetArguments {
             host_budget: None,
             gpu_budget: None,
             admission: router::AdmissionConfig::default(),
+            routing: RoutingConfig { mode: self.routing },
             models: std::iter::once(self.worker.model(model, self.workers))
                 .chain(self.worker.draft_model())
                 .collect(),

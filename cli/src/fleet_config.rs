@@ -35,6 +35,9 @@ pub(crate) struct FleetConfig {
     /// Limits of the router's admission queues.
     #[serde(default)]
     pub(crate) admission: router::AdmissionConfig,
+    /// How the router chooses workers.
+    #[serde(default)]
+    pub(crate) routing: router::RoutingConfig,
     #[serde(default)]
     pub(crate) models: Vec<FleetModelConfig>,
 }
@@ -92,6 +95,7 @@ impl FleetConfig {
         let (listen, router_socket) = self.listen(directory, socket)?;
         let mut router = router::RouterConfig::new(listen, runtime_dir);
         router.admission = self.admission;
+        router.routing = self.routing;
         Ok(FleetSpec {
             weight_server: self
                 .weight_server(directory, sized.iter().filter_map(|model| model.choice.gpu.as_ref())),
@@ -197,6 +201,11 @@ mod tests {
         let bounded = FleetConfig::load(&path, None).unwrap().admission;
         assert_eq!((bounded.tenant_queue_max, bounded.batch_floor), (5, 20));
         assert_eq!(bounded.queue_max, config.admission.queue_max);
+        assert_eq!(config.routing.mode, router::RoutingMode::Auto);
+        for mode in router::RoutingMode::ALL {
+            std::fs::write(&path, format!("{text}[routing]\nmode = {:?}\n", mode.name())).unwrap();
+            assert_eq!(FleetConfig::load(&path, None).unwrap().routing.mode, mode);
+        }
         std::fs::write(&path, format!("{text}[admission]\nbatch-floor = 95\n")).unwrap();
         let failure = FleetConfig::load(&path, None).unwrap_err();
         assert_eq!(failure.exit, Exit::Usage);
@@ -273,6 +282,7 @@ mod tests {
             host_budget: None,
             gpu_budget: Some(ByteSize(100 << 30)),
             admission: router::AdmissionConfig::default(),
+            routing: router::RoutingConfig::default(),
             models: Vec::new(),
         };
         let id = |table: &Table| table.get("id").and_then(Value::as_str).map(str::to_owned);

@@ -140,10 +140,15 @@ impl RunningChoice {
     async fn run(&mut self, mut stream: OpenStream) -> Result<ChoiceOutcome, ChoiceError> {
         loop {
             let loss = match self.next_frame(&mut stream).await {
-                Ok(frame) => match self.handle_frame(frame).await? {
-                    Some(finish) => return self.finish(finish).await,
-                    None => continue,
-                },
+                Ok(frame) => {
+                    if matches!(frame, WorkerFrame::Tokens { .. }) {
+                        stream.placed.end_prefill();
+                    }
+                    match self.handle_frame(frame).await? {
+                        Some(finish) => return self.finish(finish).await,
+                        None => continue,
+                    }
+                }
                 Err(loss) => loss,
             };
             if let StreamLoss::WorkerDied { detail } = &loss {

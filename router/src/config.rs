@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use service::ByteSize;
 
 use crate::admission::AdmissionLimits;
+pub use crate::routing::RoutingMode;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -26,6 +27,9 @@ pub struct RouterConfig {
     /// Limits of the waiting queues.
     #[serde(default)]
     pub admission: AdmissionConfig,
+    /// How workers are chosen.
+    #[serde(default)]
+    pub routing: RoutingConfig,
     /// Maximum length of a request body.
     #[serde(default = "body_max")]
     pub body_max: ByteSize,
@@ -45,6 +49,7 @@ impl RouterConfig {
             runtime_dir,
             streams_max: streams_max(),
             admission: AdmissionConfig::default(),
+            routing: RoutingConfig::default(),
             body_max: body_max(),
             request_timeout: request_timeout(),
             drain: drain(),
@@ -69,6 +74,14 @@ impl Default for AdmissionConfig {
     fn default() -> Self {
         Self { queue_max: 256, tenant_queue_max: 128, interactive_floor: 10, batch_floor: 5 }
     }
+}
+
+/// Choice of the worker for a stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
+pub struct RoutingConfig {
+    /// "auto", "packed" or "least-loaded".
+    pub mode: RoutingMode,
 }
 
 /// The default class has no floor and needs a part of the permits.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Opens the stream of a choice on a worker: tries the least loaded worker first, then the others,
+//! Opens the stream of a choice on a worker: tries the workers in the order of the routing policy,
 //! and returns a named refusal if all refuse.
 
 use std::sync::Arc;
@@ -14,6 +14,7 @@ use crate::admission::{AdmissionError, CapacityExceeded};
 use crate::failover::{ChoiceError, ChoiceProgress, WAIT_FOR_WORKER};
 use crate::params::RequestGrammar;
 use crate::registry::{PlacedStream, WorkerHandle, WorkerRegistry};
+use crate::routing::WorkerId;
 use crate::wire::{ChoiceCall, WorkerFrame, is_from_worker, retry_after};
 
 /// A worker answers between two steps, and a step of a large model on few cores takes seconds. A
@@ -111,7 +112,14 @@ pub(crate) async fn open_stream(
 ) -> Result<OpenStream, RequestRefusal> {
     let mut tried = Vec::new();
     let mut refusal = RequestRefusal::NoWorker;
-    while let Some(mut placed) = placed.take().or_else(|| registry.place_stream(&call.model, &tried, None)) {
+    let mut place_next = |tried: &[WorkerId]| {
+        let first = placed.take();
+        first.or_else(|| {
+            let prefix = call.prefix();
+            registry.place_stream(&call.demand(progress.output().len(), &prefix), tried, None)
+        })
+    };
+    while let Some(mut placed) = place_next(&tried) {
         tried.push(placed.worker.id);
         let time_left = match deadline.map(|at| at.saturating_duration_since(Instant::now())) {
             Some(Duration::ZERO) => return Err(RequestRefusal::DeadlineExceeded),

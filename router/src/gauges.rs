@@ -135,7 +135,7 @@ mod tests {
 
     #[test]
     fn a_registry_without_workers_gives_no_worker_lines() {
-        let registry = WorkerRegistry::new();
+        let registry = WorkerRegistry::new(crate::config::RoutingMode::default());
         let limits = AdmissionConfig::default().limits(10);
         let text = render(&registry, &AdmissionController::new(registry.clone(), limits));
         assert!(text.contains("ballast:num_streams 0\n"), "{text}");

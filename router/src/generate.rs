@@ -242,7 +242,8 @@ impl Generator {
         let mut previous = None;
         let placed = calls.iter().map(|call| {
             let preferred = previous.filter(|_| call.choice > 0);
-            let placed = self.registry.place_stream(&call.model, &[], preferred);
+            let prefix = call.prefix();
+            let placed = self.registry.place_stream(&call.demand(0, &prefix), &[], preferred);
             previous = placed.as_ref().map(|placed| placed.worker.id);
             placed
         });

@@ -109,7 +109,7 @@ impl GrammarChecker {
             grammar: Some(grammar.source.clone()),
         };
         let (mut tried, mut refusal) = (Vec::new(), None);
-        while let Some(mut worker) = self.registry.least_loaded(model, &tried) {
+        while let Some(mut worker) = self.registry.choose_worker(model, &tried) {
             tried.push(worker.id);
             let answer = tokio::time::timeout(CHECK_WAIT, worker.client.check_grammar(request.clone())).await;
             match answer {

@@ -54,7 +54,7 @@ mod text_stream;
 mod wire;
 mod worker_link;
 
-pub use config::{AdmissionConfig, AdmissionConfigError, RouterConfig};
+pub use config::{AdmissionConfig, AdmissionConfigError, RouterConfig, RoutingConfig, RoutingMode};
 pub use error::RouterError;
 pub use run::run;
 pub use server::Router;

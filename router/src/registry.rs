@@ -14,11 +14,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use proto::worker::v1::worker_client::WorkerClient;
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tonic::transport::Channel;
 
 use crate::admission::{ModelCapacity, WorkerCapacity};
 use crate::model::ServedModel;
-use crate::routing::{ModelKey, RoutingPolicy, WorkerId, WorkerReport};
+use crate::routing::{
+    ModelKey, RouterTime, RoutingMode, RoutingPolicy, StreamDemand, StreamPlacement, WorkerId, WorkerProfile,
+    WorkerReport,
+};
 
 /// Maximum number of models without a worker whose tokenizers stay loaded. So a restarted worker
 /// serves at once.
@@ -26,6 +30,7 @@ const IDLE_MODELS_MAX: usize = 8;
 
 #[derive(Debug)]
 pub(crate) struct WorkerRegistry {
+    start: Instant,
     state: Mutex<RegistryState>,
     /// Counts changes of the set of workers.
     changes: watch::Sender<u64>,
@@ -61,12 +66,26 @@ pub(crate) struct WorkerHandle {
 #[derive(Debug)]
 pub(crate) struct PlacedStream {
     registry: Arc<WorkerRegistry>,
+    /// Absent only while the value is dropped.
+    placement: Option<StreamPlacement>,
     pub(crate) worker: WorkerHandle,
+}
+
+impl PlacedStream {
+    /// The stream has its first token. Idempotent.
+    pub(crate) fn end_prefill(&mut self) {
+        // The lock is taken once a stream, not once a token.
+        if let Some(placement) = self.placement.as_mut().filter(|placement| placement.is_in_prefill()) {
+            self.registry.lock().routing.end_prefill(placement);
+        }
+    }
 }
 
 impl Drop for PlacedStream {
     fn drop(&mut self) {
-        self.registry.lock().routing.end_stream(self.worker.id);
+        if let Some(placement) = self.placement.take() {
+            self.registry.lock().routing.end_stream(placement);
+        }
     }
 }
 
@@ -96,8 +115,13 @@ pub(crate) struct WorkerSnapshot {
 }
 
 impl WorkerRegistry {
-    pub(crate) fn new() -> Arc<Self> {
-        Arc::new(Self { state: Mutex::default(), changes: watch::channel(0).0 })
+    pub(crate) fn new(mode: RoutingMode) -> Arc<Self> {
+        let state = RegistryState { routing: RoutingPolicy::new(mode), ..RegistryState::default() };
+        Arc::new(Self { start: Instant::now(), state: state.into(), changes: watch::channel(0).0 })
+    }
+
+    fn now(&self) -> RouterTime {
+        self.start.elapsed()
     }
 
     fn lock(&self) -> MutexGuard<'_, RegistryState> {
@@ -118,12 +142,19 @@ impl WorkerRegistry {
         name: String,
         model: Arc<ServedModel>,
         client: WorkerClient<Channel>,
+        device: Arc<str>,
         capacity: WorkerCapacity,
     ) -> WorkerId {
+        let profile = WorkerProfile {
+            model: model.key().clone(),
+            device,
+            running_max: capacity.running_max,
+            kv_tokens: capacity.kv_blocks.saturating_mul(u64::from(capacity.kv_block_tokens)),
+        };
         let mut state = self.lock();
         state.last_worker_id += 1;
         let id = WorkerId(state.last_worker_id);
-        state.routing.add_worker(id, model.key().clone(), capacity.running_max);
+        state.routing.add_worker(id, profile, self.now());
         state.models.retain(|known| known.key() != model.key());
         state.models.push(model.clone());
         let report = WorkerReport::default();
@@ -146,31 +177,31 @@ impl WorkerRegistry {
 
     pub(crate) fn update_report(&self, id: WorkerId, report: WorkerReport) {
         let mut state = self.lock();
-        state.routing.update_load(id, report);
+        state.routing.update_load(id, report, self.now());
         if let Some(worker) = state.workers.get_mut(&id) {
             worker.report = report;
         }
     }
 
-    /// Places a stream of the model on a worker that is not among `tried`. Chooses `preferred` if
-    /// it has free capacity, otherwise the least loaded worker.
+    /// Places a stream on a worker that is not among `tried`. Chooses `preferred` if it has free
+    /// capacity, otherwise the worker that the routing policy chooses.
     pub(crate) fn place_stream(
         self: &Arc<Self>,
-        model: &ModelKey,
+        demand: &StreamDemand<'_>,
         tried: &[WorkerId],
         preferred: Option<WorkerId>,
     ) -> Option<PlacedStream> {
         let mut state = self.lock();
-        let id = state.routing.place_stream(model, tried, preferred)?;
-        let worker = state.worker_handle(id);
+        let placement = state.routing.place_stream(demand, tried, preferred, self.now())?;
+        let worker = state.worker_handle(placement.worker);
         drop(state);
-        Some(PlacedStream { registry: self.clone(), worker })
+        Some(PlacedStream { registry: self.clone(), placement: Some(placement), worker })
     }
 
-    /// The least loaded worker of the model that is not among `tried`.
-    pub(crate) fn least_loaded(&self, model: &ModelKey, tried: &[WorkerId]) -> Option<WorkerHandle> {
+    /// The worker that the next stream of the model would get, if it is not among `tried`.
+    pub(crate) fn choose_worker(&self, model: &ModelKey, tried: &[WorkerId]) -> Option<WorkerHandle> {
         let state = self.lock();
-        let id = state.routing.least_loaded(model, tried)?;
+        let id = state.routing.choose_worker(&StreamDemand::none(model), tried, self.now())?;
         Some(state.worker_handle(id))
     }
 

@@ -80,7 +80,7 @@ impl Router {
             (None, None) => None,
         };
         let socket = service::grpc::bind(&RuntimeDir::at(&config.runtime_dir).router_socket())?;
-        let registry = WorkerRegistry::new();
+        let registry = WorkerRegistry::new(config.routing.mode);
         let generator = Generator {
             admission: AdmissionController::new(
                 registry.clone(),

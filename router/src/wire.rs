@@ -12,7 +12,7 @@ use tonic::{Code, Status};
 
 use crate::failover::{ChoiceError, ChoiceProgress, StreamLoss};
 use crate::params::{CheckedParams, CheckedSampling};
-use crate::routing::ModelKey;
+use crate::routing::{ModelKey, PrefixHash, StreamDemand, prefix_hashes};
 
 /// A choice of a prompt: everything that a worker needs to know except the output so far.
 #[derive(Clone, Debug)]
@@ -32,6 +32,21 @@ pub(crate) struct ChoiceCall {
 }
 
 impl ChoiceCall {
+    pub(crate) fn prefix(&self) -> Vec<PrefixHash> {
+        prefix_hashes(&self.params.cache_salt, &self.prompt)
+    }
+
+    /// What the choice needs from a worker after `output_tokens`. `prefix` is [`Self::prefix`].
+    pub(crate) fn demand<'a>(&'a self, output_tokens: usize, prefix: &'a [PrefixHash]) -> StreamDemand<'a> {
+        let output = output_tokens as u64;
+        StreamDemand {
+            model: &self.model,
+            input_tokens: self.prompt.len() as u64 + output,
+            output_tokens_max: u64::from(self.params.max_tokens).saturating_sub(output),
+            prefix,
+        }
+    }
+
     pub(crate) fn to_wire(
         &self,
         progress: &ChoiceProgress,

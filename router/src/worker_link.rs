@@ -74,6 +74,13 @@ pub(crate) async fn run(socket: PathBuf, registry: Arc<WorkerRegistry>, stop: Ca
     }
 }
 
+struct WorkerMetadata {
+    name: String,
+    device: Arc<str>,
+    capacity: WorkerCapacity,
+    model: Arc<ServedModel>,
+}
+
 struct WorkerLink {
     registry: Arc<WorkerRegistry>,
     registered: Option<WorkerId>,
@@ -106,11 +113,12 @@ impl WorkerLink {
         if self.registered.is_some() {
             return Ok(());
         }
-        let (name, capacity, model) = tokio::time::timeout(CALL_TIMEOUT, self.read_metadata(client))
-            .await
-            .map_err(|_| LinkError::Timeout { call: "GetMetadata" })??;
+        let WorkerMetadata { name, device, capacity, model } =
+            tokio::time::timeout(CALL_TIMEOUT, self.read_metadata(client))
+                .await
+                .map_err(|_| LinkError::Timeout { call: "GetMetadata" })??;
         tracing::info!(worker = %name, model = model.name(), "worker registered");
-        self.registered = Some(self.registry.register(name, model, client.clone(), capacity));
+        self.registered = Some(self.registry.register(name, model, client.clone(), device, capacity));
         Ok(())
     }
 
@@ -126,6 +134,7 @@ impl WorkerLink {
             let report = WorkerReport {
                 running: stats.running,
                 waiting: stats.waiting,
+                steps: stats.steps,
                 kv_used_tokens: stats.kv_used_tokens,
                 kv_total_tokens: stats.kv_total_tokens,
                 prompt_tokens_computed: stats.prompt_tokens_computed,
@@ -145,12 +154,9 @@ impl WorkerLink {
         Ok(())
     }
 
-    /// The worker's name, capacity and model. Reads the GGUF section only for a model with new
+    /// The worker's name, device, capacity and model. Reads the GGUF section only for a model with new
     /// content.
-    async fn read_metadata(
-        &self,
-        client: &mut WorkerClient<Channel>,
-    ) -> Result<(String, WorkerCapacity, Arc<ServedModel>), LinkError> {
+    async fn read_metadata(&self, client: &mut WorkerClient<Channel>) -> Result<WorkerMetadata, LinkError> {
         let failed = |status| LinkError::Call { call: "GetMetadata", source: Box::new(status) };
         let mut frames = client.get_metadata(wire::GetMetadataRequest {}).await.map_err(failed)?.into_inner();
         let Some(metadata_frame::Frame::Description(wire)) =
@@ -166,6 +172,7 @@ impl WorkerLink {
             kv_blocks: wire.kv_blocks,
             kv_block_tokens: wire.kv_block_tokens,
         };
+        let (name, device) = (wire.worker, Arc::from(wire.device));
         let description = ServedModelInfo {
             key: ModelKey {
                 name: wire.model.into(),
@@ -178,7 +185,8 @@ impl WorkerLink {
             weight_bytes: wire.weight_bytes,
         };
         if let Some(known) = self.registry.model_with_content(&description.key, &description.digest) {
-            return Ok((wire.worker, capacity, Arc::new(known.with_description(description))));
+            let model = Arc::new(known.with_description(description));
+            return Ok(WorkerMetadata { name, device, capacity, model });
         }
         if wire.gguf_bytes > GGUF_BYTES_MAX {
             return Err(LinkError::Metadata { what: "the GGUF section has more than 256 MiB" });
@@ -200,7 +208,7 @@ impl WorkerLink {
         let loaded = tokio::task::spawn_blocking(move || ServedModel::load(description, gguf)).await;
         let model =
             loaded.map_err(|_| LinkError::Metadata { what: "loading the tokenizer was interrupted" })??;
-        Ok((wire.worker, capacity, Arc::new(model)))
+        Ok(WorkerMetadata { name, device, capacity, model: Arc::new(model) })
     }
 }
 

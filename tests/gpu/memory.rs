@@ -33,7 +33,9 @@ fn i1_weights_exist_once_on_the_device_and_a_second_worker_costs_little() {
         let arguments = ["--workers", "1", "--kv-tokens", "8192", "--step-tokens", step_tokens];
         let planned = &plan(&model, &arguments)["models"][0]["worker"];
         let baseline = gpu.used();
-        let fleet = ServedFleet::start(&model, &arguments);
+        // Both workers shall work.
+        let spread = [&arguments[..], &["--routing", "least-loaded"]].concat();
+        let fleet = ServedFleet::start(&model, &spread);
         work(&fleet);
         let asked = runtime().block_on(generate_all(&fleet.grpc, &asks(1, FULL, 32)));
         assert_eq!(asked.into_iter().next().unwrap().unwrap().tokens.len(), 32);

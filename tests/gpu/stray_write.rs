@@ -18,7 +18,7 @@ fn i2_a_stray_write_into_the_weights_ends_that_worker_alone() {
     let baseline = gpu.used();
     let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
     let order = tempfile::NamedTempFile::new().unwrap();
-    let mut command = serve(directory.path(), &demo_7m(), &["--workers", "2"]);
+    let mut command = serve(directory.path(), &demo_7m(), &["--workers", "2", "--routing", "least-loaded"]);
     command.env("LD_PRELOAD", library(order.path().parent().unwrap()));
     command.env("BALLAST_TEST_STRAY_WRITE", order.path());
     let fleet = ServedFleet::start_command(directory, command);

@@ -208,6 +208,7 @@ impl WorkerService {
             attach_ms: info.attach.as_secs_f64() * 1e3,
             kv_blocks: stats.kv_blocks as u64,
             kv_block_tokens: stats.kv_block_tokens as u32,
+            device: info.device.clone(),
         }
     }
 }

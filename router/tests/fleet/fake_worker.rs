@@ -26,6 +26,7 @@ use tonic::{Code, Request, Response, Status};
 pub(crate) struct FakeBehaviour {
     /// Name of the model that it serves.
     pub(crate) model: &'static str,
+    pub(crate) device: &'static str,
     pub(crate) fingerprint: u8,
     /// Tokens per frame.
     pub(crate) frame_tokens: usize,
@@ -74,6 +75,7 @@ impl Default for FakeBehaviour {
     fn default() -> Self {
         Self {
             model: "demo",
+            device: "host",
             fingerprint: 1,
             frame_tokens: 1,
             pause: Duration::ZERO,
@@ -298,6 +300,7 @@ impl Worker for FakeService {
             tenant_queue_max: self.behaviour.tenant_queue_max,
             kv_blocks: self.behaviour.kv_blocks,
             kv_block_tokens: 16,
+            device: self.behaviour.device.into(),
             ..Default::default()
         };
         let mut frames = vec![metadata_frame::Frame::Description(description)];

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The load of one worker, and whether packed routing sends it another stream.
+//!
+//! A worker has room for a stream if all of these hold:
+//!
+//! 1. It runs fewer sequences than it can.
+//! 2. Its KV cache will not be full: expected tokens of its streams stay within 7/8.
+//! 3. Its prompts that wait for prefill take at most [`PREFILL_WAIT_MAX`] at its measured rate. A
+//!    worker that decodes many streams computes prompts slowly, and another worker of the device
+//!    has not that limit.
+//! 4. It is not stalled: it reports, and while it runs sequences, it steps.
+
+use std::time::Duration;
+
+use super::placed_prefixes::PlacedPrefixes;
+use super::{PrefixHash, RouterTime, StreamDemand, WorkerProfile, WorkerReport};
+
+/// Expected output of a stream, if it may be longer. A client that names no maximum asks for the
+/// rest of the context and takes some hundred tokens.
+const EXPECTED_OUTPUT_TOKENS: u64 = 512;
+/// A prompt behind a longer backlog goes to another worker.
+const PREFILL_WAIT_MAX: Duration = Duration::from_secs(4);
+/// Weight of the newest sample in the prefill rate.
+const PREFILL_RATE_WEIGHT: f64 = 0.25;
+/// A worker reports every 250 ms, and within seconds on a machine with far too much work. A stopped
+/// process does not. After 5 s its link breaks.
+const REPORT_AGE_MAX: Duration = Duration::from_secs(4);
+/// A step takes milliseconds on a GPU, and some seconds for a large model on few cores.
+const STEP_AGE_MAX: Duration = Duration::from_secs(10);
+
+#[derive(Debug)]
+pub(super) struct WorkerLoad {
+    pub(super) profile: WorkerProfile,
+    /// Streams of this router.
+    pub(super) own_streams: u32,
+    /// Streams of other clients as of the last report.
+    other_streams: u32,
+    kv_used_tokens: u64,
+    kv_used_permille: u64,
+    /// KV cache that the streams of this router are expected to use.
+    expected_kv_tokens: u64,
+    /// Input tokens of streams that have no token yet.
+    prefill_backlog: u64,
+    /// Input tokens per second while there was a backlog.
+    prefill_rate: Option<f64>,
+    prompt_tokens_computed: u64,
+    reported_at: RouterTime,
+    steps: u64,
+    /// When the counter of steps last changed, or the worker had nothing to do.
+    stepped_at: RouterTime,
+    /// Whether there was a backlog at the last report.
+    had_backlog: bool,
+    /// Number of the choice that last chose this worker.
+    pub(super) last_chosen: u64,
+    prefixes: PlacedPrefixes,
+}
+
+impl WorkerLoad {
+    pub(super) fn new(profile: WorkerProfile, now: RouterTime) -> Self {
+        Self {
+            prefixes: PlacedPrefixes::new(profile.kv_tokens),
+            profile,
+            own_streams: 0,
+            other_streams: 0,
+            kv_used_tokens: 0,
+            kv_used_permille: 0,
+            expected_kv_tokens: 0,
+            prefill_backlog: 0,
+            prefill_rate: None,
+            prompt_tokens_computed: 0,
+            reported_at: now,
+            steps: 0,
+            stepped_at: now,
+            had_backlog: false,
+            last_chosen: 0,
+        }
+    }
+
+    pub(super) fn update(&mut self, report: &WorkerReport, now: RouterTime) {
+        let streams = report.running.saturating_add(report.waiting);
+        self.other_streams = streams.saturating_sub(self.own_streams);
+        self.kv_used_tokens = report.kv_used_tokens;
+        self.kv_used_permille = match report.kv_total_tokens {
+            0 => 0,
+            total => report.kv_used_tokens.saturating_mul(1000) / total,
+        };
+        if report.steps != self.steps || report.running == 0 {
+            (self.steps, self.stepped_at) = (report.steps, now);
+        }
+        let computed = report.prompt_tokens_computed.saturating_sub(self.prompt_tokens_computed);
+        let seconds = now.saturating_sub(self.reported_at).as_secs_f64();
+        // Without a backlog at both ends, the worker may have waited for prompts.
+        if self.had_backlog && self.prefill_backlog > 0 && computed > 0 && seconds > 0.0 {
+            let sample = computed as f64 / seconds;
+            let rate = self.prefill_rate.unwrap_or(sample);
+            self.prefill_rate = Some(rate + PREFILL_RATE_WEIGHT * (sample - rate));
+        }
+        self.had_backlog = self.prefill_backlog > 0;
+        self.prompt_tokens_computed = report.prompt_tokens_computed;
+        self.reported_at = now;
+    }
+
+    /// Counts a stream. Returns its expected use of the KV cache, and its tokens without a cached
+    /// prefix. `placement` increases from call to call.
+    pub(super) fn add_stream(&mut self, demand: &StreamDemand<'_>, placement: u64) -> (u64, u64) {
+        let (kv_tokens, prefill_tokens) = self.expected_tokens(demand);
+        self.own_streams += 1;
+        self.expected_kv_tokens += kv_tokens;
+        self.prefill_backlog += prefill_tokens;
+        self.prefixes.insert(demand.prefix, placement);
+        (kv_tokens, prefill_tokens)
+    }
+
+    pub(super) fn end_prefill(&mut self, prefill_tokens: u64) {
+        self.prefill_backlog -= prefill_tokens;
+    }
+
+    pub(super) fn end_stream(&mut self, kv_tokens: u64) {
+        assert!(self.own_streams > 0, "every stream that was placed ends once");
+        self.own_streams -= 1;
+        self.expected_kv_tokens -= kv_tokens;
+    }
+
+    pub(super) fn streams(&self) -> u32 {
+        self.own_streams.saturating_add(self.other_streams)
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.streams() >= self.profile.running_max
+    }
+
+    pub(super) fn cached_tokens(&self, prefix: &[PrefixHash]) -> u64 {
+        self.prefixes.cached_tokens(prefix)
+    }
+
+    /// Expected use of the KV cache beside shared blocks, and tokens to prefill.
+    fn expected_tokens(&self, demand: &StreamDemand<'_>) -> (u64, u64) {
+        let prefill_tokens = demand.input_tokens.saturating_sub(self.cached_tokens(demand.prefix));
+        (prefill_tokens + demand.output_tokens_max.min(EXPECTED_OUTPUT_TOKENS), prefill_tokens)
+    }
+
+    /// Whether packed routing sends the stream here; see the head of this file.
+    pub(super) fn has_room(&self, demand: &StreamDemand<'_>, now: RouterTime) -> bool {
+        if self.is_full() || self.is_stalled(now) {
+            return false;
+        }
+        let (kv_tokens, prefill_tokens) = self.expected_tokens(demand);
+        let used = self.expected_kv_tokens.max(self.kv_used_tokens);
+        let total = self.profile.kv_tokens;
+        let fits_kv = total == 0 || self.streams() == 0 || used + kv_tokens <= total - total / 8;
+        let fits_prefill = self.prefill_backlog == 0
+            || self.prefill_rate.is_none_or(|rate| {
+                (self.prefill_backlog + prefill_tokens) as f64 <= rate * PREFILL_WAIT_MAX.as_secs_f64()
+            });
+        fits_kv && fits_prefill
+    }
+
+    fn is_stalled(&self, now: RouterTime) -> bool {
+        let since = |at: RouterTime| now.saturating_sub(at);
+        since(self.reported_at) > REPORT_AGE_MAX || since(self.stepped_at) > STEP_AGE_MAX
+    }
+
+    /// The order of least-loaded routing: the worker with the smallest value is chosen.
+    pub(super) fn order(&self, now: RouterTime) -> (bool, bool, u32, u64, u64) {
+        (self.is_stalled(now), self.is_full(), self.streams(), self.kv_used_permille, self.last_chosen)
+    }
+}

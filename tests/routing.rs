@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Routing of streams to the workers of one device: packed, and spread.
+
+use crate::harness::api::{Continuation, TestRequest, generate_all, runtime};
+use crate::harness::http::HttpClient;
+use crate::harness::{ServedFleet, demo_7m, eventually, proc, runs_on_host};
+
+const WORKERS: usize = 4;
+
+/// Long enough to look at streams while they run.
+const LONG: u32 = 400;
+
+fn requests(count: u64) -> Vec<TestRequest> {
+    let request = |seed: u64| TestRequest {
+        prompt: (0..20).map(|i| 10 + i * 13 + seed as u32).collect(),
+        max_tokens: LONG,
+        temperature: 0.7,
+        seed,
+        ..TestRequest::default()
+    };
+    (0..count).map(request).collect()
+}
+
+fn fleet(arguments: &[&str]) -> ServedFleet {
+    ServedFleet::start(&demo_7m(), &[&["--workers", "4", "--threads", "1"], arguments].concat())
+}
+
+/// The number of streams that the router has placed on each worker.
+fn placed_streams(fleet: &ServedFleet) -> Vec<usize> {
+    let client = HttpClient::connect(fleet);
+    let streams = |index: usize| {
+        let line = format!("engine=\"worker-{index}\"");
+        let metrics = client.get("/metrics").1;
+        let of_worker = |text: &&str| text.starts_with("ballast:num_streams_placed") && text.contains(&line);
+        let value = metrics.lines().find(of_worker).and_then(|text| text.rsplit(' ').next());
+        // A lost worker has no line until it is back.
+        value.map_or(0, |value| value.parse().unwrap())
+    };
+    (0..WORKERS).map(streams).collect()
+}
+
+fn generate_and_look(
+    fleet: &ServedFleet,
+    requests: &[TestRequest],
+    look: impl FnOnce() + Send,
+) -> Vec<Continuation> {
+    let done = runtime().block_on(fleet.generate_during_fault(requests, look));
+    done.into_iter().map(Result::unwrap).collect()
+}
+
+/// The streams of each worker, the most first, once all streams are placed.
+fn streams_by_number(fleet: &ServedFleet, count: usize) -> Vec<usize> {
+    eventually("all streams are placed", || {
+        let mut streams = placed_streams(fleet);
+        streams.sort_unstable_by_key(|&number| std::cmp::Reverse(number));
+        (streams.iter().sum::<usize>() == count).then_some(streams)
+    })
+}
+
+#[test]
+fn packed_streams_fill_one_worker_up_to_its_bound_before_the_next() {
+    let fleet = fleet(&["--routing", "packed", "--kv-tokens", "2048"]);
+    let requests = requests(6);
+    let mut found = Vec::new();
+    generate_and_look(&fleet, &requests[..4], || found.push(streams_by_number(&fleet, 4)));
+    // 420 tokens each, and 7/8 of the KV cache are 1,792 tokens.
+    generate_and_look(&fleet, &requests, || found.push(streams_by_number(&fleet, 6)));
+    assert_eq!(found, [[4, 0, 0, 0], [4, 2, 0, 0]]);
+    fleet.stop();
+}
+
+#[test]
+fn workers_of_the_host_share_streams_unless_they_are_packed() {
+    if !runs_on_host("workers_of_the_host_share_streams_unless_they_are_packed") {
+        return;
+    }
+    for arguments in [&[][..], &["--routing", "least-loaded"]] {
+        let fleet = fleet(arguments);
+        let mut found = Vec::new();
+        generate_and_look(&fleet, &requests(6), || found = streams_by_number(&fleet, 6));
+        assert_eq!(found, [2, 2, 1, 1], "{arguments:?}");
+        fleet.stop();
+    }
+}
+
+#[test]
+fn i6_all_streams_of_a_lost_packed_worker_continue_on_one_other() {
+    let fleet = fleet(&["--routing", "packed"]);
+    let requests = requests(6);
+    let expected = runtime().block_on(generate_all(&fleet.grpc, &requests));
+    let mut after = Vec::new();
+    let found = generate_and_look(&fleet, &requests, || {
+        assert_eq!(streams_by_number(&fleet, 6), [6, 0, 0, 0]);
+        let packed = placed_streams(&fleet).iter().position(|&streams| streams == 6).unwrap();
+        let workers = fleet.processes_by_role("worker");
+        let victim = workers.iter().find(|worker| worker.name == format!("worker-{packed}")).unwrap();
+        proc::send_signal(victim.pid, "KILL");
+        after = eventually("the streams continue elsewhere", || {
+            let now = placed_streams(&fleet);
+            (now.iter().sum::<usize>() == 6 && now[packed] == 0).then_some(now)
+        });
+    });
+    for (expected, found) in expected.iter().zip(&found) {
+        let expected = expected.as_ref().unwrap();
+        assert_eq!((&expected.tokens, &expected.logprob_bits), (&found.tokens, &found.logprob_bits));
+        assert_eq!(found.resumes, 1);
+    }
+    assert_eq!(after.iter().filter(|&&streams| streams > 0).count(), 1, "{after:?}");
+    fleet.stop();
+}
