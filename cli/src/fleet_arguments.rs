@@ -12,7 +12,7 @@ use router::{RoutingConfig, RoutingMode};
 use service::ByteSize;
 
 use crate::device_choice::DeviceOption;
-use crate::fleet_config::FleetConfig;
+use crate::fleet_config::{FleetConfig, GpuSharingConfig};
 use crate::model_config::{DEFAULT_WORKERS, FleetModelConfig};
 
 /// Value of `--draft` that selects prompt lookup instead of a draft model.
@@ -112,6 +112,7 @@ impl FleetArguments {
             gpu_budget: None,
             admission: router::AdmissionConfig::default(),
             routing: RoutingConfig { mode: self.routing },
+            gpu: GpuSharingConfig::default(),
             models: std::iter::once(self.worker.model(model, self.workers))
                 .chain(self.worker.draft_model())
                 .collect(),

@@ -8,6 +8,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use memory::manifest::HOST_DEVICE;
 use serde::{Deserialize, Serialize};
 use service::{ByteSize, Exit, RuntimeDir};
 use supervisor::{ChildRole, FleetSpec, ModelSpec, WorkerSlot};
@@ -38,8 +39,25 @@ pub(crate) struct FleetConfig {
     /// How the router chooses workers.
     #[serde(default)]
     pub(crate) routing: router::RoutingConfig,
+    /// How the workers of a GPU share it.
+    #[serde(default)]
+    pub(crate) gpu: GpuSharingConfig,
     #[serde(default)]
     pub(crate) models: Vec<FleetModelConfig>,
+}
+
+/// How the workers of a GPU share it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
+pub(crate) struct GpuSharingConfig {
+    /// Workers compute one after the other, so that none is preempted in the middle of a step.
+    pub(crate) turns: bool,
+}
+
+impl Default for GpuSharingConfig {
+    fn default() -> Self {
+        Self { turns: true }
+    }
 }
 
 impl FleetConfig {
@@ -83,13 +101,18 @@ impl FleetConfig {
         sized: &[SizedModel],
     ) -> CliResult<FleetSpec> {
         let models = sized.iter().map(SizedModel::plan).collect::<CliResult<Vec<ModelSpec>>>()?;
-        let of_workers = directory.clone();
+        let (of_workers, sharing) = (directory.clone(), self.gpu);
         let worker = move |slot: &WorkerSlot, table: &mut Table| {
             let mut set = |key: &str, value: String| table.insert(key.to_owned(), Value::String(value));
             set("name", slot.name());
             set("model", slot.model.clone());
             set("weights-socket", of_workers.weights_socket().to_string_lossy().into_owned());
             set("listen", of_workers.worker_socket(slot.index).to_string_lossy().into_owned());
+            let device = table.get("device").and_then(Value::as_str).unwrap_or(HOST_DEVICE);
+            if sharing.turns && device != HOST_DEVICE {
+                let file = of_workers.turn_file(device).to_string_lossy().into_owned();
+                table.insert("turn-file".to_owned(), Value::String(file));
+            }
         };
         let runtime_dir = directory.path().to_owned();
         let (listen, router_socket) = self.listen(directory, socket)?;
@@ -283,6 +306,7 @@ mod tests {
             gpu_budget: Some(ByteSize(100 << 30)),
             admission: router::AdmissionConfig::default(),
             routing: router::RoutingConfig::default(),
+            gpu: GpuSharingConfig::default(),
             models: Vec::new(),
         };
         let id = |table: &Table| table.get("id").and_then(Value::as_str).map(str::to_owned);

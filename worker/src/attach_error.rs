@@ -9,7 +9,8 @@ use ops::OpError;
 use prefix::FingerprintError;
 use proto::weights::v1::RefusalReason;
 use service::Exit;
-use service::exit::HasExit;
+use service::exit::{HasExit, exit_for_io_error};
+use turns::TurnError;
 
 use crate::backend::TensorImportError;
 use crate::draft_vocabulary::DraftVocabularyError;
@@ -47,6 +48,8 @@ pub enum WorkerAttachError {
     Start(#[from] EngineStartError),
     #[error(transparent)]
     Vocabulary(#[from] DraftVocabularyError),
+    #[error(transparent)]
+    Turns(#[from] turns::TurnError),
     #[error("cannot compute the worker's fingerprint")]
     Fingerprint(#[from] FingerprintError),
 }
@@ -79,6 +82,10 @@ impl HasExit for WorkerAttachError {
             | WorkerAttachError::Window { .. } => Exit::ModelRefused,
             WorkerAttachError::Start(EngineStartError::Config(_)) => Exit::Usage,
             WorkerAttachError::Start(EngineStartError::Kv { source, .. }) => exit_for_op_error(source),
+            WorkerAttachError::Turns(TurnError::Full { .. }) => Exit::OutOfResources,
+            WorkerAttachError::Turns(TurnError::Open { source, .. } | TurnError::Lock { source, .. }) => {
+                exit_for_io_error(source)
+            }
             WorkerAttachError::Fingerprint(_) => Exit::Internal,
         }
     }

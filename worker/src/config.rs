@@ -26,6 +26,9 @@ pub struct WorkerConfig {
     pub listen: PathBuf,
     #[serde(default)]
     pub device: ComputeDevice,
+    /// The file through which the workers of a GPU take turns. Absent: they do not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub turn_file: Option<PathBuf>,
     /// The size of the KV cache. Reserved at the weight-server, mapped as sequences grow.
     pub kv_bytes: ByteSize,
     /// The types of keys and values: "q8_0", or "q8_0,0-1=f16" with another type for some layers.
@@ -155,6 +158,7 @@ impl WorkerConfig {
             weights_socket,
             listen,
             device: ComputeDevice::default(),
+            turn_file: None,
             kv_bytes,
             kv_type: KvTypes::default(),
             workspace_bytes: None,

@@ -36,7 +36,7 @@ const DIRECTORY_MODE: u32 = 0o700;
 const LOCK_FILE: &str = "supervisor.lock";
 /// Content of the lock file if a supervisor created the directory.
 const CREATED_MARKER: &str = "made by ballast\n";
-const FLEET_FILE_EXTENSIONS: [&str; 4] = ["sock", "toml", "pid", "partial"];
+const FLEET_FILE_EXTENSIONS: [&str; 5] = ["sock", "toml", "pid", "partial", "turns"];
 
 #[derive(Debug, thiserror::Error)]
 pub enum RuntimeDirError {
@@ -95,6 +95,11 @@ impl RuntimeDir {
 
     pub fn worker_socket(&self, index: u32) -> PathBuf {
         self.path.join(format!("worker-{index}.sock"))
+    }
+
+    /// The file through which the workers of a device take turns.
+    pub fn turn_file(&self, device: &str) -> PathBuf {
+        self.path.join(format!("{device}.turns"))
     }
 
     pub fn router_socket(&self) -> PathBuf {

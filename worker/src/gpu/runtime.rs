@@ -9,6 +9,7 @@ use kernels::cuda::{Cuda, WeightData};
 use ops::OpError;
 use quant::DType;
 use quant::layout::{LAYOUT_TILES, planes};
+use turns::{TurnBounds, Turns};
 
 use super::context::context_bytes;
 use crate::attach_error::WorkerAttachError;
@@ -26,7 +27,11 @@ pub(super) fn run_engine(
     thread.timeline.mark("driver");
     let granted = thread.request_grant::<GpuRuntime>(detected.device.uuid().to_string())?;
     thread.timeline.mark("wait");
-    let runtime = detected.create_context(&granted)?;
+    let turns = match &thread.config.turn_file {
+        Some(path) => Some(Turns::open(path, TurnBounds::default()).map_err(WorkerAttachError::from)?),
+        None => None,
+    };
+    let runtime = detected.create_context(&granted, turns)?;
     thread.timeline.mark("context");
     thread.run_on(&runtime, granted)
 }
@@ -40,6 +45,7 @@ struct DetectedGpu {
 struct GpuRuntime {
     context: Context,
     context_bytes: u64,
+    turns: Option<Turns>,
 }
 
 impl DetectedGpu {
@@ -55,7 +61,11 @@ impl DetectedGpu {
     /// Creates the context, whose memory the lease has reserved. Its size comes from the driver's
     /// count for this process: other processes may load and start meanwhile, so the device's free
     /// memory says nothing.
-    fn create_context(self, _lease: &GrantedModel) -> Result<GpuRuntime, WorkerAttachError> {
+    fn create_context(
+        self,
+        _lease: &GrantedModel,
+        turns: Option<Turns>,
+    ) -> Result<GpuRuntime, WorkerAttachError> {
         let Self { device, nvml } = self;
         let counted = || nvml.as_ref()?.process_bytes(device.uuid()).ok()?;
         let before = counted();
@@ -69,7 +79,7 @@ impl DetectedGpu {
         };
         let context = device.context().map_err(failed)?;
         let context_bytes = context_bytes(before, counted());
-        Ok(GpuRuntime { context, context_bytes })
+        Ok(GpuRuntime { context, context_bytes, turns })
     }
 }
 
@@ -108,7 +118,11 @@ impl DeviceRuntime for GpuRuntime {
     }
 
     fn compute(&self) -> Result<Cuda, OpError> {
-        Cuda::new(self.context.device())
+        let mut compute = Cuda::new(self.context.device())?;
+        if let Some(turns) = &self.turns {
+            compute.set_turns(turns.clone());
+        }
+        Ok(compute)
     }
 
     fn measure(compute: &Cuda) -> BackendUsage {

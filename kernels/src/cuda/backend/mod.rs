@@ -37,6 +37,7 @@ use std::time::Duration;
 
 use ops::{OpError, Weight};
 use quant::DType;
+use turns::Turns;
 
 use super::error::device_error;
 use super::quantize::activation_bytes;
@@ -115,6 +116,11 @@ impl Cuda {
     /// is on by default.
     pub fn set_graphs(&mut self, on: bool) {
         self.recorder.set_graphs(on);
+    }
+
+    /// Takes turns with other processes on this device from now on.
+    pub fn set_turns(&mut self, turns: Turns) {
+        self.recorder.set_turns(turns);
     }
 
     /// The number of captured graphs in memory.

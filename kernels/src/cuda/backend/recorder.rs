@@ -7,6 +7,10 @@
 //! So two steps have the same list if they have the same number of rows and the same bounds of the
 //! attention plan.
 //!
+//! If other processes compute on the device, the recorder takes turns with them: a turn begins when
+//! commands are enqueued and ends when the device has computed them. A step of several micro-batches
+//! passes its turn on between them, if another process waits for it.
+//!
 //! 1. A graph is launched only for a list equal to the one from which it was captured.
 //! 2. So the addresses in the graph are addresses of memory whose owners this step keeps.
 
@@ -17,6 +21,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ops::OpError;
+use turns::{HeldTurn, Turns};
 
 use super::command::{CommandList, KernelCommand};
 use super::kernel_set::KernelSet;
@@ -46,6 +51,10 @@ pub(super) struct Recorder {
     use_graphs: bool,
     /// The time spent on captures so far.
     graph_time: Duration,
+    /// Absent if this process does not take turns.
+    turns: Option<Turns>,
+    /// Held while the device computes.
+    turn: Option<HeldTurn>,
 }
 
 struct CapturedGraph {
@@ -66,7 +75,13 @@ impl Recorder {
             seen: VecDeque::new(),
             use_graphs: true,
             graph_time: Duration::ZERO,
+            turns: None,
+            turn: None,
         }
+    }
+
+    pub(super) fn set_turns(&mut self, turns: Turns) {
+        self.turns = Some(turns);
     }
 
     pub(super) fn stream(&self) -> &Stream {
@@ -121,6 +136,7 @@ impl Recorder {
         if self.in_flight.len() > IN_FLIGHT_MAX {
             self.wait()?;
         }
+        self.take_turn()?;
         let given = self.enqueue();
         self.in_flight.append(&mut self.owners);
         self.pending.list.clear();
@@ -128,10 +144,27 @@ impl Recorder {
         given
     }
 
-    /// Waits until all flushed work has ended.
+    /// Waits until all flushed work has ended, and ends the turn.
     pub(super) fn wait(&mut self) -> Result<(), OpError> {
-        self.stream.synchronize().map_err(device_error("wait"))?;
+        let ended = self.stream.synchronize().map_err(device_error("wait"));
+        self.turn = None;
+        ended?;
         self.in_flight.clear();
+        Ok(())
+    }
+
+    /// Ends the turn if there is one: the device waits for the host from here on.
+    pub(super) fn end_turn(&mut self) -> Result<(), OpError> {
+        if self.turn.is_some() { self.wait() } else { Ok(()) }
+    }
+
+    fn take_turn(&mut self) -> Result<(), OpError> {
+        if self.turn.as_ref().is_some_and(HeldTurn::is_wanted) {
+            self.wait()?;
+        }
+        if let (Some(turns), None) = (&self.turns, &self.turn) {
+            self.turn = Some(turns.take());
+        }
         Ok(())
     }
 

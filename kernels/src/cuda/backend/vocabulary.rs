@@ -441,7 +441,9 @@ impl Backend for Cuda {
     fn trim(&mut self, kv: &mut CudaKv, blocks: usize) -> Result<(), OpError> {
         self.recorder.flush()?;
         let recorder = &mut self.recorder;
-        kv.trim(blocks, || recorder.wait())
+        let trimmed = kv.trim(blocks, || recorder.wait());
+        // This may be the last call before the process has nothing to compute.
+        recorder.end_turn().and(trimmed)
     }
 
     fn write(&mut self, x: &mut CudaTensor, rows: usize, host: &[f32]) -> Result<(), OpError> {
