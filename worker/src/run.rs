@@ -2,9 +2,9 @@
 
 //! The worker process: binds its socket first, then attaches the weights, and drains on a stop.
 //!
-//! The worker has two main threads. This thread serves gRPC: one is enough because frames are small,
-//! and the other cores are left for computing. The engine thread attaches the model and then runs
-//! steps. If either thread ends, the process ends.
+//! The worker has two main threads. This thread serves gRPC: one is enough because frames are
+//! small, and the other cores are left for computing. The engine thread attaches the model and then
+//! runs steps. If either thread ends, the process ends.
 
 use std::convert::Infallible;
 use std::io::Read;

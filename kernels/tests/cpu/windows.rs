@@ -215,8 +215,8 @@ impl WindowCase {
         out
     }
 
-    /// Gives each sequence of a step the blocks for its rows. Before that, it frees and shares blocks
-    /// as the schedule says.
+    /// Gives each sequence of a step the blocks for its rows. Before that, it frees and shares
+    /// blocks as the schedule says.
     fn allocate_blocks(
         &self,
         at: &mut Tables,

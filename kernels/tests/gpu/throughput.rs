@@ -149,7 +149,7 @@ const BATCH_SEQUENCES: usize = 64;
 const LONG_TABLE_LEN: usize = 16_384 / BLOCK_TOKENS + 1;
 
 /// A model with a KV cache for [`BATCH_SEQUENCES`] short sequences and a long one.
-struct LoadedModel<'a> {
+struct MeasuredModel<'a> {
     name: &'a str,
     cuda: Cuda,
     model: Box<dyn Model<Cuda>>,
@@ -168,16 +168,16 @@ fn run(gpu: &TestGpu, preset: &ModelPreset, mix: QuantMix, name: &str) -> Result
     let layers = model.kv_layers(&KvTypes::default());
     let kv = cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers })?;
     println!("{name}: built in {:.1} s", started.elapsed().as_secs_f32());
-    let mut loaded = LoadedModel { name, cuda, model, kv, logits };
-    loaded.measure_prompts()?;
-    loaded.measure_decodes()?;
+    let mut measured = MeasuredModel { name, cuda, model, kv, logits };
+    measured.measure_prompts()?;
+    measured.measure_decodes()?;
     if preset.experts == 0 {
-        loaded.measure_long_decode()?;
+        measured.measure_long_decode()?;
     }
     Ok(())
 }
 
-impl LoadedModel<'_> {
+impl MeasuredModel<'_> {
     fn step(&mut self, parts: &[(&Vec<u32>, usize, usize)], wanted: StepOutput) -> Result<f64> {
         step(&mut self.cuda, &mut *self.model, &mut self.kv, parts, wanted, &mut self.logits)
     }

@@ -23,8 +23,8 @@
 //!
 //! Step 3 skips a sequence whose next block is about to be computed by a prefill of lower rank: a
 //! later step finds that block in the prefix cache. It also skips a sequence to be scored while no
-//! scoring rows are left. On the oldest-first turn, nothing is skipped: if the oldest sequence waits
-//! for a block, admission ends; if it is to be scored, it is admitted without rows.
+//! scoring rows are left. On the oldest-first turn, nothing is skipped: if the oldest sequence
+//! waits for a block, admission ends; if it is to be scored, it is admitted without rows.
 //!
 //! After that, `add_drafts` may use spare rows and blocks for draft tokens. Drafts never take a row
 //! from other sequences, never preempt and never enter the prefix cache. `accept_draft` keeps the

@@ -2,8 +2,8 @@
 
 //! Tests of the engine in one executable, one module per topic.
 //!
-//! Two others stay separate: `allocations.rs` replaces the global allocator, and `planted/` compiles
-//! the scheduler's sources as its own crate.
+//! Two others stay separate: `allocations.rs` replaces the global allocator, and `planted/`
+//! compiles the scheduler's sources as its own crate.
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 

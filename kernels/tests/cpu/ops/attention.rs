@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Compares attention with `ops::Reference` and with itself. The bits of a row depend neither on the
-//! other rows of its step nor on the blocks that hold its keys and values.
+//! Compares attention with `ops::Reference` and with itself. The bits of a row depend neither on
+//! the other rows of its step nor on the blocks that hold its keys and values.
 
 use super::{check, filled, values};
 use crate::random::SplitMix64;
