@@ -18,6 +18,7 @@ mod gpu;
 mod harness;
 mod http;
 mod kv_types;
+mod mps;
 mod one_copy;
 mod routing;
 mod structured;

@@ -341,6 +341,32 @@ impl<E: Stored> Positions<'_, E> {
         }
     }
 
+    /// Multiplies the shares of `count` keys of a block from `position` on with the factors of the
+    /// values' scales in `dims`.
+    #[inline(always)]
+    fn scale_shares<S: Simd, const T: usize>(
+        &self,
+        s: S,
+        position: usize,
+        count: usize,
+        dims: &Range<usize>,
+        shares: &[f32],
+        scaled: &mut [[[f32; 16]; COLUMN_SCALES_MAX]; T],
+    ) {
+        let (dim, tokens) = (self.view.shape.head_dim, self.view.block_tokens);
+        let (block, token) = (self.table[position / tokens] as usize, position % tokens);
+        let factors = self.view.values_at(block, self.kv_head) + dim * tokens * E::BYTES;
+        let first = dims.start / E::SCALED;
+        for scale in first..dims.end.div_ceil(E::SCALED) {
+            let at = factors + (scale * tokens + token) * SCALE_BYTES;
+            let factor = F16::load_partial(s, &self.view.memory[at..at + count * SCALE_BYTES]);
+            for t in 0..T {
+                let shares = s.load_partial(&shares[t * SPLIT..][..count]);
+                s.store(s.mul(shares, factor), &mut scaled[t][scale - first]);
+            }
+        }
+    }
+
     /// [`Values`] for the dimensions `dims`: `V` vectors of 16, or fewer than 16 values if `V` is
     /// 0. Returns the number of dimensions.
     #[inline(always)]
@@ -378,16 +404,7 @@ impl<E: Stored> Positions<'_, E> {
             let (block, token) = (self.table[position / tokens] as usize, position % tokens);
             let count = (tokens - token).min(range.end - key).min(keys_max);
             if E::SCALED > 0 {
-                let factors = self.view.values_at(block, self.kv_head) + dim * tokens * E::BYTES;
-                let first = dims.start / per_scale;
-                for scale in first..dims.end.div_ceil(per_scale) {
-                    let at = factors + (scale * tokens + token) * SCALE_BYTES;
-                    let factor = F16::load_partial(s, &self.view.memory[at..at + count * SCALE_BYTES]);
-                    for t in 0..T {
-                        let shares = s.load_partial(&shares[t * SPLIT + key..][..count]);
-                        s.store(s.mul(shares, factor), &mut scaled[t][scale - first]);
-                    }
-                }
+                self.scale_shares::<S, T>(s, position, count, &dims, &shares[key..], &mut scaled);
             }
             let at = self.view.values_at(block, self.kv_head) + (token * dim + dims.start) * E::BYTES;
             let len = ((count - 1) * dim + dims.len()) * E::BYTES;
