@@ -68,6 +68,8 @@ pub(crate) enum CliCommand {
     Worker(process::ProcessArguments),
     /// Run the process that serves the public API (started by the supervisor)
     Router(process::ProcessArguments),
+    /// Run NVIDIA's MPS for the workers (started by the supervisor)
+    Mps(process::ProcessArguments),
     /// Run a fleet from its configuration file, for systemd and other service managers
     Supervisor(serve::SupervisorArguments),
 }

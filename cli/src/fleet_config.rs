@@ -11,6 +11,7 @@ use std::sync::Arc;
 use memory::manifest::HOST_DEVICE;
 use serde::{Deserialize, Serialize};
 use service::{ByteSize, Exit, RuntimeDir};
+use supervisor::mps::MpsConfig;
 use supervisor::{ChildRole, FleetSpec, ModelSpec, WorkerSlot};
 use toml::{Table, Value};
 
@@ -52,11 +53,14 @@ pub(crate) struct FleetConfig {
 pub(crate) struct GpuSharingConfig {
     /// Workers compute one after the other, so that none is preempted in the middle of a step.
     pub(crate) turns: bool,
+    /// Workers compute at the same time, through NVIDIA's MPS. A fatal fault of one worker then ends
+    /// all workers of the GPU. Turns are off.
+    pub(crate) mps: bool,
 }
 
 impl Default for GpuSharingConfig {
     fn default() -> Self {
-        Self { turns: true }
+        Self { turns: true, mps: false }
     }
 }
 
@@ -108,10 +112,14 @@ impl FleetConfig {
             set("model", slot.model.clone());
             set("weights-socket", of_workers.weights_socket().to_string_lossy().into_owned());
             set("listen", of_workers.worker_socket(slot.index).to_string_lossy().into_owned());
-            let device = table.get("device").and_then(Value::as_str).unwrap_or(HOST_DEVICE);
-            if sharing.turns && device != HOST_DEVICE {
-                let file = of_workers.turn_file(device).to_string_lossy().into_owned();
+            let device = table.get("device").and_then(Value::as_str).unwrap_or(HOST_DEVICE).to_owned();
+            if sharing.turns && !sharing.mps && device != HOST_DEVICE {
+                let file = of_workers.turn_file(&device).to_string_lossy().into_owned();
                 table.insert("turn-file".to_owned(), Value::String(file));
+            }
+            if sharing.mps && device != HOST_DEVICE {
+                let mps = of_workers.mps_directory().to_string_lossy().into_owned();
+                table.insert("mps-directory".to_owned(), Value::String(mps));
             }
         };
         let runtime_dir = directory.path().to_owned();
@@ -123,6 +131,8 @@ impl FleetConfig {
             weight_server: self
                 .weight_server(directory, sized.iter().filter_map(|model| model.choice.gpu.as_ref())),
             router: to_toml_table(&router)?,
+            mps: (self.gpu.mps && sized.iter().any(|model| model.choice.gpu.is_some()))
+                .then(|| MpsConfig { directory: directory.mps_directory() }),
             router_socket,
             http_address: listen.map(|address| address.to_string()).unwrap_or_default(),
             log,

@@ -76,6 +76,7 @@ fn main() -> ExitCode {
         CliCommand::Loader => process::loader(),
         CliCommand::Worker(arguments) => process::worker(arguments),
         CliCommand::Router(arguments) => process::router(arguments),
+        CliCommand::Mps(arguments) => process::mps(arguments),
         CliCommand::Supervisor(arguments) => serve::run_supervisor(arguments),
     };
     match outcome {

@@ -33,6 +33,10 @@ pub(crate) fn router(arguments: ProcessArguments) -> CliResult {
     run(arguments, router::run)
 }
 
+pub(crate) fn mps(arguments: ProcessArguments) -> CliResult {
+    run(arguments, supervisor::mps::run)
+}
+
 /// Runs the loader. It gets its job on standard input, a socket to the weight-server, and reports
 /// errors there.
 pub(crate) fn loader() -> CliResult {

@@ -287,6 +287,7 @@ fn role(child: &Child) -> &'static str {
         Role::WeightServer => "weight-server",
         Role::Worker => "worker",
         Role::Router => "router",
+        Role::Mps => "mps",
         Role::Unspecified => "unknown",
     }
 }

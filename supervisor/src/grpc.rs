@@ -256,6 +256,7 @@ impl From<ChildRole> for wire::Role {
             ChildRole::WeightServer => wire::Role::WeightServer,
             ChildRole::Worker => wire::Role::Worker,
             ChildRole::Router => wire::Role::Router,
+            ChildRole::Mps => wire::Role::Mps,
         }
     }
 }

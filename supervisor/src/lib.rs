@@ -31,6 +31,7 @@ mod events;
 mod fd_store;
 mod fleet;
 mod grpc;
+pub mod mps;
 mod notification;
 mod notify_server;
 mod process;

@@ -23,6 +23,7 @@ use service::listen::LISTEN_FDS_START;
 use service::supervision::ADOPTED;
 
 use crate::attach_token::AttachToken;
+use crate::mps::MPS_PIPE_DIRECTORY;
 use crate::shim;
 use crate::spec::ChildSpec;
 use crate::state::{RestartPolicy, Termination};
@@ -33,6 +34,8 @@ pub(crate) struct SpawnOptions<'a> {
     pub(crate) notify_socket: &'a Path,
     pub(crate) inherited: Vec<(&'a str, BorrowedFd<'a>)>,
     pub(crate) token: Option<AttachToken>,
+    /// Where the CUDA driver finds MPS.
+    pub(crate) mps_directory: Option<&'a Path>,
     pub(crate) log: tracing::Level,
 }
 
@@ -70,6 +73,7 @@ impl ChildProcess {
             command.env(env::LOG, options.log.as_str());
         }
         command.env(env::NOTIFY_SOCKET, options.notify_socket);
+        command.envs(options.mps_directory.map(|directory| (MPS_PIPE_DIRECTORY, directory)));
         let watchdog = RestartPolicy::DEFAULT.watchdog.as_micros();
         command.env(env::WATCHDOG_USEC, watchdog.to_string());
 

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::mps::MpsConfig;
 use crate::state::RestartPolicy;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -15,6 +16,8 @@ pub enum ChildRole {
     WeightServer,
     Worker,
     Router,
+    /// NVIDIA's MPS for the workers.
+    Mps,
 }
 
 impl ChildRole {
@@ -25,13 +28,15 @@ impl ChildRole {
             ChildRole::WeightServer => "weight-server",
             ChildRole::Worker => "worker",
             ChildRole::Router => "router",
+            ChildRole::Mps => "mps",
         }
     }
 
     /// The kernel's OOM killer prefers workers: a worker restarts in a second, the weights do not.
     pub(crate) const fn oom_score_adj(self) -> i32 {
         match self {
-            ChildRole::WeightServer => 0,
+            // Without MPS, all workers lose their contexts.
+            ChildRole::WeightServer | ChildRole::Mps => 0,
             ChildRole::Router => 100,
             ChildRole::Worker => 500,
         }
@@ -39,15 +44,15 @@ impl ChildRole {
 
     /// The order in which roles stop: first the router, which accepts requests; last the
     /// weight-server.
-    pub(crate) const STOP_ORDER: [ChildRole; 3] =
-        [ChildRole::Router, ChildRole::Worker, ChildRole::WeightServer];
+    pub(crate) const STOP_ORDER: [ChildRole; 4] =
+        [ChildRole::Router, ChildRole::Worker, ChildRole::Mps, ChildRole::WeightServer];
 
     pub(crate) const fn policy(self) -> RestartPolicy {
         let stop_grace = match self {
             // Open streams may finish. The router's own drain timeout is shorter.
             ChildRole::Router => Duration::from_secs(20),
             ChildRole::Worker => Duration::from_secs(10),
-            ChildRole::WeightServer => Duration::from_secs(5),
+            ChildRole::WeightServer | ChildRole::Mps => Duration::from_secs(5),
         };
         RestartPolicy { stop_grace, ..RestartPolicy::DEFAULT }
     }
@@ -98,6 +103,8 @@ pub type CompleteWorkerConfig = Arc<dyn Fn(&WorkerSlot, &mut toml::Table) + Send
 pub struct FleetSpec {
     pub weight_server: toml::Table,
     pub router: toml::Table,
+    /// The workers of GPUs share them through MPS.
+    pub mps: Option<MpsConfig>,
     /// Every process of the router inherits it. Connections that arrive during a restart wait in
     /// the socket's queue.
     pub router_socket: Option<OwnedFd>,
@@ -118,6 +125,11 @@ impl FleetSpec {
         };
         let mut children =
             vec![fixed(ChildRole::WeightServer, &self.weight_server), fixed(ChildRole::Router, &self.router)];
+        if let Some(mps) = &self.mps {
+            let directory = toml::Value::String(mps.directory.display().to_string());
+            let config = toml::Table::from_iter([("directory".to_owned(), directory)]);
+            children.push(fixed(ChildRole::Mps, &config));
+        }
         let models = self.models.iter().flat_map(|model| (0..model.workers).map(move |_| model));
         children.extend((0..).zip(models).map(|(index, model)| self.worker_spec(index, model)));
         children

@@ -2,6 +2,8 @@
 
 //! Why a worker could not attach its model, and the exit code for it.
 
+use std::path::PathBuf;
+
 use cuda::{DeviceError, OpenDriverError};
 use engine::EngineStartError;
 use models::{BuildModelError, WeightError};
@@ -48,6 +50,8 @@ pub enum WorkerAttachError {
     Start(#[from] EngineStartError),
     #[error(transparent)]
     Vocabulary(#[from] DraftVocabularyError),
+    #[error("MPS does not run in {}: the supervisor starts it again", directory.display())]
+    Mps { directory: PathBuf },
     #[error(transparent)]
     Turns(#[from] turns::TurnError),
     #[error("cannot compute the worker's fingerprint")]
@@ -82,6 +86,7 @@ impl HasExit for WorkerAttachError {
             | WorkerAttachError::Window { .. } => Exit::ModelRefused,
             WorkerAttachError::Start(EngineStartError::Config(_)) => Exit::Usage,
             WorkerAttachError::Start(EngineStartError::Kv { source, .. }) => exit_for_op_error(source),
+            WorkerAttachError::Mps { .. } => Exit::PeerLost,
             WorkerAttachError::Turns(TurnError::Full { .. }) => Exit::OutOfResources,
             WorkerAttachError::Turns(TurnError::Open { source, .. } | TurnError::Lock { source, .. }) => {
                 exit_for_io_error(source)

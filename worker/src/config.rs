@@ -29,6 +29,9 @@ pub struct WorkerConfig {
     /// The file through which the workers of a GPU take turns. Absent: they do not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub turn_file: Option<PathBuf>,
+    /// The directory of MPS, which the worker waits for. Absent: the worker does not use MPS.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mps_directory: Option<PathBuf>,
     /// The size of the KV cache. Reserved at the weight-server, mapped as sequences grow.
     pub kv_bytes: ByteSize,
     /// The types of keys and values: "q8_0", or "q8_0,0-1=f16" with another type for some layers.
@@ -159,6 +162,7 @@ impl WorkerConfig {
             listen,
             device: ComputeDevice::default(),
             turn_file: None,
+            mps_directory: None,
             kv_bytes,
             kv_type: KvTypes::default(),
             workspace_bytes: None,

@@ -102,6 +102,11 @@ impl RuntimeDir {
         self.path.join(format!("{device}.turns"))
     }
 
+    /// The directory of MPS. Its process removes it.
+    pub fn mps_directory(&self) -> PathBuf {
+        self.path.join("mps")
+    }
+
     pub fn router_socket(&self) -> PathBuf {
         self.path.join("router.sock")
     }
@@ -193,6 +198,13 @@ impl RuntimeDir {
             if let Err(error) = fs::remove_file(&path) {
                 tracing::debug!(path = %path.display(), %error, "cannot remove a file of the runtime directory");
             }
+        }
+        // MPS may have been killed.
+        match fs::remove_dir_all(self.mps_directory()) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                tracing::debug!(%error, "cannot remove the directory of MPS");
+            }
+            Ok(()) | Err(_) => {}
         }
         if was_created {
             // Fails if the directory holds other files: then it stays.

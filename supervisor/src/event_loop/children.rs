@@ -131,13 +131,15 @@ impl SupervisorLoop {
         let inherited = match child.spec.role {
             ChildRole::WeightServer => self.fd_store.entries().collect(),
             ChildRole::Router => self.spec.router_socket.iter().map(|fd| ("http", fd.as_fd())).collect(),
-            ChildRole::Worker => Vec::new(),
+            ChildRole::Worker | ChildRole::Mps => Vec::new(),
         };
+        let mps = self.spec.mps.as_ref().filter(|_| child.spec.role == ChildRole::Worker);
         let options = SpawnOptions {
             config: &names.config(name),
             notify_socket: &names.notify_socket(name),
             inherited,
             token,
+            mps_directory: mps.map(|mps| mps.directory.as_path()),
             log: self.spec.log,
         };
         let started = ChildProcess::spawn(&child.spec, options);

@@ -217,6 +217,7 @@ fn fleet_spec(behaviours: &ChildBehaviours) -> FleetSpec {
     FleetSpec {
         weight_server: config("weight-server", "weight-server", &behaviours.weight_server, ""),
         router: config("router", "router", &behaviours.router, ""),
+        mps: None,
         router_socket: None,
         http_address: "127.0.0.1:0".to_owned(),
         log: tracing::Level::ERROR,

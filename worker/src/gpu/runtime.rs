@@ -2,6 +2,9 @@
 
 //! A GPU as a [`DeviceRuntime`]: weights in imported device memory, kernels of the CUDA backend.
 
+use std::path::Path;
+use std::time::{Duration, Instant};
+
 use cuda::nvml::Nvml;
 use cuda::{Context, Device, DeviceSelector, DriverError, open_driver};
 use handoff::attach::{AttachedModel, GrantedModel};
@@ -18,11 +21,20 @@ use crate::engine_thread::EngineThread;
 use crate::run_error::WorkerRunError;
 use crate::startup_timeline::LazyInit;
 
+/// The pipe that the MPS daemon makes when it accepts clients.
+const MPS_CONTROL_PIPE: &str = "control";
+/// MPS starts with the fleet, and again within a second after it ended.
+const MPS_WAIT: Duration = Duration::from_secs(10);
+const MPS_POLL: Duration = Duration::from_millis(10);
+
 /// The body of [`super::run_engine`].
 pub(super) fn run_engine(
     mut thread: EngineThread<'_>,
     selector: DeviceSelector,
 ) -> Result<(), WorkerRunError> {
+    if let Some(directory) = &thread.config.mps_directory {
+        wait_for_mps(directory)?;
+    }
     let detected = DetectedGpu::open(selector)?;
     thread.timeline.mark("driver");
     let granted = thread.request_grant::<GpuRuntime>(detected.device.uuid().to_string())?;
@@ -34,6 +46,18 @@ pub(super) fn run_engine(
     let runtime = detected.create_context(&granted, turns)?;
     thread.timeline.mark("context");
     thread.run_on(&runtime, granted)
+}
+
+/// Waits until MPS accepts clients: without it, the driver would compute without MPS and say nothing.
+fn wait_for_mps(directory: &Path) -> Result<(), WorkerAttachError> {
+    let start = Instant::now();
+    while !directory.join(MPS_CONTROL_PIPE).exists() {
+        if start.elapsed() > MPS_WAIT {
+            return Err(WorkerAttachError::Mps { directory: directory.to_owned() });
+        }
+        std::thread::sleep(MPS_POLL);
+    }
+    Ok(())
 }
 
 /// A GPU whose driver is loaded. The process has no memory on it yet.
