@@ -195,6 +195,7 @@ fn requests() -> Vec<TestRequest> {
             let tokens = 8 + random.below(24) as u32;
             let grammar = (index % SPECIAL_EVERY == 2).then(|| grammar(index / SPECIAL_EVERY));
             TestRequest {
+                model: String::new(),
                 prompt: (0..length).map(|_| 6 + random.below(8000) as u32).collect(),
                 max_tokens: match grammar {
                     Some(_) => GRAMMAR_TOKENS,

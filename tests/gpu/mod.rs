@@ -11,6 +11,7 @@ mod bad_input;
 mod cycles;
 mod faults;
 mod memory;
+mod sharing;
 mod start;
 mod stray_write;
 

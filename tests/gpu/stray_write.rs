@@ -59,7 +59,7 @@ fn i2_a_stray_write_into_the_weights_ends_that_worker_alone() {
 }
 
 /// Returns the path of the library: the one from the bundle, or one compiled here.
-fn library(folder: &Path) -> PathBuf {
+pub(super) fn library(folder: &Path) -> PathBuf {
     if let Some(made) = std::env::var_os("BALLAST_TEST_STRAY_LIBRARY") {
         return made.into();
     }

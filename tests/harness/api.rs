@@ -24,6 +24,8 @@ pub(crate) struct Continuation {
 /// One request of a test.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct TestRequest {
+    /// May be empty if the fleet serves one model.
+    pub(crate) model: String,
     pub(crate) prompt: Vec<u32>,
     pub(crate) max_tokens: u32,
     pub(crate) temperature: f32,
@@ -43,6 +45,7 @@ pub(crate) struct TestRequest {
 impl TestRequest {
     fn request(&self) -> GenerateRequest {
         GenerateRequest {
+            model: self.model.clone(),
             prompt: Some(Prompt::Tokens(TokenIds { ids: self.prompt.clone() })),
             max_tokens: self.max_tokens,
             sampling: Some(Sampling {
