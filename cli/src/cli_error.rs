@@ -4,6 +4,7 @@
 
 use service::Exit;
 use service::exit::{HasExit, one_line};
+use service::printable::printable;
 
 #[derive(Debug)]
 pub(crate) struct CliError {
@@ -38,7 +39,7 @@ impl CliError {
 
     pub(crate) fn print(&self) {
         if !self.message.is_empty() {
-            eprintln!("ballast: {}", self.message.replace('\n', " "));
+            eprintln!("ballast: {}", printable(&self.message.replace('\n', " ")));
         }
     }
 

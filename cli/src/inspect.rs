@@ -5,6 +5,7 @@
 use gguf::{Array, GgufModel, OpenError, Value, check_model};
 use serde::Serialize;
 use serde_json::{Map, Value as Json, json};
+use service::printable::printable;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -158,7 +159,7 @@ impl fmt::Display for InspectReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for file in &self.files {
             let FileRow { path, bytes, version, alignment, data_start, .. } = file;
-            writeln!(f, "{}", path.display())?;
+            writeln!(f, "{}", printable(&path.to_string_lossy()))?;
             writeln!(
                 f,
                 "  GGUF version {version}, {bytes} bytes, data from byte {data_start}, alignment {alignment}"
@@ -168,11 +169,12 @@ impl fmt::Display for InspectReport {
         let billions = self.parameters as f64 / 1e9;
         writeln!(
             f,
-            "\narchitecture {architecture}, {billions:.3} billion parameters in {} bytes",
+            "\narchitecture {}, {billions:.3} billion parameters in {} bytes",
+            printable(architecture),
             self.tensor_bytes
         )?;
         if let Some(reason) = &self.refused {
-            writeln!(f, "this model would be refused: {reason}")?;
+            writeln!(f, "this model would be refused: {}", printable(reason))?;
         }
         writeln!(f, "\n{:<10}{:>8}{:>18}{:>18}{:>8}", "type", "tensors", "parameters", "bytes", "bits")?;
         for TypeRow { dtype, tensors, parameters, bytes } in &self.types {
@@ -181,11 +183,12 @@ impl fmt::Display for InspectReport {
         }
         writeln!(f, "\nmetadata")?;
         for (key, value) in &self.metadata {
-            writeln!(f, "  {key} = {}", shortened(value))?;
+            writeln!(f, "  {} = {}", printable(key), shortened(value))?;
         }
         writeln!(f, "\n{:<40}{:<10}{:<26}{:>16}{:>16}", "tensor", "type", "dimensions", "offset", "bytes")?;
         for TensorRow { name, dtype, dims, offset, bytes, .. } in &self.tensors {
             let dims = dims.iter().map(u64::to_string).collect::<Vec<_>>().join(" x ");
+            let name = printable(name);
             writeln!(f, "{name:<40}{dtype:<10}{dims:<26}{offset:>16}{bytes:>16}")?;
         }
         Ok(())
@@ -200,6 +203,7 @@ fn shortened(value: &Json) -> String {
         }
         value => value.to_string(),
     };
+    let text = printable(&text);
     match text.char_indices().nth(LINE_CHARS) {
         None => text,
         Some((cut, _)) => format!("{}... ({} bytes)", &text[..cut], text.len()),
@@ -218,6 +222,7 @@ mod tests {
         metadata.put("general.architecture", "llama").unwrap();
         metadata.put("llama.block_count", 600_u32).unwrap();
         metadata.put("llama.attention.layer_norm_rms_epsilon", 1e-6_f32).unwrap();
+        metadata.put("\u{1b}[2J.key", "\u{1b}]0;x\u{9b}").unwrap();
         metadata.put("llama.sections", &[1_i32, 2][..]).unwrap();
         metadata.put("tokenizer.ggml.scores", &[0.5_f32; 100][..]).unwrap();
         let mut layout = TensorLayout::default();
@@ -245,7 +250,16 @@ mod tests {
         let refused = "key llama.block_count is 600; the limit is 512";
         assert_eq!(json["refused"], refused);
         let text = report.to_string();
-        for part in ["m.gguf\n", refused, "100 of \"f32\", from [0.5,", "  llama.block_count = 600\n"] {
+        let control = text.chars().find(|c| c.is_control() && *c != '\n');
+        assert_eq!(control, None, "{text:?}");
+        for part in [
+            "  \\u{1b}[2J.key = \"\\u001b]0;x\\u{9b}\"\n",
+            "\nc\\u{1b}[31m",
+            "m.gguf\n",
+            refused,
+            "100 of \"f32\", from [0.5,",
+            "  llama.block_count = 600\n",
+        ] {
             assert!(text.contains(part), "{part} is not in\n{text}");
         }
     }

@@ -30,6 +30,7 @@ pub mod logging;
 pub mod meminfo;
 pub mod metrics;
 pub mod notify;
+pub mod printable;
 pub mod runtime_dir;
 pub mod shutdown;
 pub mod size;
