@@ -62,6 +62,7 @@ fn measure(file: &Path) {
                 "root ::= sum\nsum ::= term ([+-] term)*\nterm ::= [0-9]+ | \"(\" sum \")\"".to_owned(),
             ),
         ),
+        ("50,000 choices", GrammarSource::Choice((0..50_000).map(|n| format!("product {n}")).collect())),
     ] {
         let begin = Instant::now();
         let grammar = CompiledGrammar::compile(&source, &vocabulary).unwrap();

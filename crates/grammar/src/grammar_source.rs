@@ -11,6 +11,8 @@ use crate::schema::{self, SchemaError};
 
 /// Longest source. Real schemas have a few kilobytes.
 pub const SOURCE_BYTES_MAX: usize = 256 << 10;
+/// Longest list of choices: 50,000 of 20 bytes. They need no parser.
+pub const CHOICE_BYTES_MAX: usize = 1 << 20;
 /// Deepest nesting of brackets. Bounds the stack of the compiler. (The JSON parser has its own
 /// limit, 128.)
 pub const NESTING_MAX: usize = 100;
@@ -36,8 +38,8 @@ pub enum GrammarSource {
 /// Why a source is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum CompileError {
-    #[error("the grammar has {bytes} bytes, allowed are at most {SOURCE_BYTES_MAX}")]
-    TooLong { bytes: usize },
+    #[error("the grammar has {bytes} bytes, allowed are at most {max}")]
+    TooLong { bytes: usize, max: usize },
     #[error("the grammar's brackets are nested deeper than {NESTING_MAX}")]
     TooDeep,
     #[error("the grammar has more than {RULES_MAX} rules")]
@@ -57,18 +59,22 @@ pub enum CompileError {
 }
 
 impl GrammarSource {
-    pub(crate) fn to_top_level_grammar(&self) -> Result<TopLevelGrammar, CompileError> {
-        let bytes = match self {
+    pub(crate) fn check_length(&self) -> Result<(), CompileError> {
+        let (bytes, max) = match self {
             Self::JsonSchema { schema: text, .. }
             | Self::Regex(text)
             | Self::Lark(text)
-            | Self::Gbnf(text) => text.len(),
-            Self::Choice(choices) => choices.iter().map(String::len).sum(),
+            | Self::Gbnf(text) => (text.len(), SOURCE_BYTES_MAX),
+            // One byte more for each text, so that empty texts count too.
+            Self::Choice(choices) => (choices.iter().map(|text| text.len() + 1).sum(), CHOICE_BYTES_MAX),
         };
-        if bytes > SOURCE_BYTES_MAX {
-            return Err(CompileError::TooLong { bytes });
-        }
-        match self {
+        if bytes > max { Err(CompileError::TooLong { bytes, max }) } else { Ok(()) }
+    }
+
+    /// The grammar for llguidance. A choice has none.
+    pub(crate) fn to_top_level_grammar(&self) -> Result<Option<TopLevelGrammar>, CompileError> {
+        let grammar = match self {
+            Self::Choice(_) => return Ok(None),
             Self::JsonSchema { schema, lenient } => {
                 let mut schema: Value = serde_json::from_str(schema)?;
                 schema::check_schema(&mut schema, *lenient)?;
@@ -79,14 +85,14 @@ impl GrammarSource {
                 };
                 let options = json!({"whitespace_pattern": JSON_WHITESPACE, "lenient": lenient});
                 keywords.insert("x-guidance".to_owned(), options);
-                Ok(TopLevelGrammar::from_json_schema(Value::Object(keywords)))
+                TopLevelGrammar::from_json_schema(Value::Object(keywords))
             }
             Self::Regex(regex) => {
                 check_nesting(regex)?;
                 if regex.is_empty() {
                     return Err(CompileError::Empty);
                 }
-                Ok(TopLevelGrammar::from_lark(format!("start: /{}/", regex_to_lark(regex, "dws"))))
+                TopLevelGrammar::from_lark(format!("start: /{}/", regex_to_lark(regex, "dws")))
             }
             Self::Lark(lark) => {
                 check_nesting(lark)?;
@@ -94,7 +100,7 @@ impl GrammarSource {
                     return Err(CompileError::TooManyRules);
                 }
                 schema::check_embedded_schemas(lark)?;
-                Ok(TopLevelGrammar::from_lark(lark.clone()))
+                TopLevelGrammar::from_lark(lark.clone())
             }
             Self::Gbnf(gbnf) => {
                 check_nesting(gbnf)?;
@@ -102,16 +108,10 @@ impl GrammarSource {
                 if grammar.rules() > RULES_MAX {
                     return Err(CompileError::TooManyRules);
                 }
-                Ok(TopLevelGrammar::from_lark(grammar.to_lark()))
+                TopLevelGrammar::from_lark(grammar.to_lark())
             }
-            Self::Choice(choices) => {
-                if choices.is_empty() {
-                    return Err(CompileError::Empty);
-                }
-                let choices: Vec<String> = choices.iter().map(|choice| gbnf::quote_lark(choice)).collect();
-                Ok(TopLevelGrammar::from_lark(format!("start: {}", choices.join(" | "))))
-            }
-        }
+        };
+        Ok(Some(grammar))
     }
 }
 

@@ -16,19 +16,22 @@
 //!    matcher, and the work per token.
 //! 3. A refused source gets an error that says what is wrong, before a token is sampled.
 //!
-//! The engine behind this crate is llguidance.
+//! The engine behind this crate is llguidance. Choices among fixed texts have a matcher of their
+//! own (`choice.rs`).
 
 #![forbid(unsafe_code)]
 
+mod choice;
 mod formats;
 mod gbnf;
 mod grammar_source;
 mod matcher;
+mod probe;
 mod schema;
 mod vocabulary;
 
 pub use gbnf::GbnfError;
-pub use grammar_source::{CompileError, GrammarSource, NESTING_MAX, SOURCE_BYTES_MAX};
+pub use grammar_source::{CHOICE_BYTES_MAX, CompileError, GrammarSource, NESTING_MAX, SOURCE_BYTES_MAX};
 pub use matcher::{CompiledGrammar, MatchError, Matcher, MatcherStatus};
 pub use schema::SchemaError;
 pub use vocabulary::{GrammarVocabulary, GrammarVocabularyError};

@@ -23,10 +23,11 @@ const TOKEN_BYTES_MAX: usize = 200;
 /// milliseconds at most. The slowest mask of a hostile grammar (rules repeated about ten thousand
 /// times) took half a second.
 const PARSER_LIMITS: ParserLimits = ParserLimits {
-    max_items_in_row: 2_000,
+    // An alternative takes two items. Rules are limited to 4,000.
+    max_items_in_row: 10_000,
     initial_lexer_fuel: 1_000_000,
     step_lexer_fuel: 200_000,
-    step_max_items: 50_000,
+    step_max_items: 200_000,
     // A state takes 1 to 2 kB, so a hostile grammar can make a request hold 20 MB.
     max_lexer_states: 10_000,
     max_grammar_size: 200_000,

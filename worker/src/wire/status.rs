@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use engine::RefuseReason;
+use engine::{ConstraintError, RefuseReason};
 use tonic::Status;
 use tonic::metadata::MetadataValue;
 
@@ -91,6 +91,10 @@ impl From<StreamAbort> for Status {
             StreamAbort::Deadline => Status::deadline_exceeded(message),
             StreamAbort::Drained | StreamAbort::DeviceLost { .. } => Status::unavailable(message),
             StreamAbort::TooSlow | StreamAbort::ChannelFull => Status::aborted(message),
+            // The grammar is at fault: every worker would meet its limit.
+            StreamAbort::Grammar(ConstraintError::TooComplex | ConstraintError::DeadEnd) => {
+                Status::invalid_argument(message)
+            }
             StreamAbort::StepFailed { .. } | StreamAbort::BadLogits(_) | StreamAbort::Grammar(_) => {
                 Status::internal(message)
             }

@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 mod languages;
+mod limits;
 mod refusals;
 mod schemas;
 mod token_chooser;
