@@ -122,3 +122,48 @@ fn samplers_of_all_kinds_are_served_and_repeatable() {
     assert!(best["usage"]["completion_tokens"].as_u64().unwrap() > 16, "all six are counted");
     fleet.stop();
 }
+
+#[test]
+fn large_grammars_are_served_and_too_large_ones_are_refused_with_the_limit() {
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let http = HttpClient::connect(&fleet);
+    let ask = |more: Value| {
+        let mut body = json!({"prompt": "x = ", "max_tokens": 60, "seed": 4, "temperature": 1.0});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        http.post("/v1/completions", &body)
+    };
+    for count in [2_000, 50_000] {
+        let choices: Vec<String> = (0..count).map(|n| format!("item {n}")).collect();
+        let (status, answer) = ask(json!({"guided_choice": choices}));
+        assert_eq!(status, 200, "{count} choices: {answer}");
+        let answer: Value = serde_json::from_str(&answer).unwrap();
+        assert!(choices.iter().any(|choice| choice == text(&answer, 0)), "{answer}");
+    }
+    let object = |n: usize| {
+        let properties = (0..15).map(|p| (format!("field{n}_{p}"), json!({"type": "integer"})));
+        json!({"type": "object", "properties": properties.collect::<serde_json::Map<_, _>>(), "additionalProperties": false})
+    };
+    let any_of: Vec<Value> = (0..50).map(object).collect();
+    let (status, answer) = ask(json!({"guided_json": {"anyOf": any_of}}));
+    assert_eq!(status, 200, "50 objects of 15 optional properties: {answer}");
+    let lark = |count: usize, rule: &str| {
+        let names: Vec<String> = (0..count).map(|n| format!("r{n}")).collect();
+        let rules: String =
+            (0..count).map(|n| format!("r{n}: {}\n", rule.replace('#', &n.to_string()))).collect();
+        format!("start: {}\n{rules}s: \"a\" | \"b\" start\n", names.join(" | "))
+    };
+    let (status, answer) = ask(json!({"guided_grammar": lark(2000, "\"word# \" s")}));
+    assert_eq!(status, 200, "2,000 rules: {answer}");
+
+    let too_many: Vec<String> = (0..200_000).map(|n| format!("item {n}")).collect();
+    for (more, param, word) in [
+        (json!({"guided_choice": too_many}), "guided_choice", "allowed are at most"),
+        (json!({"guided_grammar": lark(3900, "s")}), "guided_grammar", "max is"),
+    ] {
+        let (status, answer) = ask(more);
+        let error: Value = serde_json::from_str(&answer).unwrap();
+        assert_eq!((status, error["error"]["param"].as_str()), (400, Some(param)), "{answer}");
+        assert!(error["error"]["message"].as_str().unwrap().contains(word), "{answer}");
+    }
+    fleet.stop();
+}

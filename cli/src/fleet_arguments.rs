@@ -113,6 +113,7 @@ impl FleetArguments {
             admission: router::AdmissionConfig::default(),
             routing: RoutingConfig { mode: self.routing },
             gpu: GpuSharingConfig::default(),
+            router: router::RouterLimits::default(),
             models: std::iter::once(self.worker.model(model, self.workers))
                 .chain(self.worker.draft_model())
                 .collect(),

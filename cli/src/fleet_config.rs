@@ -43,6 +43,9 @@ pub(crate) struct FleetConfig {
     /// How the workers of a GPU share it.
     #[serde(default)]
     pub(crate) gpu: GpuSharingConfig,
+    /// Limits of the router on requests, connections and memory.
+    #[serde(default)]
+    pub(crate) router: router::RouterLimits,
     #[serde(default)]
     pub(crate) models: Vec<FleetModelConfig>,
 }
@@ -73,9 +76,11 @@ impl FleetConfig {
         for model in &mut config.models {
             model.path = base.join(&model.path);
         }
-        if let Err(error) = config.admission.check() {
-            return Err(CliError::new(Exit::Usage, format!("configuration {}: {error}", path.display())));
-        }
+        let invalid = |error: &dyn std::fmt::Display| {
+            CliError::new(Exit::Usage, format!("configuration {}: {error}", path.display()))
+        };
+        config.admission.check().map_err(|error| invalid(&error))?;
+        config.router.check().map_err(|error| invalid(&error))?;
         let named = |model: &FleetModelConfig| config.models.iter().filter(|m| m.name == model.name).count();
         if let Some(twice) = config.models.iter().find(|m| named(m) > 1) {
             let text = format!("configuration {}: two models have the name {:?}", path.display(), twice.name);
@@ -127,6 +132,7 @@ impl FleetConfig {
         let mut router = router::RouterConfig::new(listen, runtime_dir);
         router.admission = self.admission;
         router.routing = self.routing;
+        router.limits = self.router.clone();
         Ok(FleetSpec {
             weight_server: self
                 .weight_server(directory, sized.iter().filter_map(|model| model.choice.gpu.as_ref())),
@@ -244,6 +250,16 @@ mod tests {
         assert_eq!(failure.exit, Exit::Usage);
         assert!(failure.message().contains("batch-floor"), "{}", failure.message());
 
+        let limits =
+            "[router]\nrequest-timeout = \"90s\"\nconnections-max = 16\nhealth-listen = \"127.0.0.1:9100\"\n";
+        std::fs::write(&path, format!("{text}{limits}")).unwrap();
+        let bounded = FleetConfig::load(&path, None).unwrap().router;
+        assert_eq!((bounded.request_timeout.as_secs(), bounded.connections_max), (90, 16));
+        assert_eq!(bounded.body_max, config.router.body_max);
+        std::fs::write(&path, format!("{text}[router]\nbytes-max = \"1MiB\"\n")).unwrap();
+        let failure = FleetConfig::load(&path, None).unwrap_err();
+        assert!(failure.message().contains("`router.bytes-max` is 1MiB"), "{}", failure.message());
+
         std::fs::write(&path, text.replace("\"b\"", "\"a\"")).unwrap();
         let failure = FleetConfig::load(&path, None).unwrap_err();
         assert_eq!(failure.exit, Exit::Usage);
@@ -317,6 +333,7 @@ mod tests {
             admission: router::AdmissionConfig::default(),
             routing: router::RoutingConfig::default(),
             gpu: GpuSharingConfig::default(),
+            router: router::RouterLimits::default(),
             models: Vec::new(),
         };
         let id = |table: &Table| table.get("id").and_then(Value::as_str).map(str::to_owned);

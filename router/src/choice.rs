@@ -14,11 +14,12 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::admission_control::StreamPermits;
-use crate::dispatch::{OpenStream, reopen_stream};
+use crate::dispatch::{Dispatcher, OpenStream};
 use crate::failover::{ChoiceError, ChoiceProgress, FailoverAction, StreamLoss};
 use crate::metrics;
 use crate::model::ServedModel;
-use crate::registry::WorkerRegistry;
+use crate::quarantine::LossVerdict;
+use crate::quarantine_control::LoggedRequest;
 use crate::text_stream::TextStream;
 use crate::wire::{ChoiceCall, Logprob, WorkerFrame, stream_loss};
 
@@ -68,7 +69,7 @@ pub(crate) struct ChoiceTask {
     /// Index in the response: prompt index times `best_of` plus choice of the prompt.
     pub(crate) index: u32,
     pub(crate) model: Arc<ServedModel>,
-    pub(crate) registry: Arc<WorkerRegistry>,
+    pub(crate) dispatcher: Dispatcher,
     pub(crate) call: ChoiceCall,
     pub(crate) arrived: Instant,
     pub(crate) deadline: Option<Instant>,
@@ -144,18 +145,17 @@ impl RunningChoice {
                     if matches!(frame, WorkerFrame::Tokens { .. }) {
                         stream.placed.end_prefill();
                     }
-                    match self.handle_frame(frame).await? {
+                    let finish = self.handle_frame(frame).await?;
+                    stream.stay.record_output(self.progress.output().len());
+                    match finish {
                         Some(finish) => return self.finish(finish).await,
                         None => continue,
                     }
                 }
                 Err(loss) => loss,
             };
-            if let StreamLoss::WorkerDied { detail } = &loss {
-                tracing::warn!(worker = %stream.placed.worker.name, detail, "worker lost in mid-stream");
-                self.task.registry.remove(stream.placed.worker.id);
-            }
-            match self.progress.handle_loss(loss) {
+            let verdict = self.record_loss(&loss, &stream);
+            match self.progress.handle_loss(loss, verdict) {
                 FailoverAction::Finish => return self.finish(FinishCause::Length).await,
                 FailoverAction::Fail(error) => return Err(error),
                 FailoverAction::Resume { detail } => {
@@ -168,9 +168,20 @@ impl RunningChoice {
         }
     }
 
+    /// Removes a dead worker, and asks the quarantine whether this choice may have killed it.
+    fn record_loss(&self, loss: &StreamLoss, stream: &OpenStream) -> LossVerdict {
+        let StreamLoss::WorkerDied { detail } = loss else { return LossVerdict::Resume };
+        let (worker, call) = (&stream.placed.worker, &self.task.call);
+        tracing::warn!(worker = %worker.name, detail, "worker lost in mid-stream");
+        self.task.dispatcher.registry.remove(worker.id);
+        let request = LoggedRequest { request_id: &call.request_id, model: &call.model.name };
+        stream.stay.record_loss(self.progress.output().len(), request)
+    }
+
     async fn resume(&self, cause: String) -> Result<OpenStream, ChoiceError> {
         let task = &self.task;
-        let stream = reopen_stream(&task.registry, &task.call, &self.progress, task.deadline, cause).await?;
+        let dispatcher = &task.dispatcher;
+        let stream = dispatcher.reopen_stream(&task.call, &self.progress, task.deadline, cause).await?;
         metrics::record_resume(task.model.name());
         tracing::info!(
             request = %task.call.request_id,

@@ -4,12 +4,11 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use service::ByteSize;
 
 use crate::admission::AdmissionLimits;
+use crate::limits::RouterLimits;
 pub use crate::routing::RoutingMode;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -21,39 +20,22 @@ pub struct RouterConfig {
     pub listen: Option<SocketAddr>,
     /// The directory of the workers' sockets.
     pub runtime_dir: PathBuf,
-    /// Maximum number of choices that run or wait. The router refuses more.
-    #[serde(default = "streams_max")]
-    pub streams_max: u32,
     /// Limits of the waiting queues.
     #[serde(default)]
     pub admission: AdmissionConfig,
     /// How workers are chosen.
     #[serde(default)]
     pub routing: RoutingConfig,
-    /// Maximum length of a request body.
-    #[serde(default = "body_max")]
-    pub body_max: ByteSize,
-    /// Maximum duration of a request, also if the request has a later deadline.
-    #[serde(default = "request_timeout", with = "service::duration")]
-    pub request_timeout: Duration,
-    /// How long streams may continue after the router is told to stop.
-    #[serde(default = "drain", with = "service::duration")]
-    pub drain: Duration,
+    /// Limits of requests, connections and memory.
+    #[serde(default)]
+    pub limits: RouterLimits,
 }
 
 impl RouterConfig {
     /// Defaults for everything except the address and the directory.
     pub fn new(listen: Option<SocketAddr>, runtime_dir: PathBuf) -> Self {
-        Self {
-            listen,
-            runtime_dir,
-            streams_max: streams_max(),
-            admission: AdmissionConfig::default(),
-            routing: RoutingConfig::default(),
-            body_max: body_max(),
-            request_timeout: request_timeout(),
-            drain: drain(),
-        }
+        let (admission, limits) = (AdmissionConfig::default(), RouterLimits::default());
+        Self { listen, runtime_dir, admission, routing: RoutingConfig::default(), limits }
     }
 }
 
@@ -120,23 +102,6 @@ impl AdmissionConfig {
             batch_floor: self.batch_floor,
         }
     }
-}
-
-fn streams_max() -> u32 {
-    1024
-}
-
-/// Enough for a prompt of a million tokens as text, or of 256k token ids.
-fn body_max() -> ByteSize {
-    ByteSize::mib(8)
-}
-
-fn request_timeout() -> Duration {
-    Duration::from_secs(600)
-}
-
-fn drain() -> Duration {
-    Duration::from_secs(10)
 }
 
 #[cfg(test)]

@@ -13,9 +13,12 @@ use tonic::{Code, Streaming};
 use crate::admission::{AdmissionError, CapacityExceeded};
 use crate::failover::{ChoiceError, ChoiceProgress, WAIT_FOR_WORKER};
 use crate::params::RequestGrammar;
+use crate::quarantine::{LossVerdict, QuarantineEntry};
+use crate::quarantine_control::{LoggedRequest, QuarantineController, StreamStay};
 use crate::registry::{PlacedStream, WorkerHandle, WorkerRegistry};
 use crate::routing::WorkerId;
-use crate::wire::{ChoiceCall, WorkerFrame, is_from_worker, retry_after};
+use crate::wire::{ChoiceCall, WorkerFrame, is_from_worker, may_have_arrived, retry_after};
+use crate::worker_search::WorkerSearch;
 
 /// A worker answers between two steps, and a step of a large model on few cores takes seconds. A
 /// process that hangs altogether answers no ping, so its connection breaks earlier.
@@ -34,6 +37,7 @@ const LIMIT_METADATA: &str = "ballast-bound";
 #[derive(Debug)]
 pub(crate) struct OpenStream {
     pub(crate) placed: PlacedStream,
+    pub(crate) stay: StreamStay,
     pub(crate) frames: Streaming<GenerateFrame>,
 }
 
@@ -57,6 +61,11 @@ pub(crate) enum RequestRefusal {
     DeadlineExceeded,
     #[error("the worker failed: {detail}")]
     WorkerError { detail: String },
+    #[error(
+        "requests with this content ended {} workers and are refused for {} s; other requests are served",
+        .0.losses, .0.remaining.as_secs()
+    )]
+    Quarantined(QuarantineEntry),
 }
 
 impl From<AdmissionError> for RequestRefusal {
@@ -87,6 +96,7 @@ impl RequestRefusal {
             RequestRefusal::Invalid { .. } | RequestRefusal::Grammar { .. } => "invalid",
             RequestRefusal::DeadlineExceeded => "deadline",
             RequestRefusal::WorkerError { .. } => "failed",
+            RequestRefusal::Quarantined(_) => "quarantined",
         }
     }
 
@@ -101,54 +111,132 @@ impl RequestRefusal {
     }
 }
 
-/// Tries each worker of the call's model once. `placed` is the first try, if the caller has placed
-/// the stream already.
-pub(crate) async fn open_stream(
-    registry: &Arc<WorkerRegistry>,
-    call: &ChoiceCall,
-    progress: &ChoiceProgress,
-    deadline: Option<Instant>,
-    mut placed: Option<PlacedStream>,
-) -> Result<OpenStream, RequestRefusal> {
-    let mut tried = Vec::new();
-    let mut refusal = RequestRefusal::NoWorker;
-    let mut place_next = |tried: &[WorkerId]| {
-        let first = placed.take();
-        first.or_else(|| {
+/// What opens streams and calls workers. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Dispatcher {
+    pub(crate) registry: Arc<WorkerRegistry>,
+    pub(crate) quarantine: Arc<QuarantineController>,
+}
+
+impl Dispatcher {
+    /// Tries each worker of the call's model once. `placed` is the first try, if the caller has
+    /// placed the stream already.
+    pub(crate) async fn open_stream(
+        &self,
+        call: &ChoiceCall,
+        progress: &ChoiceProgress,
+        deadline: Option<Instant>,
+        placed: Option<PlacedStream>,
+    ) -> Result<OpenStream, RequestRefusal> {
+        let mut workers = WorkerSearch::new(&self.quarantine, call.content, deadline, placed);
+        let mut refusal = RequestRefusal::NoWorker;
+        let place = |tried: &[WorkerId]| {
             let prefix = call.prefix();
-            registry.place_stream(&call.demand(progress.output().len(), &prefix), tried, None)
-        })
-    };
-    while let Some(mut placed) = place_next(&tried) {
-        tried.push(placed.worker.id);
-        let time_left = match deadline.map(|at| at.saturating_duration_since(Instant::now())) {
-            Some(Duration::ZERO) => return Err(RequestRefusal::DeadlineExceeded),
-            time_left => time_left,
+            self.registry.place_stream(&call.demand(progress.output().len(), &prefix), tried, None)
         };
-        let request = call.to_wire(progress, time_left);
-        let admission = async {
-            let mut frames = placed.worker.client.generate(request).await?.into_inner();
-            let first = frames.message().await?.map(WorkerFrame::try_from);
-            Ok::<_, tonic::Status>((first, frames))
-        };
-        let status = match tokio::time::timeout(ADMISSION_WAIT, admission).await {
-            Ok(Ok((Some(Ok(WorkerFrame::Admitted)), frames))) => return Ok(OpenStream { placed, frames }),
-            Ok(Ok(_)) => {
-                let detail = format!("the first frame of {} is not `admitted`", placed.worker.name);
-                return Err(RequestRefusal::WorkerError { detail });
+        while let Some((mut placed, stay)) = workers.next(place, |placed| placed.worker.id).await? {
+            let time_left = match deadline.map(|at| at.saturating_duration_since(Instant::now())) {
+                Some(Duration::ZERO) => return Err(RequestRefusal::DeadlineExceeded),
+                time_left => time_left,
+            };
+            let request = call.to_wire(progress, time_left);
+            let admission = async {
+                let mut frames = placed.worker.client.generate(request).await?.into_inner();
+                let first = frames.message().await?.map(WorkerFrame::try_from);
+                Ok::<_, tonic::Status>((first, frames))
+            };
+            let request = LoggedRequest { request_id: &call.request_id, model: &call.model.name };
+            let output_tokens = progress.output().len();
+            let status = match tokio::time::timeout(ADMISSION_WAIT, admission).await {
+                Ok(Ok((Some(Ok(WorkerFrame::Admitted)), frames))) => {
+                    return Ok(OpenStream { placed, stay, frames });
+                }
+                Ok(Ok((None, _))) => {
+                    tracing::warn!(worker = %placed.worker.name, "worker lost: its stream ended without a frame");
+                    self.registry.remove(placed.worker.id);
+                    record_loss(&stay, output_tokens, request)?;
+                    continue;
+                }
+                Ok(Ok(_)) => {
+                    let detail = format!("the first frame of {} is not `admitted`", placed.worker.name);
+                    return Err(RequestRefusal::WorkerError { detail });
+                }
+                Ok(Err(status)) => status,
+                Err(_) => {
+                    tracing::warn!(worker = %placed.worker.name, "no answer to a request within {ADMISSION_WAIT:?}");
+                    continue;
+                }
+            };
+            let lost = self.check_loss(&stay, &status, output_tokens, request);
+            let grammar = call.params.grammar.as_ref();
+            let temporary = classify_refusal(&self.registry, &placed.worker, &status, grammar)?;
+            lost?;
+            refusal = temporary.unwrap_or(refusal);
+        }
+        Err(refusal)
+    }
+
+    /// If `status` says that the worker died while it had the request, reports that to the
+    /// quarantine. `Err`: the request is in quarantine now.
+    pub(crate) fn check_loss(
+        &self,
+        stay: &StreamStay,
+        status: &tonic::Status,
+        output_tokens: usize,
+        request: LoggedRequest<'_>,
+    ) -> Result<(), RequestRefusal> {
+        if is_from_worker(status) || !may_have_arrived(status) {
+            return Ok(());
+        }
+        record_loss(stay, output_tokens, request)
+    }
+
+    /// Opens the stream of a choice that lost its worker. Tries all workers again and again until
+    /// one admits the choice or [`WAIT_FOR_WORKER`] is over. `cause` is why the worker was lost.
+    pub(crate) async fn reopen_stream(
+        &self,
+        call: &ChoiceCall,
+        progress: &ChoiceProgress,
+        deadline: Option<Instant>,
+        cause: String,
+    ) -> Result<OpenStream, ChoiceError> {
+        let mut changes = self.registry.subscribe();
+        let give_up = Instant::now() + WAIT_FOR_WORKER;
+        loop {
+            changes.mark_unchanged();
+            let wait = match self.open_stream(call, progress, deadline, None).await {
+                Ok(stream) => return Ok(stream),
+                Err(RequestRefusal::NoWorker) => WAIT_FOR_WORKER,
+                Err(RequestRefusal::Overloaded { .. } | RequestRefusal::TenantLimit { .. }) => BUSY_RETRY,
+                Err(RequestRefusal::DeadlineExceeded) => return Err(ChoiceError::DeadlineExceeded),
+                Err(RequestRefusal::Quarantined(QuarantineEntry { losses, .. })) => {
+                    return Err(ChoiceError::Quarantined { losses, detail: cause });
+                }
+                Err(refusal) => return Err(ChoiceError::WorkerError { detail: refusal.to_string() }),
+            };
+            let wake = give_up.min(Instant::now() + wait);
+            tokio::select! {
+                // The sender lives as long as the registry.
+                _ = changes.changed() => {}
+                () = tokio::time::sleep_until(wake) => {}
             }
-            Ok(Err(status)) => status,
-            Err(_) => {
-                tracing::warn!(worker = %placed.worker.name, "no answer to a request within {ADMISSION_WAIT:?}");
-                continue;
+            if Instant::now() >= give_up {
+                return Err(ChoiceError::NoWorker { detail: cause });
             }
-        };
-        let grammar = call.params.grammar.as_ref();
-        if let Some(temporary) = classify_refusal(registry, &placed.worker, &status, grammar)? {
-            refusal = temporary;
         }
     }
-    Err(refusal)
+}
+
+/// Reports a dead worker to the quarantine. `Err`: the request is in quarantine now.
+fn record_loss(
+    stay: &StreamStay,
+    output_tokens: usize,
+    request: LoggedRequest<'_>,
+) -> Result<(), RequestRefusal> {
+    match stay.record_loss(output_tokens, request) {
+        LossVerdict::Resume => Ok(()),
+        LossVerdict::Quarantine { entry, .. } => Err(RequestRefusal::Quarantined(entry)),
+    }
 }
 
 /// What the refusal of a worker means.
@@ -187,37 +275,5 @@ pub(crate) fn classify_refusal(
         }),
         Code::DeadlineExceeded => Err(RequestRefusal::DeadlineExceeded),
         code => Err(RequestRefusal::WorkerError { detail: format!("{code:?}: {detail}") }),
-    }
-}
-
-/// Opens the stream of a choice that lost its worker. Tries all workers again and again until one
-/// admits the choice or [`WAIT_FOR_WORKER`] is over. `cause` is why the worker was lost.
-pub(crate) async fn reopen_stream(
-    registry: &Arc<WorkerRegistry>,
-    call: &ChoiceCall,
-    progress: &ChoiceProgress,
-    deadline: Option<Instant>,
-    cause: String,
-) -> Result<OpenStream, ChoiceError> {
-    let mut changes = registry.subscribe();
-    let give_up = Instant::now() + WAIT_FOR_WORKER;
-    loop {
-        changes.mark_unchanged();
-        let wait = match open_stream(registry, call, progress, deadline, None).await {
-            Ok(stream) => return Ok(stream),
-            Err(RequestRefusal::NoWorker) => WAIT_FOR_WORKER,
-            Err(RequestRefusal::Overloaded { .. } | RequestRefusal::TenantLimit { .. }) => BUSY_RETRY,
-            Err(RequestRefusal::DeadlineExceeded) => return Err(ChoiceError::DeadlineExceeded),
-            Err(refusal) => return Err(ChoiceError::WorkerError { detail: refusal.to_string() }),
-        };
-        let wake = give_up.min(Instant::now() + wait);
-        tokio::select! {
-            // The sender lives as long as the registry.
-            _ = changes.changed() => {}
-            () = tokio::time::sleep_until(wake) => {}
-        }
-        if Instant::now() >= give_up {
-            return Err(ChoiceError::NoWorker { detail: cause });
-        }
     }
 }

@@ -10,6 +10,7 @@ use service::exit::{HasExit, exit_for_io_error};
 use service::metrics::MetricsError;
 
 use crate::config::AdmissionConfigError;
+use crate::limits::RouterLimitsError;
 
 #[derive(Debug, thiserror::Error)]
 pub enum RouterError {
@@ -33,6 +34,8 @@ pub enum RouterError {
     Reflection(#[from] tonic_reflection::server::Error),
     #[error("the router's configuration is invalid")]
     Admission(#[from] AdmissionConfigError),
+    #[error("the router's configuration is invalid")]
+    Limits(#[from] RouterLimitsError),
     #[error("the gRPC server on router.sock failed")]
     Serve(#[source] tonic::transport::Error),
 }
@@ -52,7 +55,7 @@ impl HasExit for RouterError {
             RouterError::Listen { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
                 Exit::Usage
             }
-            RouterError::Admission(_) => Exit::Usage,
+            RouterError::Admission(_) | RouterError::Limits(_) => Exit::Usage,
             RouterError::Listen { source, .. }
             | RouterError::Runtime(source)
             | RouterError::Signals(source)

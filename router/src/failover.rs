@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
-/// A choice that loses this many workers without a new token in between probably kills them.
-const LOSSES_WITHOUT_PROGRESS_MAX: u32 = 2;
+use crate::quarantine::{LossVerdict, QuarantineEntry};
 
-/// Maximum number of lost workers of a choice, with any progress in between.
+/// Maximum number of lost workers of a choice. A choice that kills workers goes into quarantine
+/// earlier ([`crate::quarantine`]).
 const LOSSES_MAX: u32 = 8;
 
 /// How long a choice waits for another worker of its model. A restarted worker is back within a
@@ -36,6 +36,10 @@ pub(crate) enum StreamLoss {
         detail: String,
     },
     DeadlineExceeded,
+    /// The request cannot be completed by any worker: its grammar met a limit.
+    InvalidRequest {
+        detail: String,
+    },
     /// The worker reported an error that another worker would report too.
     WorkerError {
         detail: String,
@@ -49,10 +53,14 @@ pub(crate) enum ChoiceError {
     NoWorker { detail: String },
     #[error("the request lost {losses} workers ({detail}) and is not resumed again")]
     TooManyLosses { losses: u32, detail: String },
+    #[error("the request ended {losses} workers ({detail}): it is in quarantine and not resumed again")]
+    Quarantined { losses: u32, detail: String },
     #[error("the request's deadline passed")]
     DeadlineExceeded,
     #[error("the client read too slowly")]
     SlowClient,
+    #[error("the request cannot be completed: {detail}")]
+    InvalidRequest { detail: String },
     #[error("the worker failed: {detail}")]
     WorkerError { detail: String },
     #[error("the worker violated the protocol: {violation}")]
@@ -80,18 +88,11 @@ pub(crate) struct ChoiceProgress {
     /// The smaller of what the client asked for and what the context allows.
     max_tokens: u32,
     losses: u32,
-    losses_without_progress: u32,
 }
 
 impl ChoiceProgress {
     pub(crate) fn new(max_tokens: u32) -> Self {
-        Self {
-            output: Vec::new(),
-            sampler_state: Bytes::new(),
-            max_tokens,
-            losses: 0,
-            losses_without_progress: 0,
-        }
+        Self { output: Vec::new(), sampler_state: Bytes::new(), max_tokens, losses: 0 }
     }
 
     /// Appends tokens from the worker.
@@ -104,29 +105,29 @@ impl ChoiceProgress {
         }
         self.output.extend_from_slice(ids);
         self.sampler_state = sampler_state;
-        if !ids.is_empty() {
-            self.losses_without_progress = 0;
-        }
         Ok(())
     }
 
-    pub(crate) fn handle_loss(&mut self, loss: StreamLoss) -> FailoverAction {
+    /// `verdict` is that of the quarantine, if the worker died.
+    pub(crate) fn handle_loss(&mut self, loss: StreamLoss, verdict: LossVerdict) -> FailoverAction {
         let detail = match loss {
             StreamLoss::DeadlineExceeded => return FailoverAction::Fail(ChoiceError::DeadlineExceeded),
             StreamLoss::WorkerError { detail } => {
                 return FailoverAction::Fail(ChoiceError::WorkerError { detail });
             }
-            StreamLoss::WorkerDrains { detail } => detail,
-            StreamLoss::WorkerDied { detail } => {
-                self.losses_without_progress += 1;
-                detail
+            StreamLoss::InvalidRequest { detail } => {
+                return FailoverAction::Fail(ChoiceError::InvalidRequest { detail });
             }
+            StreamLoss::WorkerDrains { detail } | StreamLoss::WorkerDied { detail } => detail,
         };
         self.losses += 1;
         if self.output.len() == self.max_tokens as usize {
             return FailoverAction::Finish;
         }
-        if self.losses_without_progress >= LOSSES_WITHOUT_PROGRESS_MAX || self.losses >= LOSSES_MAX {
+        if let LossVerdict::Quarantine { entry: QuarantineEntry { losses, .. }, .. } = verdict {
+            return FailoverAction::Fail(ChoiceError::Quarantined { losses, detail });
+        }
+        if self.losses >= LOSSES_MAX {
             return FailoverAction::Fail(ChoiceError::TooManyLosses { losses: self.losses, detail });
         }
         FailoverAction::Resume { detail }
@@ -149,6 +150,8 @@ impl ChoiceProgress {
 mod tests {
     use super::*;
 
+    const RESUME: LossVerdict = LossVerdict::Resume;
+
     fn died() -> StreamLoss {
         StreamLoss::WorkerDied { detail: "connection reset".into() }
     }
@@ -163,32 +166,36 @@ mod tests {
     fn a_lost_choice_is_resumed_with_its_output_and_sampler_state() {
         let mut progress = progress_with(8, &[5, 6]);
         progress.append(&[7], Bytes::from_static(b"mu")).unwrap();
-        assert!(matches!(progress.handle_loss(died()), FailoverAction::Resume { .. }));
+        assert!(matches!(progress.handle_loss(died(), RESUME), FailoverAction::Resume { .. }));
         assert_eq!(progress.output(), [5, 6, 7]);
         assert_eq!(progress.sampler_state(), "mu");
     }
 
     #[test]
     fn a_choice_that_lost_only_its_finished_frame_finishes() {
-        assert_eq!(progress_with(2, &[5, 6]).handle_loss(died()), FailoverAction::Finish);
+        assert_eq!(progress_with(2, &[5, 6]).handle_loss(died(), RESUME), FailoverAction::Finish);
     }
 
     #[test]
-    fn a_choice_that_kills_two_workers_at_one_token_gets_no_third() {
+    fn a_choice_in_quarantine_gets_no_other_worker() {
         let mut progress = progress_with(8, &[5]);
-        assert!(matches!(progress.handle_loss(died()), FailoverAction::Resume { .. }));
-        let second = progress.handle_loss(died());
-        assert!(matches!(second, FailoverAction::Fail(ChoiceError::TooManyLosses { losses: 2, .. })));
+        assert!(matches!(progress.handle_loss(died(), RESUME), FailoverAction::Resume { .. }));
+        let entry = QuarantineEntry { losses: 2, remaining: Duration::from_secs(1) };
+        let second = progress.handle_loss(died(), LossVerdict::Quarantine { entry, is_new: false });
+        assert!(matches!(second, FailoverAction::Fail(ChoiceError::Quarantined { losses: 2, .. })));
     }
 
     #[test]
     fn a_choice_with_progress_between_losses_is_resumed_at_most_seven_times() {
         let mut progress = ChoiceProgress::new(100);
         for loss in 1..LOSSES_MAX {
-            assert!(matches!(progress.handle_loss(died()), FailoverAction::Resume { .. }), "loss {loss}");
+            assert!(
+                matches!(progress.handle_loss(died(), RESUME), FailoverAction::Resume { .. }),
+                "loss {loss}"
+            );
             progress.append(&[loss], Bytes::new()).unwrap();
         }
-        let last = progress.handle_loss(died());
+        let last = progress.handle_loss(died(), RESUME);
         assert!(matches!(last, FailoverAction::Fail(ChoiceError::TooManyLosses { losses: LOSSES_MAX, .. })));
     }
 
@@ -197,16 +204,16 @@ mod tests {
         let mut progress = ChoiceProgress::new(100);
         for _ in 0..3 {
             let loss = StreamLoss::WorkerDrains { detail: "draining".into() };
-            assert!(matches!(progress.handle_loss(loss), FailoverAction::Resume { .. }));
+            assert!(matches!(progress.handle_loss(loss, RESUME), FailoverAction::Resume { .. }));
         }
     }
 
     #[test]
     fn a_worker_error_and_a_deadline_are_final() {
         let mut progress = ChoiceProgress::new(4);
-        let action = progress.handle_loss(StreamLoss::DeadlineExceeded);
+        let action = progress.handle_loss(StreamLoss::DeadlineExceeded, RESUME);
         assert_eq!(action, FailoverAction::Fail(ChoiceError::DeadlineExceeded));
-        let action = progress.handle_loss(StreamLoss::WorkerError { detail: "step failed".into() });
+        let action = progress.handle_loss(StreamLoss::WorkerError { detail: "step failed".into() }, RESUME);
         assert_eq!(action, FailoverAction::Fail(ChoiceError::WorkerError { detail: "step failed".into() }));
     }
 

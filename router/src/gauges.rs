@@ -56,6 +56,16 @@ pub(crate) fn render(registry: &WorkerRegistry, admission: &AdmissionController)
     page.text
 }
 
+/// Gauges of what clients hold, and of the quarantine.
+pub(crate) fn render_intake(request_bytes: u64, quarantined: usize) -> String {
+    let mut page = MetricsPage::default();
+    page.line(format_args!("# TYPE ballast:request_bytes gauge"));
+    page.line(format_args!("ballast:request_bytes {request_bytes}"));
+    page.line(format_args!("# TYPE ballast:num_contents_quarantined gauge"));
+    page.line(format_args!("ballast:num_contents_quarantined {quarantined}"));
+    page.text
+}
+
 #[derive(Default)]
 struct MetricsPage {
     text: String,

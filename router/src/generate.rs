@@ -9,18 +9,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::try_join_all;
+use prost::Message;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::admission::{AdmissionRequest, CapacityExceeded, ModelCapacity, PriorityClass, Tenant};
 use crate::admission_control::{AdmissionController, StreamPermits};
 use crate::choice::{ChoiceEvent, ChoiceTask};
-use crate::dispatch::{OpenStream, RequestRefusal, open_stream};
+use crate::dispatch::{Dispatcher, OpenStream, RequestRefusal};
 use crate::failover::ChoiceProgress;
 use crate::grammar_check::GrammarChecker;
+use crate::intake::RequestBytes;
 use crate::metrics;
 use crate::model::ServedModel;
 use crate::params::{CheckedParams, RequestParamError, RequestParams};
+use crate::quarantine::{ContentHasher, ContentKey};
 use crate::registry::{PlacedStream, WorkerRegistry};
 use crate::tenant::TenantResolver;
 use crate::text_stream::TextStream;
@@ -48,6 +51,19 @@ pub(crate) struct RequestOrigin {
     pub(crate) request_id: Arc<str>,
     pub(crate) arrived: Instant,
     pub(crate) tenant: Tenant,
+    /// The bytes that the request holds, until its last choice ends.
+    pub(crate) bytes: Option<RequestBytes>,
+}
+
+impl RequestOrigin {
+    /// The body is gone. From now on the request holds its tokens and its grammar.
+    pub(crate) fn keep_bytes(&self, prompts: &[Vec<u32>], params: &RequestParams) {
+        let tokens: usize = prompts.iter().map(|prompt| size_of_val(&prompt[..])).sum();
+        let grammar = params.grammar.as_ref().map_or(0, |grammar| grammar.source.encoded_len());
+        if let Some(bytes) = &self.bytes {
+            bytes.shrink_to(tokens + grammar);
+        }
+    }
 }
 
 /// The token ids of the prompts.
@@ -106,7 +122,7 @@ impl GenerationRequest {
     }
 
     /// One call for each choice. `tenant` is the tenant's number for workers.
-    fn choice_calls(&self, tenant: u64) -> Vec<ChoiceCall> {
+    fn choice_calls(&self, tenant: u64, hasher: &ContentHasher) -> Vec<ChoiceCall> {
         let mut calls = Vec::with_capacity(self.choices());
         let dry_breakers: Arc<[Vec<u32>]> = match &self.params().sampling.dry {
             Some(dry) => self.model.text.dry_breakers(&dry.breakers),
@@ -116,16 +132,21 @@ impl GenerationRequest {
             let end_of_generation: &[u32] =
                 if params.ignore_eos { &[] } else { self.model.text.tokenizer.end_of_generation() };
             let stop_tokens: Arc<[u32]> = [&params.stop_tokens, end_of_generation].concat().into();
-            calls.extend((0..params.best_of).map(|choice| ChoiceCall {
+            let mut call = ChoiceCall {
                 request_id: self.origin.request_id.clone(),
                 model: self.model.key().clone(),
                 prompt: prompt.clone(),
                 params: params.clone(),
-                stop_tokens: stop_tokens.clone(),
+                stop_tokens,
                 dry_breakers: dry_breakers.clone(),
-                choice,
+                choice: 0,
                 tenant,
-            }));
+                content: ContentKey::default(),
+                _bytes: self.origin.bytes.clone(),
+            };
+            let content = call.to_wire(&ChoiceProgress::new(params.max_tokens), None);
+            call.content = hasher.key_of_request(&call.model, content);
+            calls.extend((0..params.best_of).map(|choice| ChoiceCall { choice, ..call.clone() }));
         }
         calls
     }
@@ -135,6 +156,7 @@ impl GenerationRequest {
 #[derive(Clone, Debug)]
 pub(crate) struct Generator {
     pub(crate) registry: Arc<WorkerRegistry>,
+    pub(crate) dispatcher: Dispatcher,
     pub(crate) admission: Arc<AdmissionController>,
     pub(crate) grammars: Arc<GrammarChecker>,
     pub(crate) tenants: TenantResolver,
@@ -177,12 +199,17 @@ impl Generator {
             deadline: self.admission.uptime_at(deadline),
         };
         self.check_capacity(request)?;
+        let tenant = self.tenants.number(&request.origin.tenant);
+        let calls = request.choice_calls(tenant, &self.dispatcher.quarantine.hasher);
+        if let Some(entry) = calls.iter().find_map(|call| self.dispatcher.quarantine.find(call.content)) {
+            return Err(RequestRefusal::Quarantined(entry));
+        }
         if let Some(grammar) = &request.params().grammar {
             let GenerationRequest { model, origin, .. } = request;
-            self.grammars.check(model.key(), grammar, &origin.tenant, deadline).await?;
+            self.grammars.check(model.key(), grammar, origin, deadline).await?;
         }
         let permits = self.admission.admit(request.model.name(), admission_request).await?;
-        let choices = self.open_streams(request, deadline).await?;
+        let choices = self.open_streams(calls, deadline).await?;
         let events = self.spawn_choices(request, choices, permits, deadline)?;
         for prompt in request.prompts() {
             metrics::record_prompt_tokens(request.model.name(), prompt.len());
@@ -192,14 +219,13 @@ impl Generator {
 
     async fn open_streams(
         &self,
-        request: &GenerationRequest,
+        calls: Vec<ChoiceCall>,
         deadline: Instant,
     ) -> Result<Vec<AdmittedChoice>, RequestRefusal> {
-        let calls = request.choice_calls(self.tenants.number(&request.origin.tenant));
         let placed = self.place_choices(&calls);
         let opening = calls.into_iter().zip(placed).map(|(call, placed)| async move {
             let progress = ChoiceProgress::new(call.params.max_tokens);
-            let stream = open_stream(&self.registry, &call, &progress, Some(deadline), placed).await?;
+            let stream = self.dispatcher.open_stream(&call, &progress, Some(deadline), placed).await?;
             Ok::<_, RequestRefusal>(AdmittedChoice { call, stream, progress })
         });
         try_join_all(opening).await
@@ -223,7 +249,7 @@ impl Generator {
             let task = ChoiceTask {
                 index,
                 model: request.model.clone(),
-                registry: self.registry.clone(),
+                dispatcher: self.dispatcher.clone(),
                 call,
                 arrived: request.origin.arrived,
                 deadline: Some(deadline),

@@ -21,10 +21,14 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
 
 use crate::admission::Tenant;
-use crate::dispatch::{RETRY_AFTER, RequestRefusal, classify_refusal};
+use crate::dispatch::{Dispatcher, RETRY_AFTER, RequestRefusal, classify_refusal};
+use crate::generate::RequestOrigin;
 use crate::params::RequestGrammar;
-use crate::registry::WorkerRegistry;
-use crate::routing::{ModelKey, WorkerFingerprint};
+use crate::quarantine::ContentKey;
+use crate::quarantine_control::{LoggedRequest, StreamStay};
+use crate::registry::WorkerHandle;
+use crate::routing::{ModelKey, WorkerId};
+use crate::worker_search::WorkerSearch;
 
 /// Running checks of one tenant. A worker compiles grammars one after the other, for all tenants.
 const TENANT_RUNNING_MAX: usize = 4;
@@ -37,12 +41,12 @@ const CHECKS_MAX: u32 = 256;
 /// A worker answers within about 31 s: it waits 10 s for its turn, compiles for 20 s, and its
 /// watchdog adds one. If a worker takes longer than this, the router asks the next one.
 const CHECK_WAIT: Duration = Duration::from_secs(40);
-/// Maximum number of cached results. Each holds a grammar of up to 257 KiB.
-const CACHED_RESULTS_MAX: usize = 32;
+/// Maximum number of cached results. Each holds at most an error text.
+const CACHED_RESULTS_MAX: usize = 256;
 
 #[derive(Debug)]
 pub(crate) struct GrammarChecker {
-    registry: Arc<WorkerRegistry>,
+    dispatcher: Dispatcher,
     running: Semaphore,
     state: Mutex<CheckerState>,
 }
@@ -65,15 +69,14 @@ struct TenantChecks {
 
 #[derive(Debug)]
 struct CachedResult {
-    fingerprint: WorkerFingerprint,
-    source: proto::v1::Grammar,
+    grammar: ContentKey,
     /// `Err` holds the compile error.
     result: Result<(), String>,
 }
 
 impl GrammarChecker {
-    pub(crate) fn new(registry: Arc<WorkerRegistry>) -> Arc<Self> {
-        Arc::new(Self { registry, running: Semaphore::new(RUNNING_MAX), state: Mutex::default() })
+    pub(crate) fn new(dispatcher: Dispatcher) -> Arc<Self> {
+        Arc::new(Self { dispatcher, running: Semaphore::new(RUNNING_MAX), state: Mutex::default() })
     }
 
     /// Checks a grammar. Returns `Ok` also if the model has no worker: admission control then
@@ -82,45 +85,59 @@ impl GrammarChecker {
         &self,
         model: &ModelKey,
         grammar: &RequestGrammar,
-        tenant: &Tenant,
+        origin: &RequestOrigin,
         deadline: Instant,
     ) -> Result<(), RequestRefusal> {
-        if let Some(result) = self.lock().cached_result(&model.fingerprint, grammar) {
+        let key = self.dispatcher.quarantine.hasher.key_of_grammar(model, &grammar.source);
+        if let Some(result) = self.lock().cached_result(key, grammar.param) {
             return result;
         }
-        let check = self.begin_check(tenant)?;
+        let check = self.begin_check(&origin.tenant)?;
         let checked = timeout_at(deadline, async {
             // Neither semaphore is ever closed.
             let _tenant_permit = check.tenant_running.acquire().await;
             let _permit = self.running.acquire().await;
             // Another request may have checked the same grammar meanwhile.
-            let cached = self.lock().cached_result(&model.fingerprint, grammar);
+            let cached = self.lock().cached_result(key, grammar.param);
             match cached {
                 Some(result) => result,
-                None => self.ask_workers(model, grammar).await,
+                None => {
+                    let request = LoggedRequest { request_id: &origin.request_id, model: &model.name };
+                    self.ask_workers(model, grammar, key, request, deadline).await
+                }
             }
         });
         checked.await.unwrap_or(Err(RequestRefusal::DeadlineExceeded))
     }
 
-    async fn ask_workers(&self, model: &ModelKey, grammar: &RequestGrammar) -> Result<(), RequestRefusal> {
-        let request = CheckGrammarRequest {
+    async fn ask_workers(
+        &self,
+        model: &ModelKey,
+        grammar: &RequestGrammar,
+        key: ContentKey,
+        request: LoggedRequest<'_>,
+        deadline: Instant,
+    ) -> Result<(), RequestRefusal> {
+        let registry = &self.dispatcher.registry;
+        let call = CheckGrammarRequest {
             fingerprint: Bytes::copy_from_slice(&model.fingerprint.0),
             grammar: Some(grammar.source.clone()),
         };
-        let (mut tried, mut refusal) = (Vec::new(), None);
-        while let Some(mut worker) = self.registry.choose_worker(model, &tried) {
-            tried.push(worker.id);
-            let answer = tokio::time::timeout(CHECK_WAIT, worker.client.check_grammar(request.clone())).await;
+        let mut workers = WorkerSearch::new(&self.dispatcher.quarantine, key, Some(deadline), None);
+        let mut refusal = None;
+        let place = |tried: &[WorkerId]| registry.choose_worker(model, tried);
+        while let Some((mut worker, stay)) = workers.next(place, |worker| worker.id).await? {
+            let answer = tokio::time::timeout(CHECK_WAIT, worker.client.check_grammar(call.clone())).await;
             match answer {
                 Ok(Ok(_)) => {
-                    self.lock().cache_result(&model.fingerprint, grammar, Ok(()));
+                    stay.record_output(1);
+                    self.lock().cache_result(key, Ok(()));
                     return Ok(());
                 }
-                Ok(Err(status)) => match classify_refusal(&self.registry, &worker, &status, Some(grammar)) {
+                Ok(Err(status)) => match self.classify(&stay, &worker, &status, grammar, request) {
                     Ok(temporary) => refusal = temporary.or(refusal),
                     Err(RequestRefusal::Grammar { param, detail }) => {
-                        self.lock().cache_result(&model.fingerprint, grammar, Err(detail.clone()));
+                        self.lock().cache_result(key, Err(detail.clone()));
                         return Err(RequestRefusal::Grammar { param, detail });
                     }
                     Err(refusal) => return Err(refusal),
@@ -131,6 +148,20 @@ impl GrammarChecker {
             }
         }
         refusal.map_or(Ok(()), Err)
+    }
+
+    /// As [`classify_refusal`], and reports a dead worker to the quarantine.
+    fn classify(
+        &self,
+        stay: &StreamStay,
+        worker: &WorkerHandle,
+        status: &tonic::Status,
+        grammar: &RequestGrammar,
+        request: LoggedRequest<'_>,
+    ) -> Result<Option<RequestRefusal>, RequestRefusal> {
+        let lost = self.dispatcher.check_loss(stay, status, 0, request);
+        let temporary = classify_refusal(&self.dispatcher.registry, worker, status, Some(grammar))?;
+        lost.map(|()| temporary)
     }
 
     fn begin_check(&self, tenant: &Tenant) -> Result<PendingCheck<'_>, RequestRefusal> {
@@ -191,41 +222,26 @@ impl CheckerState {
 
     fn cached_result(
         &mut self,
-        fingerprint: &WorkerFingerprint,
-        grammar: &RequestGrammar,
+        grammar: ContentKey,
+        param: &'static str,
     ) -> Option<Result<(), RequestRefusal>> {
-        let is_same =
-            |cached: &CachedResult| cached.source == grammar.source && cached.fingerprint == *fingerprint;
-        let at = self.cache.iter().position(is_same)?;
+        let at = self.cache.iter().position(|cached| cached.grammar == grammar)?;
         let cached = self.cache.remove(at)?;
         let result = cached.result.clone();
         self.cache.push_front(cached);
         // The error names the field that this request used.
-        Some(result.map_err(|detail| RequestRefusal::Grammar { param: grammar.param, detail }))
+        Some(result.map_err(|detail| RequestRefusal::Grammar { param, detail }))
     }
 
-    fn cache_result(
-        &mut self,
-        fingerprint: &WorkerFingerprint,
-        grammar: &RequestGrammar,
-        result: Result<(), String>,
-    ) {
+    fn cache_result(&mut self, grammar: ContentKey, result: Result<(), String>) {
         self.cache.truncate(CACHED_RESULTS_MAX - 1);
-        let (fingerprint, source) = (fingerprint.clone(), grammar.source.clone());
-        self.cache.push_front(CachedResult { fingerprint, source, result });
+        self.cache.push_front(CachedResult { grammar, result });
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use proto::v1::grammar::Kind;
-
     use super::*;
-
-    fn regex(regex: &str, param: &'static str) -> RequestGrammar {
-        let kind = Some(Kind::Regex(regex.to_owned()));
-        RequestGrammar { param, source: proto::v1::Grammar { kind, lenient: false } }
-    }
 
     fn named(name: &str) -> Tenant {
         Tenant::Named(name.into())
@@ -251,24 +267,25 @@ mod tests {
     }
 
     #[test]
-    fn a_result_is_cached_for_its_model_and_names_the_field_in_use() {
+    fn a_result_is_cached_and_names_the_field_in_use() {
         let mut state = CheckerState::default();
-        let (model, other) = (WorkerFingerprint(vec![1]), WorkerFingerprint(vec![2]));
-        state.cache_result(&model, &regex("(", "regex"), Err("unclosed group".to_owned()));
-        let result = state.cached_result(&model, &regex("(", "guided_regex"));
+        let key = |n: usize| ContentKey(n as u128);
+        let bad = CACHED_RESULTS_MAX;
+        state.cache_result(key(bad), Err("unclosed group".to_owned()));
+        let result = state.cached_result(key(bad), "guided_regex");
         assert!(
             matches!(result, Some(Err(RequestRefusal::Grammar { param: "guided_regex", .. }))),
             "{result:?}"
         );
-        assert_eq!(state.cached_result(&other, &regex("(", "regex")), None);
+        assert_eq!(state.cached_result(key(bad + 1), "regex"), None);
         for n in 0..CACHED_RESULTS_MAX - 1 {
-            state.cache_result(&model, &regex(&n.to_string(), "regex"), Ok(()));
+            state.cache_result(key(n), Ok(()));
         }
-        assert!(state.cached_result(&model, &regex("(", "regex")).is_some());
-        state.cache_result(&model, &regex("a", "regex"), Ok(()));
-        let evicted = state.cached_result(&model, &regex("0", "regex"));
+        assert!(state.cached_result(key(bad), "regex").is_some());
+        state.cache_result(key(bad + 1), Ok(()));
+        let evicted = state.cached_result(key(0), "regex");
         assert_eq!(evicted, None, "the least recently used result is evicted");
-        let kept = state.cached_result(&model, &regex("(", "regex"));
+        let kept = state.cached_result(key(bad), "regex");
         assert!(kept.is_some() && state.cache.len() == CACHED_RESULTS_MAX);
     }
 }

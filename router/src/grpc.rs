@@ -18,6 +18,7 @@ use crate::choice::{ChoiceEvent, ChoiceOutcome, FinishCause};
 use crate::dispatch::{RETRY_AFTER, RequestRefusal};
 use crate::failover::ChoiceError;
 use crate::generate::{GenerationRequest, Generator, RequestOrigin, TokenizedPrompts};
+use crate::intake::RequestBytes;
 use crate::model::{ChatError, ServedModel};
 use crate::params::{RequestGrammar, RequestParamError, RequestParams, token_ids};
 use crate::registry::{ModelSnapshot, ResolveError};
@@ -41,6 +42,7 @@ impl inference_server::Inference for InferenceService {
         let arrived = Instant::now();
         let timeout = grpc_timeout(request.metadata());
         let tenant = self.resolve_tenant(request.metadata(), &request.get_ref().tenant)?;
+        let bytes = request.extensions().get::<RequestBytes>().cloned();
         let request = request.into_inner();
         let model = self.resolve(&request.model)?;
         let (param, tokens, at_text_start) = tokenize_prompt(&model, request.prompt)?;
@@ -58,8 +60,10 @@ impl inference_server::Inference for InferenceService {
             deadline_ms: earlier_deadline_ms(timeout, request.deadline_ms),
             ..sampling_to_params(request.sampling.unwrap_or_default())
         };
-        let prompts = TokenizedPrompts { param, tokens: vec![tokens], at_text_start };
-        let origin = RequestOrigin { request_id: ClientRequestId::random().0, arrived, tenant };
+        let tokens = vec![tokens];
+        let origin = RequestOrigin { request_id: ClientRequestId::random().0, arrived, tenant, bytes };
+        origin.keep_bytes(&tokens, &params);
+        let prompts = TokenizedPrompts { param, tokens, at_text_start };
         let request = GenerationRequest::new(model, prompts, params, origin)?;
         let events = self.generator.start(&request).await?;
         let started = wire::Started {
@@ -291,6 +295,8 @@ impl From<RequestRefusal> for Status {
             | RequestRefusal::Grammar { .. } => Status::invalid_argument(message),
             RequestRefusal::DeadlineExceeded => Status::deadline_exceeded(message),
             RequestRefusal::WorkerError { .. } => Status::internal(message),
+            // Clients do not repeat this status.
+            RequestRefusal::Quarantined(_) => Status::failed_precondition(message),
         };
         with_retry_after(status, refusal.retry_after())
     }
@@ -301,6 +307,8 @@ impl From<ChoiceError> for Status {
         let message = error.to_string();
         match error {
             ChoiceError::NoWorker { .. } | ChoiceError::TooManyLosses { .. } => Status::unavailable(message),
+            ChoiceError::Quarantined { .. } => Status::failed_precondition(message),
+            ChoiceError::InvalidRequest { .. } => Status::invalid_argument(message),
             ChoiceError::DeadlineExceeded => Status::deadline_exceeded(message),
             ChoiceError::SlowClient => Status::aborted(message),
             ChoiceError::WorkerError { .. } | ChoiceError::Protocol { .. } => Status::internal(message),

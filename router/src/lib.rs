@@ -8,13 +8,17 @@
 //! worker dies (I6).
 //!
 //! ```text
-//! server -- http/ (OpenAI)      -\
+//! server -- listener     accepts connections
+//!       \-- intake/      limits connections and request bodies (pure)
+//!       \-- http/ (OpenAI)      -\
 //!       \-- grpc  (ballast.v1) --+--> params    checks parameters
 //!                                     |
 //!                                  generate    admits a request as a whole, starts its choices
 //!                                     |-- grammar_check        compiles a grammar before any waiting
 //!                                     |-- admission_control    runs admission (pure): who runs, when
 //!                                     |-- dispatch             opens streams on workers
+//!                                     |-- worker_search        finds workers that a request may enter
+//!                                     |-- quarantine_control   runs quarantine (pure)
 //!                                     \-- choice               one task per choice
 //!                                           |-- text_stream    detokenizes, finds stop strings
 //!                                           \-- failover       what to do after a loss (pure)
@@ -39,9 +43,15 @@ mod generate;
 mod grammar_check;
 mod grpc;
 mod http;
+mod intake;
+mod limits;
+mod listener;
 mod metrics;
 mod model;
+mod open_connections;
 mod params;
+mod quarantine;
+mod quarantine_control;
 #[cfg(test)]
 mod ranges;
 mod registry;
@@ -53,8 +63,10 @@ mod tenant;
 mod text_stream;
 mod wire;
 mod worker_link;
+mod worker_search;
 
 pub use config::{AdmissionConfig, AdmissionConfigError, RouterConfig, RoutingConfig, RoutingMode};
 pub use error::RouterError;
+pub use limits::{RouterLimits, RouterLimitsError};
 pub use run::run;
 pub use server::Router;

@@ -67,3 +67,8 @@ pub(crate) fn record_http_response(route: &str, status: u16) {
     counter!("ballast:http_requests_total", "handler" => route.to_owned(), "status" => status.to_string())
         .increment(1);
 }
+
+/// A request was put into quarantine.
+pub(crate) fn record_quarantine(model: &str) {
+    counter!("ballast:requests_quarantined_total", "model_name" => model.to_owned()).increment(1);
+}

@@ -30,8 +30,9 @@ pub(crate) const TOP_LOGPROBS_MAX: i64 = 20;
 /// A salt is a short secret.
 const CACHE_SALT_BYTES_MAX: usize = 256;
 
-/// The worker's limit of 256 KiB plus the encoding around the grammar, which this length includes.
-const GRAMMAR_BYTES_MAX: usize = 257 << 10;
+/// The worker's limit for choices of 1 MiB plus the encoding around each, which this length
+/// includes. The worker allows other grammars less.
+const GRAMMAR_BYTES_MAX: usize = 1536 << 10;
 
 /// llama.cpp's defaults.
 const DRY_BREAKERS: [&str; 4] = ["\n", ":", "\"", "*"];

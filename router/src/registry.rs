@@ -13,6 +13,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use proto::worker::v1::worker_client::WorkerClient;
+use service::printable::excerpt;
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tonic::transport::Channel;
@@ -24,6 +25,8 @@ use crate::routing::{
     WorkerReport,
 };
 
+/// Maximum length of a client's text in an error.
+pub(crate) const QUOTED_CHARS_MAX: usize = 80;
 /// Maximum number of models without a worker whose tokenizers stay loaded. So a restarted worker
 /// serves at once.
 const IDLE_MODELS_MAX: usize = 8;
@@ -97,6 +100,13 @@ pub(crate) enum ResolveError {
     Ambiguous { known: Vec<String> },
     #[error("no worker serves a model yet")]
     NoModel,
+}
+
+impl ResolveError {
+    /// Quotes the name that the client sent, however long it is.
+    pub(crate) fn unknown(name: &str, known: Vec<String>) -> Self {
+        Self::Unknown { name: excerpt(name, QUOTED_CHARS_MAX), known }
+    }
 }
 
 /// A model and its workers, for listings and metrics.
@@ -243,7 +253,7 @@ impl WorkerRegistry {
         named
             .max_by_key(|model| (has_workers(model), model.description.generation))
             .cloned()
-            .ok_or_else(|| ResolveError::Unknown { name, known: known() })
+            .ok_or_else(|| ResolveError::unknown(&name, known()))
     }
 
     /// True if any worker serves a model.

@@ -25,6 +25,9 @@ pub fn run(config: RouterConfig) -> Result<(), RouterError> {
         let address =
             router.address().map_or("router.sock".to_owned(), |address| format!("http://{address}"));
         tracing::info!(%address, "listening");
+        if let Some(health) = router.health_address() {
+            tracing::info!(address = %format!("http://{health}"), "listening for health and metrics");
+        }
         notify.status(&format!("listening on {address}"))?;
         notify.ready()?;
         let served = router.serve(&shutdown).await;

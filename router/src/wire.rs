@@ -11,7 +11,9 @@ use proto::worker::v1::{self as wire, generate_frame};
 use tonic::{Code, Status};
 
 use crate::failover::{ChoiceError, ChoiceProgress, StreamLoss};
+use crate::intake::RequestBytes;
 use crate::params::{CheckedParams, CheckedSampling};
+use crate::quarantine::ContentKey;
 use crate::routing::{ModelKey, PrefixHash, StreamDemand, prefix_hashes};
 
 /// A choice of a prompt: everything that a worker needs to know except the output so far.
@@ -29,6 +31,10 @@ pub(crate) struct ChoiceCall {
     pub(crate) choice: u32,
     /// The tenant's number for workers.
     pub(crate) tenant: u64,
+    /// Equal for all choices of a prompt.
+    pub(crate) content: ContentKey,
+    /// Counts prompt and grammar in the budget.
+    pub(crate) _bytes: Option<RequestBytes>,
 }
 
 impl ChoiceCall {
@@ -182,6 +188,20 @@ pub(crate) fn is_from_worker(status: &Status) -> bool {
     std::error::Error::source(status).is_none()
 }
 
+/// True if the call may have reached the worker. It has not if no process listens any more, or if
+/// the connection had ended before.
+pub(crate) fn may_have_arrived(status: &Status) -> bool {
+    let mut cause = std::error::Error::source(status);
+    while let Some(error) = cause {
+        let is_unsent = error.downcast_ref::<hyper::Error>().is_some_and(hyper::Error::is_canceled);
+        if error.is::<tonic::ConnectError>() || is_unsent {
+            return false;
+        }
+        cause = error.source();
+    }
+    true
+}
+
 /// The time after which a full worker expects to have capacity.
 pub(crate) fn retry_after(status: &Status) -> Option<Duration> {
     let seconds = status.metadata().get("retry-after")?.to_str().ok()?.parse().ok()?;
@@ -197,6 +217,7 @@ pub(crate) fn stream_loss(status: Status) -> StreamLoss {
     match status.code() {
         Code::Unavailable => StreamLoss::WorkerDrains { detail },
         Code::DeadlineExceeded => StreamLoss::DeadlineExceeded,
+        Code::InvalidArgument => StreamLoss::InvalidRequest { detail },
         // The process is ending: HTTP/2 resets its streams before it closes the connection.
         Code::Cancelled | Code::Unknown => StreamLoss::WorkerDied { detail },
         _ => StreamLoss::WorkerError { detail },

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
+use std::time::Duration;
 
 /// How /proc names memfds.
 const MEMFD: &str = "/memfd:";
@@ -59,6 +60,24 @@ pub(crate) fn mappings(pid: u32) -> Vec<SmapsEntry> {
         }
     }
     mappings
+}
+
+/// Memory of a process that is not swapped out, in bytes.
+pub(crate) fn resident_bytes(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 1024
+}
+
+/// Time that a process spent on processors.
+pub(crate) fn cpu_time(pid: u32) -> Duration {
+    /// USER_HZ, the unit of /proc/PID/stat, on all supported machines.
+    const TICKS_PER_SECOND: u64 = 100;
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    // The name of the process may contain blanks. utime and stime are fields 14 and 15.
+    let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+    let ticks = |field: usize| fields[field - 3].parse::<u64>().unwrap();
+    Duration::from_millis((ticks(14) + ticks(15)) * 1000 / TICKS_PER_SECOND)
 }
 
 /// Names of the files that a process has open.

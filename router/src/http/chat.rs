@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
 use super::fields::{ParsedBody, parse_body};
-use super::request::{AppState, BoundedBody, RequestMetadata, run_tokenizer};
+use super::request::{AppState, ReceivedBody, RequestMetadata, run_tokenizer};
 use super::response::{ChoiceFormat, GenerationResponse, stop_reason};
 use crate::choice::{FinishCause, OutputDelta};
 use crate::generate::{GenerationRequest, TokenizedPrompts};
@@ -43,9 +43,9 @@ const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 pub(crate) async fn post(
     State(app): State<AppState>,
     metadata: RequestMetadata,
-    BoundedBody(body): BoundedBody,
+    body: ReceivedBody,
 ) -> Result<Response, ApiError> {
-    let ParsedBody { endpoint, sampling, response } = parse_body::<ChatFields>(&body, &FIELDS)?;
+    let ParsedBody { endpoint, sampling, response } = parse_body::<ChatFields>(&body.bytes, &FIELDS)?;
     let options = response.options()?;
     let mut params = sampling.params()?;
     params.max_tokens = endpoint.max_completion_tokens.or(params.max_tokens);
@@ -64,11 +64,14 @@ pub(crate) async fn post(
     let add_generation_prompt = endpoint.add_generation_prompt.unwrap_or(true);
     let variables = endpoint.chat_template_kwargs.unwrap_or_default();
     let tokenizing_model = model.clone();
-    let tokens = run_tokenizer(body.len(), move || {
+    let tokens = run_tokenizer(body.bytes.len(), move || {
         tokenizing_model.text.encode_chat(&messages, add_generation_prompt, &variables)
     })
     .await?;
-    let prompts = TokenizedPrompts { param: "messages", tokens: vec![tokens], at_text_start: true };
+    let tokens = vec![tokens];
+    drop(body);
+    metadata.origin.keep_bytes(&tokens, &params);
+    let prompts = TokenizedPrompts { param: "messages", tokens, at_text_start: true };
     let request = GenerationRequest::new(model, prompts, params, metadata.origin.clone())?;
     let events = app.generator.start(&request).await?;
 

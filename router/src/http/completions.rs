@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
 use super::fields::{ParsedBody, parse_body};
-use super::request::{AppState, BoundedBody, RequestMetadata, run_tokenizer};
+use super::request::{AppState, ReceivedBody, RequestMetadata, run_tokenizer};
 use super::response::{ChoiceFormat, GenerationResponse, stop_reason};
 use crate::choice::{FinishCause, OutputDelta};
 use crate::generate::{CHOICES_MAX, GenerationRequest, TokenizedPrompts};
@@ -45,9 +45,9 @@ enum PromptField {
 pub(crate) async fn post(
     State(app): State<AppState>,
     metadata: RequestMetadata,
-    BoundedBody(body): BoundedBody,
+    body: ReceivedBody,
 ) -> Result<Response, ApiError> {
-    let ParsedBody { endpoint, sampling, response } = parse_body::<CompletionFields>(&body, &FIELDS)?;
+    let ParsedBody { endpoint, sampling, response } = parse_body::<CompletionFields>(&body.bytes, &FIELDS)?;
     let options = response.options()?;
     let model = app.generator.registry.resolve(response.model.as_deref())?;
     let mut params = sampling.params()?;
@@ -70,9 +70,12 @@ pub(crate) async fn post(
     let add_special = endpoint.add_special_tokens.unwrap_or(true);
     let prompt = endpoint.prompt;
     let tokenizing_model = model.clone();
-    let (tokens, echoes) =
-        run_tokenizer(body.len(), move || tokenize_prompts(&tokenizing_model, prompt, add_special, echo))
-            .await?;
+    let (tokens, echoes) = run_tokenizer(body.bytes.len(), move || {
+        tokenize_prompts(&tokenizing_model, prompt, add_special, echo)
+    })
+    .await?;
+    drop(body);
+    metadata.origin.keep_bytes(&tokens, &params);
     let prompts = TokenizedPrompts { param: "prompt", tokens, at_text_start: false };
     let request = GenerationRequest::new(model, prompts, params, metadata.origin.clone())
         .map_err(rename_top_logprobs)?;

@@ -11,14 +11,19 @@ use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
+use service::printable::excerpt;
 
 use crate::admission::CapacityExceeded;
 use crate::dispatch::{RETRY_AFTER, RequestRefusal};
 use crate::failover::ChoiceError;
+use crate::intake::BodyError;
 use crate::model::ChatError;
 use crate::params::RequestParamError;
-use crate::registry::ResolveError;
+use crate::registry::{QUOTED_CHARS_MAX, ResolveError};
 use crate::tenant::{self, TenantNameError};
+
+/// Longest text of an error. Longer ones come from long names of fields.
+const MESSAGE_CHARS_MAX: usize = 2000;
 
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
@@ -48,29 +53,30 @@ impl ApiError {
         Self { status, kind: "server_error", code: Some(code), param: None, message, retry_after: None }
     }
 
+    fn rate_limit(message: String, retry_after: Duration) -> Self {
+        Self {
+            status: StatusCode::TOO_MANY_REQUESTS,
+            kind: "rate_limit_error",
+            code: Some("rate_limit_exceeded"),
+            param: None,
+            message,
+            retry_after: Some(retry_after),
+        }
+    }
+
     fn with_status(mut self, status: StatusCode, code: &'static str) -> Self {
         self.status = status;
         self.code = Some(code);
         self
     }
 
-    pub(crate) fn body_too_large(limit: usize) -> Self {
-        Self::invalid(None, format!("the request body has more than {limit} bytes"))
-            .with_status(StatusCode::PAYLOAD_TOO_LARGE, "request_too_large")
-    }
-
-    pub(crate) fn body_too_slow() -> Self {
-        Self::invalid(None, "the request body did not arrive in time")
-            .with_status(StatusCode::REQUEST_TIMEOUT, "request_timeout")
-    }
-
     pub(crate) fn unknown_route(method: &str, path: &str) -> Self {
-        Self::invalid(None, format!("Unknown request URL: {method} {path}"))
+        Self::invalid(None, format!("Unknown request URL: {method} {}", excerpt(path, QUOTED_CHARS_MAX)))
             .with_status(StatusCode::NOT_FOUND, "unknown_url")
     }
 
     pub(crate) fn wrong_method(method: &str, path: &str) -> Self {
-        Self::invalid(None, format!("Not allowed to {method} on {path}"))
+        Self::invalid(None, format!("Not allowed to {method} on {}", excerpt(path, QUOTED_CHARS_MAX)))
             .with_status(StatusCode::METHOD_NOT_ALLOWED, "method_not_supported")
     }
 
@@ -79,13 +85,21 @@ impl ApiError {
             .with_retry_after(RETRY_AFTER)
     }
 
+    /// Clients repeat neither a 4xx status nor a response without `Retry-After`.
+    fn quarantined(message: String) -> Self {
+        Self::invalid(None, message).with_status(StatusCode::UNPROCESSABLE_ENTITY, "request_quarantined")
+    }
+
     fn with_retry_after(mut self, retry_after: Duration) -> Self {
         self.retry_after = Some(retry_after);
         self
     }
 
     pub(crate) fn body(&self) -> Value {
-        json!({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+        // Texts of clients are quoted in part. This bound holds whatever an error quotes.
+        let message = excerpt(&self.message, MESSAGE_CHARS_MAX);
+        let param = self.param.as_ref().map(|param| excerpt(param, QUOTED_CHARS_MAX));
+        json!({"error": {"message": message, "type": self.kind, "param": param, "code": self.code}})
     }
 }
 
@@ -125,6 +139,27 @@ impl From<ChatError> for ApiError {
     }
 }
 
+impl From<BodyError> for ApiError {
+    fn from(error: BodyError) -> Self {
+        let message = error.to_string();
+        match error {
+            BodyError::TooLarge { .. } => {
+                Self::invalid(None, message).with_status(StatusCode::PAYLOAD_TOO_LARGE, "request_too_large")
+            }
+            BodyError::TooSlow { .. } => {
+                Self::invalid(None, message).with_status(StatusCode::REQUEST_TIMEOUT, "request_timeout")
+            }
+            BodyError::ClientBytes { .. } => Self::rate_limit(message, RETRY_AFTER),
+            BodyError::RouterBytes { .. } => {
+                Self::server(StatusCode::SERVICE_UNAVAILABLE, "overloaded", message)
+                    .with_retry_after(RETRY_AFTER)
+            }
+            // Its client reads no answer.
+            BodyError::Broken => Self::invalid(None, message),
+        }
+    }
+}
+
 impl From<TenantNameError> for ApiError {
     fn from(error: TenantNameError) -> Self {
         Self::invalid(Some(tenant::HEADER), error.to_string())
@@ -140,14 +175,7 @@ impl From<RequestRefusal> for ApiError {
                 Self::server(StatusCode::SERVICE_UNAVAILABLE, "overloaded", message)
                     .with_retry_after(retry_after)
             }
-            RequestRefusal::TenantLimit { retry_after, .. } => Self {
-                status: StatusCode::TOO_MANY_REQUESTS,
-                kind: "rate_limit_error",
-                code: Some("rate_limit_exceeded"),
-                param: None,
-                message,
-                retry_after: Some(retry_after),
-            },
+            RequestRefusal::TenantLimit { retry_after, .. } => Self::rate_limit(message, retry_after),
             RequestRefusal::CapacityExceeded(exceeded) => {
                 let (param, code) = match exceeded {
                     CapacityExceeded::KvCache { .. } => ("max_tokens", "kv_budget_exceeded"),
@@ -163,6 +191,7 @@ impl From<RequestRefusal> for ApiError {
             RequestRefusal::WorkerError { .. } => {
                 Self::server(StatusCode::BAD_GATEWAY, "worker_failed", message)
             }
+            RequestRefusal::Quarantined(_) => Self::quarantined(message),
         }
     }
 }
@@ -170,6 +199,8 @@ impl From<RequestRefusal> for ApiError {
 impl From<ChoiceError> for ApiError {
     fn from(error: ChoiceError) -> Self {
         let (status, code) = match &error {
+            ChoiceError::Quarantined { .. } => return Self::quarantined(error.to_string()),
+            ChoiceError::InvalidRequest { .. } => return Self::invalid(None, error.to_string()),
             ChoiceError::NoWorker { .. } | ChoiceError::TooManyLosses { .. } => {
                 (StatusCode::SERVICE_UNAVAILABLE, "worker_lost")
             }

@@ -33,6 +33,10 @@ const IGNORED_FIELDS: [&str; 10] = [
     "detokenize",
 ];
 
+/// Values of a body: token ids of a prompt, messages. A value takes up to 70 bytes in memory and 2
+/// in a body.
+const VALUES_MAX: usize = 1 << 20;
+
 /// A field of OpenAI's or vLLM's API that this router does not support, and its neutral values.
 struct UnsupportedField {
     name: &'static str,
@@ -174,6 +178,7 @@ pub(crate) fn parse_body<T: DeserializeOwned>(
     body: &[u8],
     endpoint_fields: &[&str],
 ) -> Result<ParsedBody<T>, ApiError> {
+    check_value_count(body)?;
     let mut fields: Map<String, Value> =
         serde_json::from_slice(body).map_err(|error| numbers::unparsable_body(body, &error))?;
     // An explicit null is an absent field.
@@ -191,6 +196,27 @@ pub(crate) fn parse_body<T: DeserializeOwned>(
     let sampling: SamplingFields = deserialize(&fields)?;
     let sampling = sampling.with_parts(deserialize(&fields)?, deserialize(&fields)?);
     Ok(ParsedBody { endpoint: deserialize(&fields)?, sampling, response: deserialize(&fields)? })
+}
+
+/// Counts the separators outside strings.
+fn check_value_count(body: &[u8]) -> Result<(), ApiError> {
+    let (mut values, mut in_string, mut escaped) = (0_usize, false, false);
+    for &byte in body {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' => escaped = in_string,
+            b'"' => in_string = !in_string,
+            b',' | b'[' | b'{' if !in_string => values += 1,
+            _ => {}
+        }
+    }
+    match values > VALUES_MAX {
+        true => Err(ApiError::invalid(
+            None,
+            format!("the request body has more than {VALUES_MAX} JSON values; send long prompts as text"),
+        )),
+        false => Ok(()),
+    }
 }
 
 fn check_unsupported(name: &str, value: &Value) -> Result<(), ApiError> {

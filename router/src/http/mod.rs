@@ -45,6 +45,17 @@ pub(crate) fn routes(app: AppState) -> Router {
         .with_state(app)
 }
 
+/// The routes that need no request body and no worker.
+pub(crate) fn health_routes(app: AppState) -> Router {
+    Router::new()
+        .route("/health", get(health))
+        .route("/ready", get(ready))
+        .route("/metrics", get(scrape))
+        .fallback(unknown_route)
+        .method_not_allowed_fallback(wrong_method)
+        .with_state(app)
+}
+
 /// Reports that this process runs. Says nothing about workers.
 async fn health() -> Json<Value> {
     Json(json!({"status": "ok"}))
@@ -71,7 +82,7 @@ async fn model(State(app): State<AppState>, Path(name): Path<String>) -> Result<
         Some(snapshot) => Ok(Json(model_entry(snapshot))),
         None => {
             let known = models.iter().map(|snapshot| snapshot.model.name().to_owned()).collect();
-            Err(ResolveError::Unknown { name, known }.into())
+            Err(ResolveError::unknown(&name, known).into())
         }
     }
 }
@@ -94,6 +105,10 @@ fn model_entry(snapshot: &ModelSnapshot) -> Value {
 async fn scrape(State(app): State<AppState>) -> Response {
     let mut text = app.metrics.render();
     text.push_str(&gauges::render(&app.generator.registry, &app.generator.admission));
+    text.push_str(&gauges::render_intake(
+        app.budget.used(),
+        app.generator.dispatcher.quarantine.quarantined(),
+    ));
     ([(header::CONTENT_TYPE, service::metrics::CONTENT_TYPE)], text).into_response()
 }
 

@@ -2,36 +2,47 @@
 
 //! Extracts what every handler needs from an HTTP request: id, tenant, arrival time and the body.
 
-use std::time::Duration;
+use std::sync::Arc;
 
-use axum::body::{Bytes, to_bytes};
 use axum::extract::{FromRequest, FromRequestParts, Request, State};
 use axum::http::request::Parts;
 use axum::http::{HeaderName, HeaderValue};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use futures::StreamExt;
 use service::metrics::Metrics;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
 use super::error::ApiError;
 use crate::generate::{Generator, RequestOrigin};
+use crate::intake::{RequestBytes, SharedBudget, body_error};
 use crate::metrics;
 use crate::model::unix_seconds;
 use crate::request_id::ClientRequestId;
 use crate::tenant;
 
-/// Time from the end of the headers to the end of the body.
-const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// A handler tokenizes bodies up to this size itself, which takes less time than a blocking task.
 const INLINE_BYTES_MAX: usize = 16 << 10;
+/// Large bodies that are parsed at the same time. Their JSON values take up to 70 times as much.
+const PARSED_BYTES_MAX: u32 = 8 << 20;
 
 /// State that all handlers share.
 #[derive(Clone)]
 pub(crate) struct AppState {
     pub(crate) generator: Generator,
-    pub(crate) body_bytes_max: usize,
     pub(crate) metrics: Metrics,
+    pub(crate) budget: SharedBudget,
+    /// Permits for bytes of bodies that are parsed at the same time.
+    pub(crate) parsing: Arc<Semaphore>,
+}
+
+impl AppState {
+    pub(crate) fn new(generator: Generator, metrics: Metrics, budget: SharedBudget) -> Self {
+        let parsing = Arc::new(Semaphore::new(PARSED_BYTES_MAX as usize));
+        Self { generator, metrics, budget, parsing }
+    }
 }
 
 /// The origin of a request, and its arrival in Unix time.
@@ -49,25 +60,36 @@ impl FromRequestParts<AppState> for RequestMetadata {
         let request_id = request_id.expect("`observe` runs around every route").0.clone();
         let header = |name: &str| parts.headers.get(name).map(HeaderValue::as_bytes);
         let tenant = app.generator.tenants.resolve(header(tenant::HEADER), header("authorization"))?;
-        let origin = RequestOrigin { request_id, arrived: Instant::now(), tenant };
+        let bytes = parts.extensions.get::<RequestBytes>().cloned();
+        let origin = RequestOrigin { request_id, arrived: Instant::now(), tenant, bytes };
         Ok(Self { origin, created_unix_seconds: unix_seconds() })
     }
 }
 
-/// The body, limited in size and time.
-pub(crate) struct BoundedBody(pub(crate) Bytes);
+/// The whole body, and the right to parse it.
+pub(crate) struct ReceivedBody {
+    pub(crate) bytes: Vec<u8>,
+    /// `None` for a small body.
+    _parsing: Option<OwnedSemaphorePermit>,
+}
 
-impl FromRequest<AppState> for BoundedBody {
+impl FromRequest<AppState> for ReceivedBody {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, app: &AppState) -> Result<Self, ApiError> {
-        let limit = app.body_bytes_max;
-        match tokio::time::timeout(BODY_TIMEOUT, to_bytes(request.into_body(), limit)).await {
-            Ok(Ok(bytes)) => Ok(Self(bytes)),
-            // A broken connection is reported as too large, but its client reads no answer.
-            Ok(Err(_)) => Err(ApiError::body_too_large(limit)),
-            Err(_) => Err(ApiError::body_too_slow()),
+        // The middleware around every route limits the body. Copying it keeps the memory in
+        // proportion to its length, also if it arrives in chunks of one byte.
+        let (mut parts, mut bytes) = (request.into_body().into_data_stream(), Vec::new());
+        while let Some(part) = parts.next().await {
+            bytes.extend_from_slice(&part.map_err(|error| body_error(&error))?);
         }
+        let parsed_bytes = u32::try_from(bytes.len()).unwrap_or(u32::MAX).min(PARSED_BYTES_MAX);
+        let parsing = match bytes.len() > INLINE_BYTES_MAX {
+            // The semaphore is never closed.
+            true => app.parsing.clone().acquire_many_owned(parsed_bytes).await.ok(),
+            false => None,
+        };
+        Ok(Self { bytes, _parsing: parsing })
     }
 }
 

@@ -272,7 +272,8 @@ async fn more_choices_than_the_fleet_accepts_are_refused_at_once_with_the_number
     }
     // The limit of this process counts too: waiting would not help.
     let fleet =
-        RouterHarness::with_config(&token_ids_of("x"), &[worker], |config| config.streams_max = 2).await;
+        RouterHarness::with_config(&token_ids_of("x"), &[worker], |config| config.limits.streams_max = 2)
+            .await;
     let (status, error) = choices(&fleet, None, 3).await;
     assert_eq!((status, &error["code"]), (400, &json!("too_many_choices")), "{error}");
     assert!(error["message"].as_str().unwrap().contains("at most 2 per request"), "{error}");

@@ -184,9 +184,47 @@ async fn unknown_models_routes_and_methods_have_their_own_errors() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_error_quotes_a_long_text_in_part() {
+    const LONG: usize = 500_000;
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
+    let long = "x".repeat(LONG);
+    let mut unknown_field = json!({"prompt": "x"});
+    unknown_field[&long] = json!(1);
+    for (path, body, status) in [
+        ("/v1/completions", json!({"prompt": "x", "model": long}), 404),
+        ("/v1/completions", unknown_field, 400),
+        ("/v1/completions", json!({"prompt": "x", "temperature": long}), 400),
+        ("/v1/completions", json!({"prompt": "x", "response_format": {"type": long}}), 400),
+        ("/v1/chat/completions", json!({"messages": [{"role": long, "content": "x"}]}), 400),
+        ("/v1/chat/completions", json!({"messages": [{"role": "user"}], "stream_options": {&long: 1}}), 400),
+    ] {
+        let response = fleet.post(path, body).await;
+        let code = response.status().as_u16();
+        let text = response.text().await.unwrap();
+        assert!(code == status && text.len() < 4000, "{path}: {code}, {} bytes", text.len());
+    }
+    let (_, error) = fleet.post_json("/v1/completions", json!({"prompt": "x", "model": long})).await;
+    let message = error["error"]["message"].as_str().unwrap();
+    assert!(message.contains("(500000 bytes)") && message.contains("demo"), "{message}");
+    let (status, error) = fleet.get(&format!("/v1/models/{}", "y".repeat(50_000))).await;
+    assert!(status == 404 && error.to_string().len() < 4000, "{status}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn more_json_values_than_the_limit_are_400() {
+    let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
+    let (status, error) = fleet.post_json("/v1/completions", json!({"prompt": vec![1; 1 << 20]})).await;
+    assert_eq!(status, 400);
+    assert!(error["error"]["message"].as_str().unwrap().contains("1048576 JSON values"), "{error}");
+    // Separators in texts are no values: this prompt is refused for its length only.
+    let (status, error) = fleet.post_json("/v1/completions", json!({"prompt": ",[".repeat(1 << 20)})).await;
+    assert_eq!((status, &error["error"]["code"]), (400, &json!("context_length_exceeded")), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_body_over_the_limit_is_413() {
     let fleet = RouterHarness::with_config(&token_ids_of("x"), &[FakeBehaviour::default()], |config| {
-        config.body_max = service::ByteSize::kib(4);
+        config.limits.body_max = service::ByteSize::kib(4);
     })
     .await;
     let (status, error) = fleet.post_json("/v1/completions", json!({"prompt": "x".repeat(5000)})).await;
@@ -234,7 +272,7 @@ async fn an_invalid_argument_of_a_worker_is_400() {
 async fn more_streams_than_the_limit_are_503() {
     let slow = FakeBehaviour { pause: Duration::from_millis(500), ..FakeBehaviour::default() };
     let fleet = RouterHarness::with_config(&token_ids_of(&"a ".repeat(100)), &[slow], |config| {
-        config.streams_max = 2
+        config.limits.streams_max = 2
     })
     .await;
     let running =

@@ -160,7 +160,7 @@ async fn an_error_of_a_worker_is_reported_and_not_retried() {
 async fn a_stream_of_a_hanging_worker_ends_at_the_deadline() {
     let script = token_ids_of(TEXT);
     let fleet = RouterHarness::with_config(&script, &[faulty(2, Fault::Hang)], |config| {
-        config.request_timeout = Duration::from_secs(3);
+        config.limits.request_timeout = Duration::from_secs(3);
     })
     .await;
     let (events, done) = fleet.events("/v1/completions", request()).await;

@@ -56,7 +56,7 @@ impl RouterHarness {
         });
         let workers: Vec<FakeWorker> = workers.await.unwrap();
         let mut config = RouterConfig::new(Some(([127, 0, 0, 1], 0).into()), directory.path().to_owned());
-        config.drain = Duration::from_secs(20);
+        config.limits.drain = Duration::from_secs(20);
         change(&mut config);
         let router = Router::bind(config, None, metrics()).await.unwrap();
         let url = format!("http://{}", router.address().unwrap());

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Accepts TCP connections and serves HTTP/1.1 and HTTP/2 on them.
+//!
+//! [`OpenConnections`] decides which connections stay open. On a stop, idle connections close at
+//! once and busy ones after their last response.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Body;
+use hyper::Request;
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
+use tokio::net::{TcpListener, TcpStream};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tower::ServiceExt;
+
+use crate::intake::ConnectionLimits;
+use crate::open_connections::{OpenConnection, OpenConnections, ResponseBody};
+
+/// A client that answers no ping is gone. TCP alone may not notice.
+const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(20);
+const HTTP2_PING_TIMEOUT: Duration = Duration::from_secs(10);
+/// Received bytes of a connection and of a stream that no handler has read. A body on a local
+/// network arrives in windows of this size at full speed.
+const HTTP2_CONNECTION_WINDOW: u32 = 256 << 10;
+const HTTP2_STREAM_WINDOW: u32 = 128 << 10;
+/// Bytes of one response that wait for a slow client. Further tokens wait in the router's channel.
+const HTTP2_SEND_BYTES_MAX: usize = 64 << 10;
+/// The headers of one request, over both protocols: tokens and cookies fit.
+const HTTP1_BUFFER_BYTES_MAX: usize = 64 << 10;
+const HTTP2_HEADER_BYTES_MAX: u32 = 16 << 10;
+/// Streams that a client reset before they were served, and that the router reset.
+const HTTP2_RESET_STREAMS_MAX: usize = 20;
+/// Pause after a failed accept, for example when the process has no free descriptor.
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ListenerLimits {
+    pub(crate) connections: ConnectionLimits,
+    /// Time from the start of a connection, or from the last response on it, to the end of the
+    /// next request's headers.
+    pub(crate) head_timeout: Duration,
+    /// Requests that run on one HTTP/2 connection.
+    pub(crate) http2_streams_max: u32,
+}
+
+/// Serves until `stop`. Returns when every connection has ended.
+pub(crate) async fn serve(
+    listener: TcpListener,
+    app: axum::Router,
+    limits: ListenerLimits,
+    stop: CancellationToken,
+) {
+    let open = OpenConnections::new(limits.connections);
+    let tasks = TaskTracker::new();
+    loop {
+        let accepted = tokio::select! {
+            () = stop.cancelled() => break,
+            accepted = listener.accept() => accepted,
+        };
+        let (stream, address) = match accepted {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a connection");
+                tokio::time::sleep(ACCEPT_RETRY).await;
+                continue;
+            }
+        };
+        let admitted = tokio::select! {
+            () = stop.cancelled() => break,
+            admitted = open.admit(address.ip().into()) => admitted,
+        };
+        let Some(connection) = admitted else {
+            tracing::debug!(%address, "connection refused: its address is at its limit");
+            continue;
+        };
+        let (app, stop) = (app.clone(), stop.clone());
+        tasks.spawn(async move {
+            if let Err(error) = serve_connection(stream, app, Arc::new(connection), limits, stop).await {
+                tracing::debug!(%error, "connection ended");
+            }
+        });
+    }
+    drop(listener);
+    tasks.close();
+    tasks.wait().await;
+}
+
+async fn serve_connection(
+    stream: TcpStream,
+    app: axum::Router,
+    connection: Arc<OpenConnection>,
+    limits: ListenerLimits,
+    stop: CancellationToken,
+) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    // Sends each small token frame at once.
+    stream.set_nodelay(true)?;
+    let of_service = connection.clone();
+    let service = service_fn(move |request: Request<Incoming>| {
+        let (app, running) = (app.clone(), of_service.begin_request());
+        let mut request = request.map(Body::new);
+        request.extensions_mut().insert(of_service.client);
+        async move {
+            let response = app.oneshot(request).await?;
+            Ok::<_, Infallible>(response.map(|body| ResponseBody { body, _running: running }))
+        }
+    });
+    let builder = connection_builder(limits);
+    let served = builder.serve_connection(TokioIo::new(stream), service);
+    let mut served = std::pin::pin!(served);
+    let no_request = async {
+        tokio::select! {
+            () = tokio::time::sleep(limits.head_timeout) => {}
+            () = connection.has_request.cancelled() => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        ended = &mut served => return ended,
+        // Dropping the connection closes it.
+        () = connection.close.cancelled() => return Ok(()),
+        () = no_request => return Ok(()),
+        () = stop.cancelled() => served.as_mut().graceful_shutdown(),
+    }
+    tokio::select! {
+        ended = &mut served => ended,
+        () = connection.close.cancelled() => Ok(()),
+    }
+}
+
+fn connection_builder(limits: ListenerLimits) -> auto::Builder<TokioExecutor> {
+    let mut builder = auto::Builder::new(TokioExecutor::new());
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(limits.head_timeout)
+        .max_buf_size(HTTP1_BUFFER_BYTES_MAX);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(limits.http2_streams_max)
+        .initial_connection_window_size(HTTP2_CONNECTION_WINDOW)
+        .initial_stream_window_size(HTTP2_STREAM_WINDOW)
+        .max_send_buf_size(HTTP2_SEND_BYTES_MAX)
+        .max_header_list_size(HTTP2_HEADER_BYTES_MAX)
+        .max_pending_accept_reset_streams(HTTP2_RESET_STREAMS_MAX)
+        .max_local_error_reset_streams(HTTP2_RESET_STREAMS_MAX)
+        .keep_alive_interval(HTTP2_PING_INTERVAL)
+        .keep_alive_timeout(HTTP2_PING_TIMEOUT);
+    builder
+}

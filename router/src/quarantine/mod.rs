@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Quarantine: refuses requests that crash workers.
+//!
+//! [`QuarantinePolicy`] is a plain value without a clock. [`crate::quarantine_control`] owns it.
+//!
+//! Requests are identified by their content ([`ContentKey`]), because a client repeats a request
+//! that failed. A stream is *on trial* from the time at which the router sends it to a worker until
+//! the worker's first new token.
+//!
+//! ```text
+//! worker dies -- suspects on trial there? -- yes: those are candidates
+//!                      \-- others on trial? -- yes: those are candidates
+//!                                      \--- no:  all contents on that worker are candidates
+//! each candidate loses one worker more and becomes a suspect
+//!     2 losses, and the last time it was the only candidate --> quarantined for a time
+//!     it outputs more tokens than at the loss ----------------> cleared
+//! ```
+//!
+//! Most candidates are innocent neighbours of one request. So a suspect gets its next trial alone:
+//! 1. A suspect enters a worker only if no other content is on trial there.
+//! 2. No other content enters a worker while a suspect is on trial there, or waits for that worker.
+//! 3. A suspect is on trial at one worker at a time.
+//! 4. All of this holds for at most [`policy::TRIAL_MAX`], so a long prefill delays others for a bounded
+//!    time.
+//!
+//! Only a stream that entered its worker after the last loss counts: workers that are killed together
+//! say no more about a content than one of them.
+//!
+//! A loss in the middle of the output has many candidates. Those are resumed together the first
+//! time, because a killed process is a more likely cause than one of them.
+
+mod content;
+mod policy;
+#[cfg(test)]
+mod tests;
+mod worker_trials;
+
+pub(crate) use content::{ContentHasher, ContentKey};
+pub(crate) use policy::{Blocked, LossVerdict, QuarantineEntry, QuarantinePolicy, StreamId};

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The state of the quarantine.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
+
+use super::content::ContentKey;
+use super::worker_trials::WorkerTrials;
+use crate::admission::Uptime;
+use crate::routing::WorkerId;
+
+/// Losses after which a content is quarantined, if it was the only candidate the last time. One
+/// loss happens to any request whose worker is killed.
+const LOSSES_MAX: u32 = 2;
+/// How long a trial keeps others away. A prefill of a few thousand tokens takes less.
+pub(super) const TRIAL_MAX: Duration = Duration::from_secs(5);
+/// Contents with losses. A worker that dies adds as many as it has streams.
+pub(super) const RECORDS_MAX: usize = 4096;
+
+/// One stay of a stream on a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct StreamId(u64);
+
+/// The content may not enter the worker now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Blocked;
+
+/// A content in quarantine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct QuarantineEntry {
+    pub(crate) losses: u32,
+    pub(crate) remaining: Duration,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LossVerdict {
+    Resume,
+    /// `is_new`: this loss put the content there.
+    Quarantine {
+        entry: QuarantineEntry,
+        is_new: bool,
+    },
+}
+
+/// What is known of a content that lost a worker.
+#[derive(Clone, Copy, Debug)]
+struct LossRecord {
+    losses: u32,
+    /// Output tokens at the last loss. With more, the content is cleared.
+    output_tokens: usize,
+    /// The next trial is alone.
+    is_suspect: bool,
+    /// The last stream that entered a worker before the last loss.
+    last_stream: StreamId,
+    expires: Uptime,
+    is_quarantined: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct QuarantinePolicy {
+    quarantine_for: Duration,
+    records: HashMap<ContentKey, LossRecord>,
+    workers: BTreeMap<WorkerId, WorkerTrials>,
+    last_id: u64,
+}
+
+impl QuarantinePolicy {
+    /// `quarantine_for` is also the time for which losses are remembered.
+    pub(crate) fn new(quarantine_for: Duration) -> Self {
+        Self { quarantine_for, records: HashMap::new(), workers: BTreeMap::new(), last_id: 0 }
+    }
+
+    /// `Some` if the content is in quarantine.
+    pub(crate) fn find(&self, content: ContentKey, now: Uptime) -> Option<QuarantineEntry> {
+        let record = self.record(content, now).filter(|record| record.is_quarantined)?;
+        Some(QuarantineEntry { losses: record.losses, remaining: record.expires - now })
+    }
+
+    /// Puts a stream of the content on trial at a worker. `force` ignores other trials.
+    pub(crate) fn enter(
+        &mut self,
+        worker: WorkerId,
+        content: ContentKey,
+        now: Uptime,
+        force: bool,
+    ) -> Result<StreamId, Blocked> {
+        let is_suspect = self.record(content, now).is_some_and(|record| record.is_suspect);
+        let mut others = self.workers.iter().filter(|(id, _)| **id != worker);
+        let is_elsewhere = is_suspect && others.any(|(_, trials)| trials.has_trial(content, now));
+        if is_elsewhere && !force {
+            return Err(Blocked);
+        }
+        let trials = self.workers.entry(worker).or_default();
+        if !trials.may_enter(content, is_suspect, now) && !force {
+            return Err(Blocked);
+        }
+        self.last_id += 1;
+        let id = StreamId(self.last_id);
+        trials.enter(id, content, is_suspect, now);
+        self.drop_claims(content);
+        Ok(id)
+    }
+
+    /// The suspect no longer waits for any worker.
+    pub(crate) fn drop_claims(&mut self, content: ContentKey) {
+        self.workers.values_mut().for_each(|trials| trials.drop_claim(content));
+        self.workers.retain(|_, trials| !trials.is_empty());
+    }
+
+    /// The stream has `output_tokens` tokens, of all its workers together. Returns true if others
+    /// may enter the worker now.
+    pub(crate) fn record_output(
+        &mut self,
+        worker: WorkerId,
+        id: StreamId,
+        content: ContentKey,
+        output_tokens: usize,
+    ) -> bool {
+        let is_past = |record: &LossRecord| !record.is_quarantined && output_tokens > record.output_tokens;
+        if self.records.get(&content).is_some_and(is_past) {
+            self.records.remove(&content);
+        }
+        self.workers.get_mut(&worker).is_some_and(|trials| trials.set_output(id))
+    }
+
+    /// The stream's worker is dead.
+    pub(crate) fn record_loss(
+        &mut self,
+        worker: WorkerId,
+        id: StreamId,
+        content: ContentKey,
+        output_tokens: usize,
+        now: Uptime,
+    ) -> LossVerdict {
+        let earlier = self.record(content, now).copied();
+        let loss = self.workers.get_mut(&worker).and_then(|trials| trials.lose(id));
+        // Workers that are killed together say no more about a content than one of them.
+        let is_new_trial = earlier.is_none_or(|record| id > record.last_stream);
+        let Some(loss) = loss.filter(|_| is_new_trial) else {
+            // Another stream of the content may have been counted for the same death.
+            return self
+                .find(content, now)
+                .map_or(LossVerdict::Resume, |entry| LossVerdict::Quarantine { entry, is_new: false });
+        };
+        let losses = earlier.map_or(0, |record| record.losses) + 1;
+        let was_quarantined = earlier.is_some_and(|record| record.is_quarantined);
+        let is_quarantined = was_quarantined || (losses >= LOSSES_MAX && loss.is_only);
+        let is_suspect = loss.was_on_trial || loss.is_only || losses >= LOSSES_MAX;
+        let expires = now + self.quarantine_for;
+        self.make_room(now);
+        let last_stream = StreamId(self.last_id);
+        let record = LossRecord { losses, output_tokens, is_suspect, last_stream, expires, is_quarantined };
+        self.records.insert(content, record);
+        let entry = QuarantineEntry { losses, remaining: self.quarantine_for };
+        match is_quarantined {
+            true => LossVerdict::Quarantine { entry, is_new: !was_quarantined },
+            false => LossVerdict::Resume,
+        }
+    }
+
+    /// The stream left the worker: it ended, or its loss is recorded.
+    pub(crate) fn leave(&mut self, worker: WorkerId, id: StreamId) {
+        if let Some(trials) = self.workers.get_mut(&worker) {
+            trials.remove(id);
+            if trials.is_empty() {
+                self.workers.remove(&worker);
+            }
+        }
+    }
+
+    /// Time after which a blocked content should try again even if nothing else happens.
+    pub(crate) fn next_change(&self, now: Uptime) -> Duration {
+        let changes = self.workers.values().filter_map(|trials| trials.next_change(now));
+        changes.min().unwrap_or(TRIAL_MAX)
+    }
+
+    /// Number of contents in quarantine.
+    pub(crate) fn quarantined(&self, now: Uptime) -> usize {
+        self.records.values().filter(|record| record.is_quarantined && record.expires > now).count()
+    }
+
+    fn record(&self, content: ContentKey, now: Uptime) -> Option<&LossRecord> {
+        self.records.get(&content).filter(|record| record.expires > now)
+    }
+
+    /// Keeps less than [`RECORDS_MAX`] records. Contents in quarantine are removed last.
+    fn make_room(&mut self, now: Uptime) {
+        if self.records.len() < RECORDS_MAX {
+            return;
+        }
+        self.records.retain(|_, record| record.expires > now);
+        while self.records.len() >= RECORDS_MAX {
+            let oldest =
+                self.records.iter().min_by_key(|(_, record)| (record.is_quarantined, record.expires));
+            let oldest = oldest.map(|(&content, _)| content);
+            self.records.remove(&oldest.expect("RECORDS_MAX is above 0"));
+        }
+    }
+}

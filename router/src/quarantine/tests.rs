@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Tests of the quarantine: fixed cases, and a fleet with random requests of which one is poison.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::policy::{RECORDS_MAX, TRIAL_MAX};
+use super::*;
+use crate::admission::Uptime;
+use crate::routing::WorkerId;
+
+const QUARANTINE: Duration = Duration::from_secs(600);
+const NOW: Uptime = Duration::from_secs(100);
+const POISON: ContentKey = ContentKey(0);
+const A: WorkerId = WorkerId(1);
+const B: WorkerId = WorkerId(2);
+
+fn policy() -> QuarantinePolicy {
+    QuarantinePolicy::new(QUARANTINE)
+}
+
+fn lose_alone(policy: &mut QuarantinePolicy, worker: WorkerId, content: ContentKey) -> LossVerdict {
+    let id = policy.enter(worker, content, NOW, false).unwrap();
+    let verdict = policy.record_loss(worker, id, content, 0, NOW);
+    policy.leave(worker, id);
+    verdict
+}
+
+#[test]
+fn a_content_that_loses_two_workers_alone_is_quarantined_for_a_time() {
+    let mut policy = policy();
+    assert_eq!(lose_alone(&mut policy, A, POISON), LossVerdict::Resume);
+    assert_eq!(policy.find(POISON, NOW), None);
+    let entry = QuarantineEntry { losses: 2, remaining: QUARANTINE };
+    assert_eq!(lose_alone(&mut policy, B, POISON), LossVerdict::Quarantine { entry, is_new: true });
+    assert_eq!(policy.find(POISON, NOW), Some(entry));
+    assert_eq!(policy.find(ContentKey(1), NOW), None);
+    assert_eq!(policy.find(POISON, NOW + QUARANTINE), None);
+}
+
+#[test]
+fn output_beyond_the_loss_clears_a_suspect_and_output_before_it_does_not() {
+    let mut policy = policy();
+    let id = policy.enter(A, POISON, NOW, false).unwrap();
+    policy.record_output(A, id, POISON, 50);
+    assert_eq!(policy.record_loss(A, id, POISON, 50, NOW), LossVerdict::Resume);
+    policy.leave(A, id);
+    // A client repeats the request, which gets as far as before.
+    let id = policy.enter(B, POISON, NOW, false).unwrap();
+    policy.record_output(B, id, POISON, 50);
+    assert!(matches!(policy.record_loss(B, id, POISON, 50, NOW), LossVerdict::Quarantine { .. }));
+
+    let innocent = ContentKey(1);
+    assert_eq!(lose_alone(&mut policy, A, innocent), LossVerdict::Resume);
+    let id = policy.enter(A, innocent, NOW, false).unwrap();
+    policy.record_output(A, id, innocent, 1);
+    policy.leave(A, id);
+    assert_eq!(lose_alone(&mut policy, A, innocent), LossVerdict::Resume, "the first loss again");
+}
+
+#[test]
+fn neighbours_with_output_are_no_candidates_of_a_death_during_a_trial() {
+    let mut policy = policy();
+    let neighbour = ContentKey(1);
+    for worker in [A, B] {
+        let next_to = policy.enter(worker, neighbour, NOW, false).unwrap();
+        policy.record_output(worker, next_to, neighbour, 1);
+        let id = policy.enter(worker, POISON, NOW, false).unwrap();
+        // Both orders of the two reports.
+        if worker == A {
+            policy.record_loss(worker, id, POISON, 0, NOW);
+            policy.leave(worker, id);
+        }
+        assert_eq!(policy.record_loss(worker, next_to, neighbour, 1, NOW), LossVerdict::Resume);
+        policy.leave(worker, next_to);
+        if worker == B {
+            assert!(matches!(
+                policy.record_loss(worker, id, POISON, 0, NOW),
+                LossVerdict::Quarantine { is_new: true, .. }
+            ));
+        }
+    }
+    assert_eq!(policy.find(neighbour, NOW), None);
+}
+
+#[test]
+fn two_choices_of_one_content_count_one_loss_for_one_death() {
+    let mut policy = policy();
+    let ids = [policy.enter(A, POISON, NOW, false).unwrap(), policy.enter(A, POISON, NOW, false).unwrap()];
+    for id in ids {
+        assert_eq!(policy.record_loss(A, id, POISON, 0, NOW), LossVerdict::Resume);
+    }
+    let ids = [policy.enter(B, POISON, NOW, false).unwrap(), policy.enter(B, POISON, NOW, false).unwrap()];
+    let verdicts = ids.map(|id| policy.record_loss(B, id, POISON, 0, NOW));
+    let is_new = verdicts.map(|v| matches!(v, LossVerdict::Quarantine { is_new: true, .. }));
+    assert_eq!(is_new, [true, false], "both choices end, and the log has one line: {verdicts:?}");
+}
+
+#[test]
+fn workers_that_die_together_count_as_one_loss_of_a_content_on_both() {
+    let mut policy = policy();
+    let ids = [A, B].map(|worker| (worker, policy.enter(worker, POISON, NOW, false).unwrap()));
+    for (worker, id) in ids {
+        assert_eq!(policy.record_loss(worker, id, POISON, 0, NOW), LossVerdict::Resume);
+        policy.leave(worker, id);
+    }
+    let trial = policy.enter(A, POISON, NOW, false).unwrap();
+    assert_eq!(policy.enter(B, POISON, NOW, false), Err(Blocked), "one trial at a time");
+    assert!(policy.enter(A, POISON, NOW, false).is_ok());
+    assert!(matches!(policy.record_loss(A, trial, POISON, 0, NOW), LossVerdict::Quarantine { .. }));
+}
+
+#[test]
+fn a_suspect_is_on_trial_alone_and_others_wait_a_bounded_time() {
+    let mut policy = policy();
+    let other = ContentKey(1);
+    lose_alone(&mut policy, A, POISON);
+    let busy = policy.enter(B, other, NOW, false).unwrap();
+    assert_eq!(policy.enter(B, POISON, NOW, false), Err(Blocked));
+    assert_eq!(policy.enter(B, ContentKey(2), NOW, false), Err(Blocked), "the suspect waits for this worker");
+    assert!(policy.record_output(B, busy, other, 1));
+    let suspect = policy.enter(B, POISON, NOW, false).unwrap();
+    assert_eq!(policy.enter(B, ContentKey(2), NOW, false), Err(Blocked));
+    assert!(policy.enter(B, ContentKey(2), NOW + TRIAL_MAX, false).is_ok());
+    assert!(policy.record_output(B, suspect, POISON, 1));
+    assert!(policy.enter(B, ContentKey(3), NOW, false).is_ok());
+}
+
+#[test]
+fn a_suspect_is_blamed_before_a_request_that_joined_its_long_trial() {
+    let mut policy = policy();
+    lose_alone(&mut policy, A, POISON);
+    let suspect = policy.enter(B, POISON, NOW, false).unwrap();
+    let late = policy.enter(B, ContentKey(1), NOW + TRIAL_MAX, false).unwrap();
+    assert_eq!(policy.record_loss(B, late, ContentKey(1), 0, NOW), LossVerdict::Resume);
+    let verdict = policy.record_loss(B, suspect, POISON, 0, NOW);
+    assert!(matches!(verdict, LossVerdict::Quarantine { is_new: true, .. }), "{verdict:?}");
+}
+
+#[test]
+fn a_suspect_whose_client_is_gone_blocks_nothing() {
+    let mut policy = policy();
+    lose_alone(&mut policy, A, POISON);
+    let busy = policy.enter(B, ContentKey(1), NOW, false).unwrap();
+    assert_eq!(policy.enter(B, POISON, NOW, false), Err(Blocked));
+    policy.drop_claims(POISON);
+    assert!(policy.enter(B, ContentKey(2), NOW, false).is_ok());
+    policy.leave(B, busy);
+}
+
+#[test]
+fn records_are_bounded_and_quarantined_contents_stay_longest() {
+    let mut policy = policy();
+    lose_alone(&mut policy, A, POISON);
+    lose_alone(&mut policy, B, POISON);
+    for n in 1..=2 * RECORDS_MAX as u128 {
+        lose_alone(&mut policy, A, ContentKey(n));
+    }
+    assert!(policy.find(POISON, NOW).is_some());
+    assert_eq!(policy.quarantined(NOW), 1);
+}
+
+/// A fleet in which one content kills its worker when it starts, and all others output tokens.
+#[derive(Debug, Default)]
+struct SimulatedFleet {
+    /// Streams on each worker: content and output tokens.
+    streams: BTreeMap<WorkerId, Vec<(StreamId, ContentKey, usize)>>,
+    waiting: Vec<(ContentKey, usize)>,
+    deaths: u32,
+    failed: Vec<ContentKey>,
+}
+
+impl SimulatedFleet {
+    /// Sends every waiting stream to the first worker that lets it in.
+    fn place(&mut self, policy: &mut QuarantinePolicy, workers: u64, now: Uptime) {
+        for (n, (content, output)) in (0..).zip(std::mem::take(&mut self.waiting)) {
+            if policy.find(content, now).is_some() {
+                self.failed.push(content);
+                continue;
+            }
+            let first = content.0 as u64 + n;
+            let entered = (0..workers)
+                .map(|next| WorkerId((first + next) % workers))
+                .find_map(|worker| Some((worker, policy.enter(worker, content, now, false).ok()?)));
+            match entered {
+                Some((worker, id)) => self.streams.entry(worker).or_default().push((id, content, output)),
+                None => self.waiting.push((content, output)),
+            }
+        }
+    }
+
+    /// Every worker takes a step: it dies if the poison is there, else each stream gets a token.
+    fn step(&mut self, policy: &mut QuarantinePolicy, now: Uptime) {
+        for (&worker, streams) in &mut self.streams {
+            if streams.iter().any(|&(_, content, _)| content == POISON) {
+                self.deaths += 1;
+                for (id, content, output) in streams.drain(..) {
+                    match policy.record_loss(worker, id, content, output, now) {
+                        LossVerdict::Resume => self.waiting.push((content, output)),
+                        LossVerdict::Quarantine { .. } => self.failed.push(content),
+                    }
+                    policy.leave(worker, id);
+                }
+                continue;
+            }
+            for (id, content, output) in streams.iter_mut() {
+                *output += 1;
+                policy.record_output(worker, *id, *content, *output);
+            }
+            streams.retain(|&(id, _, output)| {
+                let ends = output >= 8;
+                if ends {
+                    policy.leave(worker, id);
+                }
+                !ends
+            });
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Whatever runs beside it, a poison kills two workers, or one more than those that have a copy
+    /// of it at once. No neighbour fails or waits for ever.
+    #[test]
+    fn i6_a_poison_kills_two_workers_and_no_neighbour_fails(
+        workers in 1_u64..5,
+        copies in 1_usize..4,
+        arrivals in proptest::collection::vec(proptest::collection::vec(1_u128..40, 0..6), 1..30),
+        poison_at in 0_usize..30,
+    ) {
+        let (mut policy, mut fleet, mut now) = (policy(), SimulatedFleet::default(), NOW);
+        for step in 0..200 {
+            now += Duration::from_millis(20);
+            fleet.waiting.extend(arrivals.get(step).into_iter().flatten().map(|&n| (ContentKey(n), 0)));
+            if step == poison_at {
+                fleet.waiting.extend(vec![(POISON, 0); copies]);
+            }
+            fleet.place(&mut policy, workers, now);
+            fleet.step(&mut policy, now);
+        }
+        prop_assert!(fleet.deaths >= 2 && fleet.deaths <= 1 + (copies as u32).min(workers as u32), "{} deaths", fleet.deaths);
+        prop_assert_eq!(&fleet.failed, &vec![POISON; copies]);
+        prop_assert!(fleet.waiting.is_empty() && fleet.streams.values().all(Vec::is_empty), "{:?}", fleet);
+    }
+}

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Requests that crash workers. The workers are real; a library that is preloaded into them crashes
+//! them when a request with a certain text arrives (crash_on_request.c).
+
+use crate::harness::api::{Continuation, TestRequest, generate, generate_all, runtime};
+use crate::harness::http::HttpClient;
+use crate::harness::{ServedFleet, demo_7m, eventually, in_tree, serve};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Grammars and cache salts reach a worker as the client wrote them.
+const CRASH_ON: &str = "crash-this-worker";
+const WORKERS: usize = 4;
+
+struct CrashingFleet {
+    fleet: ServedFleet,
+    log: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+impl CrashingFleet {
+    fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+        let log = folder.path().join("log");
+        let mut command = serve(directory.path(), &demo_7m(), &["--workers", "4", "--threads", "1"]);
+        command.env("LD_PRELOAD", library(folder.path())).env("BALLAST_TEST_CRASH_ON", CRASH_ON);
+        command.stderr(Stdio::from(std::fs::File::create(&log).unwrap()));
+        Self { fleet: ServedFleet::start_command(directory, command), log, _folder: folder }
+    }
+
+    fn restarts(&self) -> u64 {
+        self.fleet.processes_by_role("worker").iter().map(|worker| worker.restarts).sum()
+    }
+
+    fn wait_until_ready(&self) {
+        eventually("all workers serve", || {
+            let workers = self.fleet.processes_by_role("worker");
+            workers.iter().all(|worker| worker.state == "ready").then_some(())
+        });
+    }
+}
+
+fn library(folder: &Path) -> PathBuf {
+    let library = folder.join("crash_on_request.so");
+    let status = Command::new("cc")
+        .args(["-O2", "-shared", "-fPIC", "-o"])
+        .arg(&library)
+        .arg(in_tree("tests/crash_on_request.c"))
+        .arg("-ldl")
+        .status()
+        .unwrap();
+    assert!(status.success(), "cc: {status}");
+    library
+}
+
+fn neighbours() -> Vec<TestRequest> {
+    let request = |seed: u32| TestRequest {
+        prompt: (0..20).map(|i| 10 + i * 13 + seed).collect(),
+        max_tokens: 200,
+        temperature: 0.7,
+        seed: u64::from(seed),
+        ..TestRequest::default()
+    };
+    (0..6).map(request).collect()
+}
+
+fn tokens(results: &[Result<Continuation, tonic::Status>]) -> Vec<&[u32]> {
+    results.iter().map(|result| &result.as_ref().unwrap().tokens[..]).collect()
+}
+
+/// Sends `poison` again and again while neighbours generate. It kills two workers and no more.
+fn check_quarantine(poison: &Value) {
+    let fleet = CrashingFleet::start();
+    let http = HttpClient::connect(&fleet.fleet);
+    let neighbours = neighbours();
+    let expected = runtime().block_on(generate_all(&fleet.fleet.grpc, &neighbours));
+    let found = runtime().block_on(fleet.fleet.generate_during_fault(&neighbours, || {
+        for attempt in 0..10 {
+            let (status, answer) = http.post("/v1/completions", poison);
+            let error: Value = serde_json::from_str(&answer).unwrap();
+            assert_eq!(
+                (status, error["error"]["code"].as_str()),
+                (422, Some("request_quarantined")),
+                "attempt {attempt}: {answer}"
+            );
+        }
+    }));
+    assert_eq!(tokens(&expected), tokens(&found), "the neighbours' streams are whole");
+    fleet.wait_until_ready();
+    assert_eq!(fleet.restarts(), 2, "the request killed other workers than the two that identify it");
+    assert_eq!(fleet.fleet.processes_by_role("worker").len(), WORKERS);
+
+    let harmless = json!({"prompt": "import ", "max_tokens": 4, "guided_regex": "[a-z]{1,4}"});
+    assert_eq!(http.post("/v1/completions", &harmless).0, 200);
+    let log = std::fs::read_to_string(&fleet.log).unwrap();
+    let lines: Vec<&str> = log.lines().filter(|line| line.contains("a request ended its workers")).collect();
+    assert_eq!(lines.len(), 1, "{log}");
+    assert!(lines[0].contains("request=") && lines[0].contains("content="), "{}", lines[0]);
+    assert_eq!(http.metric("ballast:requests_quarantined_total"), Some(1.0));
+    fleet.fleet.stop();
+}
+
+#[test]
+fn a_request_that_crashes_workers_before_it_is_admitted_costs_two_of_them() {
+    check_quarantine(&json!({"prompt": "import ", "max_tokens": 50, "cache_salt": CRASH_ON}));
+}
+
+#[test]
+fn a_grammar_that_crashes_workers_costs_two_of_them() {
+    check_quarantine(&json!({"prompt": "import ", "max_tokens": 50, "guided_regex": CRASH_ON}));
+}
+
+#[test]
+fn a_quarantined_request_is_refused_over_grpc_with_a_status_that_is_not_retried() {
+    let fleet = CrashingFleet::start();
+    let poison = TestRequest {
+        prompt: vec![1, 2, 3],
+        max_tokens: 4,
+        grammar: Some(proto::v1::grammar::Kind::Regex(CRASH_ON.to_owned())),
+        ..TestRequest::default()
+    };
+    for _ in 0..3 {
+        let refused = runtime().block_on(async {
+            let mut client = crate::harness::api::connect(&fleet.fleet.grpc).await;
+            generate(&mut client, &poison, |_| {}).await.unwrap_err()
+        });
+        assert_eq!(refused.code(), tonic::Code::FailedPrecondition, "{refused}");
+    }
+    fleet.wait_until_ready();
+    assert_eq!(fleet.restarts(), 2);
+    fleet.fleet.stop();
+}
