@@ -4,10 +4,10 @@
 //! `worker-<N>.sock` in it.
 //!
 //! The path and inode of a socket identify one run of a worker. Each gets one
-//! [`crate::worker_link`] task. If that task ends and the socket still exists, the next scan starts
-//! another one.
+//! [`crate::worker_link`] task. If that task ends and the socket still exists, a later scan starts
+//! another one: the next scan, or after a pause if the router cannot serve the worker.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,6 +17,7 @@ use service::RuntimeDir;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
+use crate::refused_workers::SocketId;
 use crate::registry::WorkerRegistry;
 use crate::worker_link;
 
@@ -27,7 +28,7 @@ const WORKERS_MAX: usize = 64;
 
 /// Scans the directory until `stop`.
 pub(crate) async fn run(directory: RuntimeDir, registry: Arc<WorkerRegistry>, stop: CancellationToken) {
-    let mut links: HashMap<(PathBuf, u64), JoinHandle<()>> = HashMap::new();
+    let mut links: HashMap<SocketId, JoinHandle<()>> = HashMap::new();
     let mut scan = tokio::time::interval(SCAN_INTERVAL);
     scan.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut is_unreadable = false;
@@ -47,13 +48,19 @@ pub(crate) async fn run(directory: RuntimeDir, registry: Arc<WorkerRegistry>, st
         };
         is_unreadable = false;
         links.retain(|_, link| !link.is_finished());
-        for (_, path) in sockets.into_iter().take(WORKERS_MAX) {
-            // The socket may vanish between the listing and this call. The next scan does not list
-            // it.
-            let Ok(metadata) = std::fs::symlink_metadata(&path) else { continue };
-            links
-                .entry((path.clone(), metadata.ino()))
-                .or_insert_with(|| tokio::spawn(worker_link::run(path, registry.clone(), stop.clone())));
+        // A socket may vanish between the listing and its inspection. The next scan does not list
+        // it.
+        let inspect = |(_, path): (u32, PathBuf)| {
+            let inode = std::fs::symlink_metadata(&path).ok()?.ino();
+            Some((path, inode))
+        };
+        let sockets: HashSet<SocketId> = sockets.into_iter().take(WORKERS_MAX).filter_map(inspect).collect();
+        registry.retain_refused(|socket| sockets.contains(socket));
+        for socket in sockets {
+            if !links.contains_key(&socket) && registry.may_ask(&socket) {
+                let link = worker_link::run(socket.clone(), registry.clone(), stop.clone());
+                links.insert(socket, tokio::spawn(link));
+            }
         }
     }
 }

@@ -54,6 +54,7 @@ mod quarantine;
 mod quarantine_control;
 #[cfg(test)]
 mod ranges;
+mod refused_workers;
 mod registry;
 mod request_id;
 mod routing;

@@ -5,12 +5,13 @@
 //!
 //! 1. One small lock guards plain values. It is held for a few map operations and never across an
 //!    await.
-//! 2. The registry holds healthy workers only: a worker is registered when its metadata is known
-//!    and removed when its connection ends.
+//! 2. The registered workers are healthy: a worker is registered when its metadata is known and
+//!    removed when its connection ends. Workers that the router cannot serve are listed apart.
 //! 3. The registry and its routing policy hold the same workers.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use proto::worker::v1::worker_client::WorkerClient;
 use service::printable::excerpt;
@@ -20,6 +21,7 @@ use tonic::transport::Channel;
 
 use crate::admission::{ModelCapacity, WorkerCapacity};
 use crate::model::ServedModel;
+use crate::refused_workers::{RefusedWorkers, SocketId};
 use crate::routing::{
     ModelKey, RouterTime, RoutingMode, RoutingPolicy, StreamDemand, StreamPlacement, WorkerId, WorkerProfile,
     WorkerReport,
@@ -35,7 +37,7 @@ const IDLE_MODELS_MAX: usize = 8;
 pub(crate) struct WorkerRegistry {
     start: Instant,
     state: Mutex<RegistryState>,
-    /// Counts changes of the set of workers.
+    /// Counts changes of the sets of workers, registered and refused.
     changes: watch::Sender<u64>,
 }
 
@@ -46,6 +48,7 @@ struct RegistryState {
     /// One for each key, in the order of registration.
     models: Vec<Arc<ServedModel>>,
     last_worker_id: u64,
+    refused: RefusedWorkers,
 }
 
 #[derive(Debug)]
@@ -183,6 +186,35 @@ impl WorkerRegistry {
         state.workers.remove(&id);
         drop(state);
         self.changes.send_modify(|n| *n += 1);
+    }
+
+    /// Notes that the router cannot serve a worker. Returns the pause until it asks again.
+    pub(crate) fn refuse(&self, socket: SocketId, reason: &str) -> Duration {
+        let pause = self.lock().refused.refuse(socket, reason, Instant::now());
+        self.changes.send_modify(|n| *n += 1);
+        pause
+    }
+
+    /// Notes that the router can serve a worker.
+    pub(crate) fn accept(&self, socket: &SocketId) {
+        self.lock().refused.accept(socket);
+    }
+
+    /// False during the pause after a refusal.
+    pub(crate) fn may_ask(&self, socket: &SocketId) -> bool {
+        self.lock().refused.may_ask(socket, Instant::now())
+    }
+
+    /// Forgets refused workers whose sockets are gone.
+    pub(crate) fn retain_refused(&self, exists: impl Fn(&SocketId) -> bool) {
+        if self.lock().refused.retain(exists) {
+            self.changes.send_modify(|n| *n += 1);
+        }
+    }
+
+    /// One line about the refused workers, or `None` if there are none.
+    pub(crate) fn refused_summary(&self) -> Option<String> {
+        self.lock().refused.summary()
     }
 
     pub(crate) fn update_report(&self, id: WorkerId, report: WorkerReport) {

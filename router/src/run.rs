@@ -2,11 +2,14 @@
 
 //! The router process: runtime, signals, readiness.
 
+use std::sync::Arc;
+
 use service::metrics::Metrics;
 use service::{Notify, Shutdown};
 
 use crate::config::RouterConfig;
 use crate::error::RouterError;
+use crate::registry::WorkerRegistry;
 use crate::server::Router;
 
 /// Runs the router until it has drained.
@@ -28,10 +31,33 @@ pub fn run(config: RouterConfig) -> Result<(), RouterError> {
         if let Some(health) = router.health_address() {
             tracing::info!(address = %format!("http://{health}"), "listening for health and metrics");
         }
-        notify.status(&format!("listening on {address}"))?;
+        let listening = format!("listening on {address}");
+        notify.status(&listening)?;
         notify.ready()?;
+        let reporter = tokio::spawn(report_refused_workers(router.registry(), listening, notify.clone()));
         let served = router.serve(&shutdown).await;
+        reporter.abort();
         notify.stopping()?;
         served
     })
+}
+
+/// Adds the refused workers to the process's status, which `ballast ps` shows.
+async fn report_refused_workers(registry: Arc<WorkerRegistry>, listening: String, notify: Notify) {
+    let (mut changes, mut last) = (registry.subscribe(), None);
+    while changes.changed().await.is_ok() {
+        let summary = registry.refused_summary();
+        if summary == last {
+            continue;
+        }
+        let status = match &summary {
+            Some(summary) => format!("{listening}; {summary}"),
+            None => listening.clone(),
+        };
+        // A supervisor that is gone reads no status; its successor gets the last one.
+        if let Err(error) = notify.status(&status) {
+            tracing::debug!(%error, "cannot report the refused workers");
+        }
+        last = summary;
+    }
 }

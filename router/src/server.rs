@@ -89,6 +89,10 @@ impl Router {
         self.health.as_ref().and_then(|health| health.local_addr().ok())
     }
 
+    pub(crate) fn registry(&self) -> Arc<WorkerRegistry> {
+        self.generator.registry.clone()
+    }
+
     /// Serves until a stop is requested and all streams have ended, or the drain time is over.
     pub async fn serve(self, shutdown: &Shutdown) -> Result<(), RouterError> {
         let Router { config, tcp, health: health_tcp, socket, generator, metrics } = self;

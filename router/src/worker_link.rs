@@ -11,7 +11,6 @@
 //! The health watch is an open stream. The kernel closes it when the process dies, so the router
 //! notices a death at once and without traffic.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,6 +24,7 @@ use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 
 use crate::admission::WorkerCapacity;
 use crate::model::{LoadModelError, ServedModel, ServedModelInfo};
+use crate::refused_workers::SocketId;
 use crate::registry::WorkerRegistry;
 use crate::routing::{ModelKey, WorkerFingerprint, WorkerId, WorkerReport};
 
@@ -52,11 +52,12 @@ enum LinkError {
     ServedModel(#[from] LoadModelError),
 }
 
-/// Links to the worker behind `socket` until it goes away or `stop`.
-pub(crate) async fn run(socket: PathBuf, registry: Arc<WorkerRegistry>, stop: CancellationToken) {
-    let mut link = WorkerLink { registry, registered: None };
+/// Links to the worker behind the socket until it goes away or `stop`.
+pub(crate) async fn run(id: SocketId, registry: Arc<WorkerRegistry>, stop: CancellationToken) {
+    let socket = &id.0;
+    let mut link = WorkerLink { registry, id: id.clone(), registered: None };
     let ended = tokio::select! {
-        ended = link.run(&socket) => ended,
+        ended = link.run(socket) => ended,
         () = stop.cancelled() => Ok(()),
     };
     let was_serving = link.registered.is_some();
@@ -66,11 +67,23 @@ pub(crate) async fn run(socket: PathBuf, registry: Arc<WorkerRegistry>, stop: Ca
         Err(LinkError::Connect(error)) => {
             tracing::debug!(socket = %socket.display(), %error, "cannot connect to a worker")
         }
+        Err(error) if error.is_refusal() => {
+            let error = service::exit::one_line(&error);
+            let pause = link.registry.refuse(id.clone(), &error);
+            tracing::warn!(socket = %socket.display(), %error, ?pause, "cannot serve a worker");
+        }
         Err(error) => {
             let error = service::exit::one_line(&error);
             tracing::warn!(socket = %socket.display(), was_serving, %error, "worker lost");
         }
         Ok(()) => {}
+    }
+}
+
+impl LinkError {
+    /// The worker answers, but the router cannot serve its model.
+    fn is_refusal(&self) -> bool {
+        matches!(self, Self::Metadata { .. } | Self::ServedModel(_))
     }
 }
 
@@ -83,6 +96,7 @@ struct WorkerMetadata {
 
 struct WorkerLink {
     registry: Arc<WorkerRegistry>,
+    id: SocketId,
     registered: Option<WorkerId>,
 }
 
@@ -118,6 +132,7 @@ impl WorkerLink {
                 .await
                 .map_err(|_| LinkError::Timeout { call: "GetMetadata" })??;
         tracing::info!(worker = %name, model = model.name(), "worker registered");
+        self.registry.accept(&self.id);
         self.registered = Some(self.registry.register(name, model, client.clone(), device, capacity));
         Ok(())
     }
