@@ -19,6 +19,7 @@ mod harness;
 mod hostile_clients;
 mod http;
 mod kv_types;
+mod model_text;
 mod mps;
 mod one_copy;
 mod quarantine;

@@ -4,11 +4,12 @@
 
 use std::io::ErrorKind;
 
-use service::Exit;
 use service::exit::one_line;
+use service::{Exit, HasExit};
 
 use crate::cli_error::{CliError, CliResult};
 use crate::inspect::{InspectArguments, inspect};
+use crate::running_fleet::block_on;
 use crate::synth::{SynthError, SynthOptions, synth};
 use crate::terminal::print_stdout;
 
@@ -22,11 +23,21 @@ pub(crate) struct SynthArguments {
 }
 
 pub(crate) fn run_inspect(arguments: InspectArguments) -> CliResult {
-    let report =
-        inspect(&arguments.model).map_err(|error| CliError::new(Exit::ModelRefused, one_line(&error)))?;
+    let text = block_on(async { Ok(weight_server::check_text_of_file(&arguments.model).await) })?;
+    // A check that did not happen says nothing about the model.
+    let text = match text {
+        Err(error) if error.exit() != Exit::ModelRefused => return Err(error.into()),
+        checked => checked,
+    };
+    let refused = |text| CliError::new(Exit::ModelRefused, text);
+    let report = inspect(&arguments.model, text).map_err(|error| refused(one_line(&error)))?;
     match arguments.json {
-        true => print_stdout(&format!("{}\n", serde_json::to_string(&report).map_err(unprintable)?)),
-        false => print_stdout(&report.to_string()),
+        true => print_stdout(&format!("{}\n", serde_json::to_string(&report).map_err(unprintable)?))?,
+        false => print_stdout(&report.to_string())?,
+    }
+    match report.refused() {
+        Some(reason) => Err(refused(reason.to_owned())),
+        None => Ok(()),
     }
 }
 

@@ -5,10 +5,12 @@
 use gguf::{Array, GgufModel, OpenError, Value, check_model};
 use serde::Serialize;
 use serde_json::{Map, Value as Json, json};
+use service::exit::one_line;
 use service::printable::printable;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use weight_server::{CheckedText, TextCheckError};
 
 /// Arrays up to this length are printed whole. Longer ones, such as vocabularies, are abbreviated.
 const WHOLE_ARRAY: usize = 64;
@@ -33,6 +35,10 @@ pub(crate) struct InspectReport {
     architecture: Option<String>,
     /// Why no engine can use the model, although its files are valid.
     refused: Option<String>,
+    /// If false, the model takes and gives token ids only.
+    tokenizer: bool,
+    /// Why chats are refused.
+    chat_problem: Option<String>,
     parameters: u64,
     tensor_bytes: u64,
     types: Vec<TypeRow>,
@@ -73,8 +79,17 @@ struct TensorRow {
     bytes: u64,
 }
 
-pub(crate) fn inspect(path: &Path) -> Result<InspectReport, OpenError> {
+/// `text` is the result of the check of tokenizer and chat template.
+pub(crate) fn inspect(
+    path: &Path,
+    text: Result<CheckedText, TextCheckError>,
+) -> Result<InspectReport, OpenError> {
     let model = GgufModel::open(path)?;
+    let refused = check_model(model.metadata()).err().map(|error| error.to_string());
+    let (tokenizer, chat_problem, refused_text) = match text {
+        Ok(text) => (text.has_tokenizer, text.chat_problem, None),
+        Err(error) => (false, String::new(), Some(one_line(&error))),
+    };
     let files = model.files().iter().map(|file| FileRow {
         path: file.path.clone(),
         bytes: file.header.file_len(),
@@ -95,7 +110,9 @@ pub(crate) fn inspect(path: &Path) -> Result<InspectReport, OpenError> {
     Ok(InspectReport {
         files: files.collect(),
         architecture: model.metadata().architecture().ok().map(str::to_owned),
-        refused: check_model(model.metadata()).err().map(|error| error.to_string()),
+        refused: refused.or(refused_text),
+        tokenizer,
+        chat_problem: Some(chat_problem).filter(|problem| !problem.is_empty()),
         parameters: model.tensors().map(|(_, tensor)| tensor.values()).sum(),
         tensor_bytes: model.tensor_bytes(),
         types: types(&model),
@@ -155,6 +172,13 @@ fn array_to_json(array: Array<'_>) -> Json {
     json!({ "array_of": array.element.to_string(), "length": array.len, "start": start })
 }
 
+impl InspectReport {
+    /// Why no engine can use the model.
+    pub(crate) fn refused(&self) -> Option<&str> {
+        self.refused.as_deref()
+    }
+}
+
 impl fmt::Display for InspectReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for file in &self.files {
@@ -175,6 +199,9 @@ impl fmt::Display for InspectReport {
         )?;
         if let Some(reason) = &self.refused {
             writeln!(f, "this model would be refused: {}", printable(reason))?;
+        }
+        if let Some(problem) = &self.chat_problem {
+            writeln!(f, "chats would be refused: {}", printable(problem))?;
         }
         writeln!(f, "\n{:<10}{:>8}{:>18}{:>18}{:>8}", "type", "tensors", "parameters", "bytes", "bits")?;
         for TypeRow { dtype, tensors, parameters, bytes } in &self.types {
@@ -234,7 +261,8 @@ mod tests {
         let path = folder.path().join("m.gguf");
         std::fs::write(&path, writer.finish().unwrap()).unwrap();
 
-        let report = inspect(&path).unwrap();
+        let text = CheckedText { has_tokenizer: true, chat_problem: "no template".to_owned() };
+        let report = inspect(&path, Ok(text)).unwrap();
         let json = serde_json::to_value(&report).unwrap();
         assert_eq!(json["parameters"], 68);
         assert_eq!(json["tensor_bytes"], 84);
@@ -257,6 +285,7 @@ mod tests {
             "\nc\\u{1b}[31m",
             "m.gguf\n",
             refused,
+            "chats would be refused: no template\n",
             "100 of \"f32\", from [0.5,",
             "  llama.block_count = 600\n",
         ] {

@@ -188,13 +188,15 @@ impl RunningFleet {
     }
 
     async fn stalled(&self) -> CliError {
-        let mut waiting = Vec::new();
+        let (mut waiting, mut router) = (Vec::new(), String::new());
         if let Ok(status) = self.fleet.status().await {
+            let statuses = status.children.iter().filter(|child| child.role == ChildRole::Router);
+            router = statuses.map(|child| child.status_text.clone()).collect();
             let not_running = |c: &&ChildStatus| !matches!(c.state, ChildState::Running { .. });
             waiting.extend(status.children.iter().filter(not_running).map(|c| c.name.clone()));
         }
         let on_whom = match waiting.is_empty() {
-            true => "the router does not see all workers".to_owned(),
+            true => format!("the router does not serve all workers ({router})"),
             false => format!("still waiting for {}", waiting.join(", ")),
         };
         CliError::new(

@@ -84,6 +84,9 @@ impl GenerationRequest {
         origin: RequestOrigin,
     ) -> Result<Self, RequestParamError> {
         let TokenizedPrompts { param, tokens, at_text_start } = prompts;
+        if model.text.tokenizer().is_err() {
+            params.check_without_text()?;
+        }
         let mut checked = Vec::with_capacity(tokens.len());
         for prompt in tokens {
             let checked_params = params.clone().check(model.limits(), param, prompt.len())?;
@@ -130,7 +133,7 @@ impl GenerationRequest {
         };
         for (prompt, params) in &self.prompts {
             let end_of_generation: &[u32] =
-                if params.ignore_eos { &[] } else { self.model.text.tokenizer.end_of_generation() };
+                if params.ignore_eos { &[] } else { self.model.text.end_of_generation() };
             let stop_tokens: Arc<[u32]> = [&params.stop_tokens, end_of_generation].concat().into();
             let mut call = ChoiceCall {
                 request_id: self.origin.request_id.clone(),

@@ -119,7 +119,8 @@ impl inference_server::Inference for InferenceService {
         let request = request.into_inner();
         let model = self.resolve(&request.model)?;
         let ids = check_ids(&model, "tokens", &request.tokens)?;
-        Ok(Response::new(wire::DetokenizeReply { text: model.text.decode(&ids) }))
+        let text = model.text.decode(&ids).map_err(|error| Status::invalid_argument(error.to_string()))?;
+        Ok(Response::new(wire::DetokenizeReply { text }))
     }
 
     async fn list_models(

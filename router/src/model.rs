@@ -35,10 +35,26 @@ pub(crate) struct ServedModel {
 
 #[derive(Debug)]
 pub(crate) struct ModelText {
-    pub(crate) tokenizer: Arc<Tokenizer>,
+    /// A model without tokenizer takes and gives token ids only.
+    tokenizer: Option<Arc<Tokenizer>>,
+    /// Ids of all tokens that end a generation.
+    end_of_generation: Vec<u32>,
     /// A model with a missing or broken template still completes text.
     template: Result<ChatTemplate, LoadTemplateError>,
     dry_breakers: DryBreakerCache,
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("the model has no tokenizer: it takes token ids instead of text")]
+pub(crate) struct NoTokenizerError;
+
+/// Why a text cannot become token ids.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum EncodeTextError {
+    #[error(transparent)]
+    NoTokenizer(#[from] NoTokenizerError),
+    #[error(transparent)]
+    Encode(#[from] EncodeError),
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -52,6 +68,8 @@ pub(crate) enum LoadModelError {
 /// Why a conversation cannot be rendered to a prompt.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ChatError {
+    #[error(transparent)]
+    NoTokenizer(#[from] NoTokenizerError),
     #[error("{reason}")]
     NoTemplate { reason: String },
     #[error(transparent)]
@@ -63,12 +81,11 @@ pub(crate) enum ChatError {
 impl ServedModel {
     pub(crate) fn load(description: ServedModelInfo, gguf: Vec<u8>) -> Result<Self, LoadModelError> {
         let metadata = gguf::Metadata::parse(gguf)?;
-        let tokenizer = Arc::new(Tokenizer::from_metadata(&metadata)?);
-        let template = ChatTemplate::from_metadata(&metadata, &tokenizer);
-        if let Err(error) = &template {
+        let text = ModelText::load(&metadata, description.vocabulary)?;
+        if let (Some(_), Err(error)) = (&text.tokenizer, &text.template) {
             tracing::info!(model = %description.key.name, reason = service::exit::one_line(error), "no usable chat template");
         }
-        let text = Arc::new(ModelText { tokenizer, template, dry_breakers: DryBreakerCache::default() });
+        let text = Arc::new(text);
         Ok(Self { description, loaded_unix_seconds: unix_seconds(), text })
     }
 
@@ -111,9 +128,36 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 impl ModelText {
-    pub(crate) fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, EncodeError> {
+    fn load(metadata: &gguf::Metadata, vocabulary: u32) -> Result<Self, LoadTokenizerError> {
+        let dry_breakers = DryBreakerCache::default();
+        match Tokenizer::from_metadata(metadata) {
+            Ok(tokenizer) => Ok(Self {
+                end_of_generation: tokenizer.end_of_generation().to_vec(),
+                template: ChatTemplate::from_metadata(metadata, &tokenizer),
+                tokenizer: Some(Arc::new(tokenizer)),
+                dry_breakers,
+            }),
+            Err(LoadTokenizerError::NoTokenizer) => {
+                let mut end_of_generation = text::end_of_generation_keys(metadata)?;
+                end_of_generation.retain(|&id| id < vocabulary);
+                let template = Err(LoadTemplateError::Missing);
+                Ok(Self { tokenizer: None, end_of_generation, template, dry_breakers })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    pub(crate) fn tokenizer(&self) -> Result<&Arc<Tokenizer>, NoTokenizerError> {
+        self.tokenizer.as_ref().ok_or(NoTokenizerError)
+    }
+
+    pub(crate) fn end_of_generation(&self) -> &[u32] {
+        &self.end_of_generation
+    }
+
+    pub(crate) fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, EncodeTextError> {
         // A raw prompt may contain control tokens, as in llama.cpp and vLLM.
-        self.tokenizer.encode(text, EncodeOptions { add_special, parse_special: true })
+        Ok(self.tokenizer()?.encode(text, EncodeOptions { add_special, parse_special: true })?)
     }
 
     pub(crate) fn encode_chat(
@@ -122,6 +166,7 @@ impl ModelText {
         add_generation_prompt: bool,
         variables: &Map<String, Value>,
     ) -> Result<Vec<u32>, ChatError> {
+        let tokenizer = self.tokenizer()?;
         let template = self
             .template
             .as_ref()
@@ -133,30 +178,37 @@ impl ModelText {
             variables,
             now_unix_seconds: unix_seconds(),
         };
-        Ok(self.tokenizer.encode_chat(&template.render(&input)?)?)
+        Ok(tokenizer.encode_chat(&template.render(&input)?)?)
     }
 
-    /// The text of a single token. An incomplete character becomes U+FFFD.
+    /// The text of a single token. An incomplete character becomes U+FFFD. Without tokenizer, it is
+    /// the form that vLLM uses for ids.
     pub(crate) fn token_text(&self, id: u32) -> String {
-        String::from_utf8_lossy(self.tokenizer.token_bytes(id).unwrap_or_default()).into_owned()
+        match &self.tokenizer {
+            Some(_) => String::from_utf8_lossy(self.token_bytes(id)).into_owned(),
+            None => format!("token_id:{id}"),
+        }
     }
 
     /// Detokenizes a whole text. Control tokens appear with their names.
-    pub(crate) fn decode(&self, ids: &[u32]) -> String {
+    pub(crate) fn decode(&self, ids: &[u32]) -> Result<String, NoTokenizerError> {
         let options = DetokenizeOptions { skip_special: false, at_text_start: true };
-        let mut detokenizer = Detokenizer::new(self.tokenizer.clone(), options);
+        let mut detokenizer = Detokenizer::new(self.tokenizer()?.clone(), options);
         let mut text: String = ids.iter().map(|&id| detokenizer.push(id)).collect();
         text.push_str(&detokenizer.finish());
-        text
+        Ok(text)
     }
 
-    /// Token sequences that complete one of the strings.
+    /// Token sequences that complete one of the strings. Without tokenizer there are no strings.
     pub(crate) fn dry_breakers(&self, strings: &[String]) -> Arc<[Vec<u32>]> {
-        self.dry_breakers.sequences(strings, &self.tokenizer)
+        match &self.tokenizer {
+            Some(tokenizer) => self.dry_breakers.sequences(strings, tokenizer),
+            None => Arc::new([]),
+        }
     }
 
     pub(crate) fn token_bytes(&self, id: u32) -> &[u8] {
-        self.tokenizer.token_bytes(id).unwrap_or_default()
+        self.tokenizer.as_ref().and_then(|tokenizer| tokenizer.token_bytes(id)).unwrap_or_default()
     }
 }
 

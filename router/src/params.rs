@@ -160,6 +160,8 @@ pub(crate) enum RequestParamError {
     CacheSaltLength { bytes: usize },
     #[error("`{param}` has {bytes} bytes, allowed are at most {GRAMMAR_BYTES_MAX}")]
     GrammarLength { param: &'static str, bytes: usize },
+    #[error("`{param}` contains text, but the model has no tokenizer: it takes token ids only")]
+    NeedsTokenizer { param: &'static str },
     #[error("`ignore_eos` cannot be combined with `{with}`: the grammar defines where the output ends")]
     IgnoreEosWithGrammar { with: &'static str },
     #[error("`{param}` is empty: the model needs at least one prompt token")]
@@ -180,6 +182,7 @@ impl RequestParamError {
             | RequestParamError::DuplicateToken { param, .. }
             | RequestParamError::StringLength { param, .. }
             | RequestParamError::GrammarLength { param, .. }
+            | RequestParamError::NeedsTokenizer { param }
             | RequestParamError::EmptyPrompt { param }
             | RequestParamError::ContextExceeded { param, .. } => param,
             RequestParamError::IgnoreEosWithGrammar { .. } => "ignore_eos",
@@ -189,6 +192,17 @@ impl RequestParamError {
 }
 
 impl RequestParams {
+    /// Refuses parameters that contain text, for a model without tokenizer.
+    pub(crate) fn check_without_text(&self) -> Result<(), RequestParamError> {
+        let grammar = self.grammar.as_ref().map(|grammar| grammar.param);
+        let stop = (!self.stop.is_empty()).then_some("stop");
+        let breakers = self.dry_sequence_breakers.as_ref().filter(|words| !words.is_empty());
+        match grammar.or(stop).or(breakers.map(|_| "dry_sequence_breakers")) {
+            Some(param) => Err(RequestParamError::NeedsTokenizer { param }),
+            None => Ok(()),
+        }
+    }
+
     /// Checks every parameter against its range. `prompt_param` is the name of the prompt field in
     /// this API.
     pub(crate) fn check(

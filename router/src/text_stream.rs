@@ -13,7 +13,8 @@ use crate::model::ServedModel;
 
 #[derive(Debug)]
 pub(crate) struct TextStream {
-    detokenizer: Detokenizer,
+    /// `None` if the model has no tokenizer: its output is token ids without text.
+    detokenizer: Option<Detokenizer>,
     matcher: StopMatcher,
     stops: Vec<String>,
 }
@@ -37,7 +38,7 @@ impl TextStream {
     ) -> Result<Self, StopStringError> {
         let options = DetokenizeOptions { skip_special: true, at_text_start };
         Ok(Self {
-            detokenizer: Detokenizer::new(model.text.tokenizer.clone(), options),
+            detokenizer: model.text.tokenizer().ok().map(|it| Detokenizer::new(it.clone(), options)),
             matcher: StopMatcher::new(stops.to_vec())?,
             stops: stops.to_vec(),
         })
@@ -45,21 +46,24 @@ impl TextStream {
 
     pub(crate) fn push(&mut self, ids: &[u32]) -> PushedText {
         let mut text = String::new();
+        let all = PushedText { text: String::new(), consumed_tokens: ids.len(), stop: None };
+        let Some(detokenizer) = &mut self.detokenizer else { return all };
         for (index, &id) in ids.iter().enumerate() {
-            let progress = self.matcher.push(&self.detokenizer.push(id));
+            let progress = self.matcher.push(&detokenizer.push(id));
             text.push_str(&progress.emit);
             if let Some(stop) = progress.matched {
                 let stop = Some(self.stops[stop].clone());
                 return PushedText { text, consumed_tokens: index + 1, stop };
             }
         }
-        PushedText { text, consumed_tokens: ids.len(), stop: None }
+        PushedText { text, ..all }
     }
 
     /// The held-back text, when no token follows.
     pub(crate) fn finish(self) -> String {
         let mut matcher = self.matcher;
-        let mut rest = matcher.push(&self.detokenizer.finish()).emit;
+        let incomplete = self.detokenizer.map_or_else(String::new, Detokenizer::finish);
+        let mut rest = matcher.push(&incomplete).emit;
         rest.push_str(&matcher.finish());
         rest
     }

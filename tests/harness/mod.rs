@@ -7,6 +7,7 @@ pub(crate) mod admin;
 pub(crate) mod api;
 pub(crate) mod http;
 pub(crate) mod proc;
+pub(crate) mod unusable_worker;
 
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read};

@@ -38,6 +38,7 @@ mod refusal;
 mod state;
 mod status;
 mod system_limits;
+mod text_check_child;
 mod tokens;
 mod verifier_child;
 mod waiters;
@@ -70,6 +71,7 @@ use state::{WeightServerLimits, WeightServerState};
 
 pub use config::{DeviceConfig, ModelLoadConfig, WeightServerConfig};
 pub use loader_child::LoaderProgram;
+pub use text_check_child::{CheckedText, TextCheckError, check_text_of_file};
 
 /// For admin calls and replies in progress when the process is asked to stop.
 const DRAIN_GRACE: Duration = Duration::from_secs(2);

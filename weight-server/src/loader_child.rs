@@ -30,6 +30,7 @@ use crate::held_fds::{GenerationFds, GenerationFdsError};
 use crate::messages::{InputSender, LoopInput};
 use crate::model_files::{blocking, open_files};
 use crate::refusal::{LoadFailure, LoaderErrorKind};
+use crate::text_check_child::{TextCheckError, check_text};
 
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -52,6 +53,15 @@ impl LoaderProgram {
     }
 
     pub(crate) fn spawn(&self, socket: Connection) -> io::Result<Child> {
+        self.command(socket).spawn()
+    }
+
+    /// Without log: an abort at a limit on memory is part of this child's work, and reported.
+    pub(crate) fn spawn_silent(&self, socket: Connection) -> io::Result<Child> {
+        self.command(socket).stderr(Stdio::null()).spawn()
+    }
+
+    fn command(&self, socket: Connection) -> Command {
         let mut command = Command::new(&self.program);
         command.args(&self.arguments).envs(self.environment.iter().map(|(name, value)| (name, value)));
         for variable in service::env::PRIVATE {
@@ -60,7 +70,7 @@ impl LoaderProgram {
         // The hand-off socket is the child's standard input, so no descriptor number has to be
         // agreed.
         command.stdin(Stdio::from(OwnedFd::from(socket))).stdout(Stdio::null()).kill_on_drop(true);
-        command.spawn()
+        command
     }
 }
 
@@ -101,6 +111,8 @@ impl Drop for LoaderHandle {
 enum LoaderSessionError {
     #[error("{}", .0)]
     Failed(LoadFailure),
+    #[error(transparent)]
+    Text(#[from] TextCheckError),
     #[error("cannot start a loader")]
     Spawn(#[source] io::Error),
     #[error("its connection broke")]
@@ -140,16 +152,37 @@ async fn load(
             return Err(LoadFailure::Loader { kind: LoaderErrorKind::FileChanged, text });
         }
     }
+    let checked_files =
+        same_files(&files[..files.len().min(1)]).map_err(|error| lost(&LoaderSessionError::Spawn(error)))?;
     let (ours, theirs) = Connection::pair().map_err(|error| lost(&LoaderSessionError::Spawn(error)))?;
     let mut child = program.spawn(theirs).map_err(|error| lost(&LoaderSessionError::Spawn(error)))?;
-    let followed = run_session(&job, files, ours, inputs, reserved).await;
+    // The check runs while the loader reads the headers and creates its context.
+    let may_allocate = async {
+        check_text(&checked_files, program).await?;
+        if reserved.await.is_err() {
+            // The load was cancelled, so this task is about to be aborted.
+            std::future::pending::<()>().await;
+        }
+        Ok(())
+    };
+    let followed = run_session(&job, files, ours, inputs, may_allocate).await;
+    if let Err(LoaderSessionError::Text(_)) = &followed {
+        // The loader waits for its next command, and would report that it does not come.
+        let _ = child.start_kill();
+    }
     // The result is reported after the child's exit: until then its memory is in use.
     let ended = wait_for_exit(&mut child).await;
     followed.map_err(|error| match error {
         LoaderSessionError::Failed(failure) => failure,
+        LoaderSessionError::Text(error) => error.into(),
         LoaderSessionError::Connection(FrameError::Closed) => LoadFailure::LoaderLost { how: ended },
         error => lost(&error),
     })
+}
+
+/// The same open files, which share their positions: the check reads at positions of its own.
+fn same_files(files: &[(FileIdentity, File)]) -> io::Result<Vec<(FileIdentity, File)>> {
+    files.iter().map(|(identity, file)| Ok((identity.clone(), file.try_clone()?))).collect()
 }
 
 fn lost(error: &LoaderSessionError) -> LoadFailure {
@@ -178,8 +211,9 @@ async fn run_session(
     files: Vec<(FileIdentity, File)>,
     socket: Connection,
     inputs: &InputSender,
-    mut reserved: oneshot::Receiver<()>,
+    reserved: impl Future<Output = Result<(), TextCheckError>>,
 ) -> Result<(GenerationContents, GenerationFds), LoaderSessionError> {
+    tokio::pin!(reserved);
     let connection = AsyncConnection::new(socket).map_err(LoaderSessionError::Spawn)?;
     let generation = job.generation;
     send_job(&connection, job, &files).await?;
@@ -189,7 +223,8 @@ async fn run_session(
     loop {
         let (frame, fds) = tokio::select! {
             frame = connection.receive::<LoaderFrame>() => frame?,
-            Ok(()) = &mut reserved, if !may_allocate => {
+            reserved = &mut reserved, if !may_allocate => {
+                reserved?;
                 may_allocate = true;
                 command(&connection, loader_command::Kind::Proceed(wire::Proceed {}), &[]).await?;
                 continue;
@@ -244,7 +279,9 @@ async fn run_session(
             Some(
                 loader_frame::Kind::Plan(_)
                 | loader_frame::Kind::BatchReceived(_)
-                | loader_frame::Kind::Verified(_),
+                | loader_frame::Kind::Verified(_)
+                | loader_frame::Kind::TextCheckStarted(_)
+                | loader_frame::Kind::TextChecked(_),
             )
             | None => {
                 return Err(LoaderSessionError::Protocol { what: "a frame came out of order" });

@@ -27,7 +27,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("grammar", &["text"]),
     ("engine", &["models", "ops", "retry-after", "prefix", "sampling-params"]),
     ("kernels", &["cuda", "ops", "quant", "memory", "turns"]),
-    ("weight-server", &["cuda", "gguf", "handoff", "quant", "memory", "proto", "service", "kernels"]),
+    ("weight-server", &["cuda", "gguf", "handoff", "quant", "memory", "proto", "service", "kernels", "text"]),
     (
         "worker",
         &[

@@ -30,6 +30,8 @@ pub enum ModelConfigError {
     Differs { key: String, first: u32, other: u32 },
     #[error("key {key} is {found:?}; known are {}", known.join(", "))]
     Choice { key: String, found: String, known: &'static [&'static str] },
+    #[error("tokenizer.ggml.tokens has {tokens} entries, more than the vocabulary: {key} is {size}")]
+    ExcessTokens { tokens: usize, key: String, size: usize },
     #[error("key {key} is {value}, which does not go with {other_key} = {other}")]
     Relation { key: String, value: usize, other_key: String, other: usize },
 }
@@ -179,12 +181,15 @@ impl<'a> MetadataKeys<'a> {
     /// The vocabulary size, or else the length of the token list.
     fn vocab_size(&self) -> Result<usize, ModelConfigError> {
         const TOKENS: &str = "tokenizer.ggml.tokens";
-        match self.optional_count("vocab_size", 1..=VOCAB_MAX)? {
-            Some(size) => Ok(size),
-            None => match self.metadata.get::<StringArray<'_>>(TOKENS)? {
-                Some(tokens) => self.within("vocab_size", tokens.len(), &(1..=VOCAB_MAX)),
-                None => self.required("vocab_size", None),
-            },
+        let tokens = self.metadata.get::<StringArray<'_>>(TOKENS)?.map(|tokens| tokens.len());
+        match (self.optional_count("vocab_size", 1..=VOCAB_MAX)?, tokens) {
+            // The tokenizer would produce ids that have no embedding.
+            (Some(size), Some(tokens)) if tokens > size => {
+                Err(ModelConfigError::ExcessTokens { tokens, key: self.key("vocab_size"), size })
+            }
+            (Some(size), _) => Ok(size),
+            (None, Some(tokens)) => self.within("vocab_size", tokens, &(1..=VOCAB_MAX)),
+            (None, None) => self.required("vocab_size", None),
         }
     }
 

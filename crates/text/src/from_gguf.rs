@@ -9,10 +9,13 @@ use crate::tokenizer::Tokenizer;
 use crate::tokenizer_error::LoadTokenizerError;
 use crate::vocabulary::{RawVocabulary, TokenKind};
 
+const MODEL: &str = "tokenizer.ggml.model";
+/// The value of [`MODEL`] in the file of a model that works with token ids only, as in llama.cpp.
+const NO_TOKENIZER: &str = "none";
 const TOKENS: &str = "tokenizer.ggml.tokens";
 const TOKEN_TYPE: &str = "tokenizer.ggml.token_type";
 const MERGES: &str = "tokenizer.ggml.merges";
-const CHAT_TEMPLATE: &str = "tokenizer.chat_template";
+pub const CHAT_TEMPLATE: &str = "tokenizer.chat_template";
 const CHAT_TEMPLATE_TOOL_USE: &str = "tokenizer.chat_template.tool_use";
 
 impl Tokenizer {
@@ -34,33 +37,52 @@ impl ChatTemplate {
     }
 }
 
+/// The ids that the file names as ends of a generation, sorted. For a model without tokenizer;
+/// [`Tokenizer::end_of_generation`] finds more.
+pub fn end_of_generation_keys(metadata: &Metadata) -> Result<Vec<u32>, LoadTokenizerError> {
+    let mut ids = Vec::new();
+    for key in ["eos", "eot", "eom"] {
+        ids.extend(token_id(metadata, &format!("tokenizer.ggml.{key}_token_id"))?);
+    }
+    ids.sort_unstable();
+    ids.dedup();
+    Ok(ids)
+}
+
 fn vocabulary(metadata: &Metadata) -> Result<RawVocabulary<'_>, LoadTokenizerError> {
+    let model: &str = metadata.get(MODEL)?.ok_or(LoadTokenizerError::MissingKey { key: MODEL })?;
+    if model == NO_TOKENIZER {
+        return Err(LoadTokenizerError::NoTokenizer);
+    }
     let tokens = strings(metadata, TOKENS)?.ok_or(LoadTokenizerError::MissingKey { key: TOKENS })?;
     let kinds = metadata.get::<Vec<i32>>(TOKEN_TYPE)?.unwrap_or_default();
     let kinds = kinds.into_iter().enumerate().map(|(id, number)| {
         TokenKind::from_number(number).ok_or(LoadTokenizerError::BadTokenType { id, number })
     });
     Ok(RawVocabulary {
-        model: metadata
-            .get("tokenizer.ggml.model")?
-            .ok_or(LoadTokenizerError::MissingKey { key: "tokenizer.ggml.model" })?,
+        model,
         pre: metadata.get("tokenizer.ggml.pre")?,
         tokens,
         kinds: kinds.collect::<Result<_, _>>()?,
         scores: metadata.get("tokenizer.ggml.scores")?.unwrap_or_default(),
         merges: strings(metadata, MERGES)?.unwrap_or_default(),
-        bos: metadata.get("tokenizer.ggml.bos_token_id")?,
-        eos: metadata.get("tokenizer.ggml.eos_token_id")?,
-        eot: metadata.get("tokenizer.ggml.eot_token_id")?,
-        eom: metadata.get("tokenizer.ggml.eom_token_id")?,
-        unknown: metadata.get("tokenizer.ggml.unknown_token_id")?,
-        fim_pad: metadata.get("tokenizer.ggml.fim_pad_token_id")?,
-        fim_rep: metadata.get("tokenizer.ggml.fim_rep_token_id")?,
-        fim_sep: metadata.get("tokenizer.ggml.fim_sep_token_id")?,
+        bos: token_id(metadata, "tokenizer.ggml.bos_token_id")?,
+        eos: token_id(metadata, "tokenizer.ggml.eos_token_id")?,
+        eot: token_id(metadata, "tokenizer.ggml.eot_token_id")?,
+        eom: token_id(metadata, "tokenizer.ggml.eom_token_id")?,
+        unknown: token_id(metadata, "tokenizer.ggml.unknown_token_id")?,
+        fim_pad: token_id(metadata, "tokenizer.ggml.fim_pad_token_id")?,
+        fim_rep: token_id(metadata, "tokenizer.ggml.fim_rep_token_id")?,
+        fim_sep: token_id(metadata, "tokenizer.ggml.fim_sep_token_id")?,
         add_bos: metadata.get("tokenizer.ggml.add_bos_token")?,
         add_eos: metadata.get("tokenizer.ggml.add_eos_token")?,
         add_space_prefix: metadata.get("tokenizer.ggml.add_space_prefix")?,
     })
+}
+
+/// Converters write -1 if a model has no such token.
+fn token_id(metadata: &Metadata, key: &str) -> Result<Option<u32>, LoadTokenizerError> {
+    Ok(metadata.get::<u32>(key)?.filter(|&id| id != u32::MAX))
 }
 
 fn strings<'a>(

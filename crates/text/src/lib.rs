@@ -36,6 +36,7 @@ mod vocabulary;
 
 pub use chat::{ChatInput, ChatTemplate, LoadTemplateError, RenderError};
 pub use detokenizer::{DetokenizeOptions, Detokenizer};
+pub use from_gguf::{CHAT_TEMPLATE, end_of_generation_keys};
 pub use stop::{MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, StopMatcher, StopProgress, StopStringError};
 pub use tokenizer::{EncodeOptions, Tokenizer};
 pub use tokenizer_error::{EncodeError, LoadTokenizerError, MAX_INPUT_BYTES};

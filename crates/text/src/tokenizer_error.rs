@@ -18,6 +18,9 @@ pub(crate) const MAX_VOCABULARY_BYTES: usize = 1 << 30;
 pub enum LoadTokenizerError {
     #[error("the file has no {key}: it contains no tokenizer; convert the model again with its tokenizer")]
     MissingKey { key: &'static str },
+    /// The file is complete, but its model works with token ids only.
+    #[error("the model has no tokenizer (tokenizer.ggml.model is \"none\"): use token ids instead of text")]
+    NoTokenizer,
     #[error("cannot read the tokenizer keys of the file")]
     Metadata {
         #[from]
@@ -25,7 +28,9 @@ pub enum LoadTokenizerError {
     },
     #[error("{key}: entry {index} is not UTF-8")]
     NotUtf8 { key: &'static str, index: usize },
-    #[error("tokenizer.ggml.model is {model:?}, which is not supported (supported: gpt2, llama, gemma4)")]
+    #[error(
+        "tokenizer.ggml.model is {model:?}, which is not supported (supported: gpt2, llama, gemma4, none)"
+    )]
     UnknownModel { model: String },
     #[error("tokenizer.ggml.pre is {pre:?}, which is not supported (supported: {})", supported_pre())]
     UnknownPre { pre: String },

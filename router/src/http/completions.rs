@@ -13,7 +13,7 @@ use super::request::{AppState, ReceivedBody, RequestMetadata, run_tokenizer};
 use super::response::{ChoiceFormat, GenerationResponse, stop_reason};
 use crate::choice::{FinishCause, OutputDelta};
 use crate::generate::{CHOICES_MAX, GenerationRequest, TokenizedPrompts};
-use crate::model::ServedModel;
+use crate::model::{EncodeTextError, ServedModel};
 use crate::params::{RequestParamError, token_ids};
 
 /// OpenAI's default.
@@ -48,8 +48,10 @@ pub(crate) async fn post(
     body: ReceivedBody,
 ) -> Result<Response, ApiError> {
     let ParsedBody { endpoint, sampling, response } = parse_body::<CompletionFields>(&body.bytes, &FIELDS)?;
-    let options = response.options()?;
+    let mut options = response.options()?;
     let model = app.generator.registry.resolve(response.model.as_deref())?;
+    // Ids are all that a model without tokenizer can answer with.
+    options.return_token_ids |= model.text.tokenizer().is_err();
     let mut params = sampling.params()?;
     params.max_tokens.get_or_insert(MAX_TOKENS_DEFAULT);
     params.top_logprobs = endpoint.logprobs;
@@ -121,7 +123,7 @@ fn tokenize_prompts(
     if count > CHOICES_MAX {
         return Err(RequestParamError::TooManyEntries { param: "prompt", count, max: CHOICES_MAX }.into());
     }
-    let invalid = |error: text::EncodeError| ApiError::invalid(Some("prompt"), error.to_string());
+    let invalid = |error: EncodeTextError| ApiError::invalid(Some("prompt"), error.to_string());
     let mut encoded = Vec::with_capacity(count);
     for text in &texts {
         encoded.push(model.text.encode(text, add_special).map_err(invalid)?);
@@ -132,7 +134,10 @@ fn tokenize_prompts(
     let echoes = match (echo, texts.is_empty()) {
         (false, _) => vec![],
         (true, false) => texts,
-        (true, true) => encoded.iter().map(|ids| model.text.decode(ids)).collect(),
+        (true, true) => {
+            let texts: Result<_, _> = encoded.iter().map(|ids| model.text.decode(ids)).collect();
+            texts.map_err(|error| ApiError::invalid(Some("echo"), format!("`echo`: {error}")))?
+        }
     };
     Ok((encoded, echoes))
 }

@@ -70,7 +70,8 @@ fn start_server(directory: &Path, options: &str) {
 
 /// Writes tensors of one shape; their bytes do not repeat at short distances.
 fn write_model(path: &Path, dtype: DType, dims: &[u64], tensors: u64) {
-    let metadata = gguf::MetadataBuilder::default();
+    let mut metadata = gguf::MetadataBuilder::default();
+    metadata.put("tokenizer.ggml.model", "none").unwrap();
     let mut layout = gguf::TensorLayout::default();
     for index in 0..tensors {
         layout.add(&format!("blk.{index}.weight"), dtype, dims).unwrap();

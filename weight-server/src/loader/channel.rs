@@ -22,6 +22,8 @@ pub enum LoaderError {
     Connection(#[from] FrameError),
     #[error("the weight-server sent {found} instead of {expected}")]
     Unexpected { expected: &'static str, found: &'static str },
+    #[error("cannot limit memory and processor time")]
+    Limits(#[source] nix::Error),
     #[error("cannot start the loading thread")]
     Thread(#[source] std::io::Error),
 }
@@ -31,7 +33,7 @@ impl HasExit for LoaderError {
         match self {
             Self::NotStartedByWeightServer(_) => Exit::Usage,
             Self::Connection(_) => Exit::PeerLost,
-            Self::Sandbox(_) | Self::Unexpected { .. } => Exit::Internal,
+            Self::Sandbox(_) | Self::Limits(_) | Self::Unexpected { .. } => Exit::Internal,
             Self::Thread(_) => Exit::OutOfResources,
         }
     }
@@ -72,6 +74,7 @@ pub(super) fn unexpected_command(expected: &'static str, found: &loader_command:
         loader_command::Kind::BatchReceived(_) => "BatchReceived",
         loader_command::Kind::Verify(_) => "VerifyJob",
         loader_command::Kind::Fds(_) => "FdBatch",
+        loader_command::Kind::TextCheck(_) => "TextCheckJob",
     };
     LoaderError::Unexpected { expected, found }
 }

@@ -20,7 +20,8 @@
 //!                               <-       LoadDone
 //! ```
 //! A failure is one LoadFailed frame and a clean exit. If the first command is a VerifyJob, the
-//! loader verifies a resident generation instead (`verify`).
+//! loader verifies a resident generation instead (`verify`). If it is a TextCheckJob, the loader
+//! checks tokenizer and chat template within limits on memory and time (`text_check`).
 
 mod channel;
 mod checksum;
@@ -32,6 +33,7 @@ mod load_error;
 mod memory_bounds;
 mod sandbox;
 mod target;
+mod text_check;
 mod verify;
 
 use std::fs::File;
@@ -57,6 +59,7 @@ use target::LoadTarget;
 pub use channel::LoaderError;
 pub(crate) use device::layout_for_device;
 pub(crate) use memory_bounds::{CONTEXT_BYTES, PINNED_BYTES};
+pub(crate) use text_check::{CHECK_CPU_SECONDS, CHECK_MEMORY_BYTES};
 
 /// The weight-server prepares the job before it starts a loader, and answers a plan from memory.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(30);
@@ -76,6 +79,7 @@ pub fn run() -> Result<(), LoaderError> {
     let (job, files) = match receive_command(&connection)? {
         (loader_command::Kind::Job(job), files) => (job, files),
         (loader_command::Kind::Verify(job), _) => return verify::run(&connection, &job),
+        (loader_command::Kind::TextCheck(job), files) => return text_check::run(&connection, &job, files),
         (other, _) => return Err(unexpected_command("LoadJob or VerifyJob", &other)),
     };
     let Some(files) = with_identities(&job, files) else {

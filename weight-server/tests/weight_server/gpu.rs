@@ -55,6 +55,7 @@ fn bytes_of(index: usize, bytes: u64) -> Vec<u8> {
 fn make_model(path: &Path) {
     let mut metadata = gguf::MetadataBuilder::default();
     metadata.put("general.name", "test").unwrap();
+    metadata.put("tokenizer.ggml.model", "none").unwrap();
     let mut layout = gguf::TensorLayout::default();
     for (index, (dtype, cols, rows)) in TENSORS.into_iter().enumerate() {
         layout.add(&format!("tensor.{index}"), dtype, &[cols, rows]).unwrap();

@@ -252,6 +252,7 @@ fn split_model_is_loaded_from_all_files() {
         metadata.put("split.no", number - 1).unwrap();
         metadata.put("split.count", 2u16).unwrap();
         metadata.put("split.tensors.count", 3i32).unwrap();
+        metadata.put("tokenizer.ggml.model", "none").unwrap();
         let mut layout = gguf::TensorLayout::default();
         for (name, values) in tensors {
             layout.add(name, quant::DType::F32, &[*values]).unwrap();

@@ -204,6 +204,7 @@ pub(crate) fn pattern(index: usize, bytes: u64) -> impl Iterator<Item = u8> {
 pub(crate) fn make_model(path: &Path, tensors: &[u64]) {
     let mut metadata = gguf::MetadataBuilder::default();
     metadata.put("general.name", "test").unwrap();
+    metadata.put("tokenizer.ggml.model", "none").unwrap();
     let mut layout = gguf::TensorLayout::default();
     for (index, values) in tensors.iter().enumerate() {
         layout.add(&format!("tensor.{index}"), quant::DType::F32, &[*values]).unwrap();

@@ -28,8 +28,9 @@ const PROBE: &str = "ballast-content-probe";
 impl AcceptedContent {
     pub(crate) const EVERYTHING: Self = Self { strings: true, parts: true, null: true };
 
-    /// Finds the accepted shapes. `render` renders messages without adapting them.
-    pub(crate) fn probe(render: impl Fn(&[Value]) -> Option<String>) -> Self {
+    /// Finds the accepted shapes. `render` renders messages without adapting them, and returns
+    /// `None` if the template does not accept them.
+    pub(crate) fn probe<E>(render: impl Fn(&[Value]) -> Result<Option<String>, E>) -> Result<Self, E> {
         let user = |content: Value| json!({"role": "user", "content": content});
         // A template that prints the list itself shows the keys of the part.
         let faithful =
@@ -41,13 +42,13 @@ impl AcceptedContent {
             render(&[user(json!("a")), json!({"role": "assistant", "content": content, "tool_calls": calls})])
         };
         // A template that prints null shows it as Python does.
-        let null = match (call(Value::Null), call(json!(""))) {
+        let null = match (call(Value::Null)?, call(json!(""))?) {
             (Some(null), _) => !null.contains("None"),
             (None, empty) => empty.is_none(),
         };
-        let strings = faithful(render(&[user(json!(PROBE))]));
-        let parts = faithful(render(&[user(parts)]));
-        Self { strings, parts, null }
+        let strings = faithful(render(&[user(json!(PROBE))])?);
+        let parts = faithful(render(&[user(parts)])?);
+        Ok(Self { strings, parts, null })
     }
 }
 

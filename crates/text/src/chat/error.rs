@@ -8,9 +8,11 @@ pub(super) const MAX_TEMPLATE_BYTES: usize = 1 << 20;
 ///
 /// This limits time and the number of values, but not their size: a template that doubles a string
 /// forty times stays far below it and asks for a terabyte. minijinja has no limit on memory and no
-/// hook for one. So a template is trusted as much as the model's weights; clients send values for
-/// it, never templates.
+/// hook for one. So a template is tried in a child process with a limit before the model is loaded.
+/// Clients send values for a template, never templates.
 pub(super) const MAX_INSTRUCTIONS: u64 = 20_000_000;
+/// Most instructions of one rendering of a short conversation, when a template is loaded.
+pub(super) const MAX_LOAD_INSTRUCTIONS: u64 = 1_000_000;
 /// Most bytes of a rendered prompt; the same as the tokenizer's limit.
 pub(super) const MAX_OUTPUT_BYTES: usize = crate::tokenizer_error::MAX_INPUT_BYTES;
 
@@ -28,6 +30,16 @@ pub enum LoadTemplateError {
     TooLong { name: &'static str, bytes: usize },
     #[error("{name} is not a valid template")]
     Syntax { name: &'static str, source: minijinja::Error },
+    /// The template is valid, but not fit for use: it exceeds a limit with a short conversation.
+    #[error("{name} cannot render a short conversation")]
+    Excessive { name: &'static str, source: Box<RenderError> },
+}
+
+impl RenderError {
+    /// The template itself exceeds a limit, however short the conversation is.
+    pub(super) fn is_excessive(&self) -> bool {
+        matches!(self, Self::TooLong | Self::TooMuchWork { .. })
+    }
 }
 
 /// Why a conversation could not be rendered. Only the client can repair these errors, except
@@ -44,8 +56,8 @@ pub enum RenderError {
     Refused { message: String },
     #[error("the prompt would be longer than {MAX_OUTPUT_BYTES} bytes")]
     TooLong,
-    #[error("the chat template ran for more than {MAX_INSTRUCTIONS} instructions")]
-    TooMuchWork { source: minijinja::Error },
+    #[error("the chat template ran for more than {limit} instructions")]
+    TooMuchWork { limit: u64, source: minijinja::Error },
     #[error("the chat template failed: {}", detail(source))]
     Template { source: minijinja::Error },
 }

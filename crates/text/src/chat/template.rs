@@ -10,7 +10,10 @@ use minijinja::{Environment, ErrorKind};
 use serde_json::{Map, Value, json};
 
 use super::content::{AcceptedContent, adapt};
-use super::error::{LoadTemplateError, MAX_INSTRUCTIONS, MAX_OUTPUT_BYTES, MAX_TEMPLATE_BYTES, RenderError};
+use super::error::{
+    LoadTemplateError, MAX_INSTRUCTIONS, MAX_LOAD_INSTRUCTIONS, MAX_OUTPUT_BYTES, MAX_TEMPLATE_BYTES,
+    RenderError,
+};
 use super::{functions, json};
 
 /// Most nested macros, loops and includes in a template.
@@ -59,7 +62,7 @@ impl ChatTemplate {
         if let Ok(syntax) = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build() {
             environment.set_syntax(syntax);
         }
-        environment.set_fuel(Some(MAX_INSTRUCTIONS));
+        environment.set_fuel(Some(MAX_LOAD_INSTRUCTIONS));
         environment.set_recursion_limit(MAX_RECURSION);
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_filter("tojson", json::tojson);
@@ -76,8 +79,23 @@ impl ChatTemplate {
         let has_tool_use = tool_use.is_some();
         let (bos, eos) = (bos.to_owned(), eos.to_owned());
         let mut template = Self { environment, has_tool_use, accepts: AcceptedContent::EVERYTHING, bos, eos };
-        template.accepts = AcceptedContent::probe(|messages| template.probe(messages));
+        template.try_short_conversations()?;
+        template.environment.set_fuel(Some(MAX_INSTRUCTIONS));
         Ok(template)
+    }
+
+    /// Finds out which content the template accepts, and refuses a template that exceeds a limit.
+    fn try_short_conversations(&mut self) -> Result<(), LoadTemplateError> {
+        let excessive = |name| move |source| LoadTemplateError::Excessive { name, source: Box::new(source) };
+        self.accepts = AcceptedContent::probe(|messages| self.try_render(messages, &[], false))
+            .map_err(excessive(DEFAULT))?;
+        let conversation = short_conversation();
+        for part in [&conversation[1..2], &conversation[1..], &conversation[..2], &conversation] {
+            self.try_render(part, &[], true).map_err(excessive(DEFAULT))?;
+            let name = if self.has_tool_use { TOOL_USE } else { DEFAULT };
+            self.try_render(part, &[example_tool()], true).map_err(excessive(name))?;
+        }
+        Ok(())
     }
 
     pub fn render(&self, input: &ChatInput<'_>) -> Result<String, RenderError> {
@@ -121,7 +139,10 @@ impl ChatTemplate {
         }
         match rendered {
             Ok(()) => Ok(String::from_utf8_lossy(&output.bytes).into_owned()),
-            Err(source) if source.kind() == ErrorKind::OutOfFuel => Err(RenderError::TooMuchWork { source }),
+            Err(source) if source.kind() == ErrorKind::OutOfFuel => {
+                let limit = self.environment.fuel().unwrap_or_default();
+                Err(RenderError::TooMuchWork { limit, source })
+            }
             Err(source) => match functions::raised(&source) {
                 Some(message) => Err(RenderError::Refused { message: message.to_owned() }),
                 None => Err(template(source)),
@@ -129,16 +150,43 @@ impl ChatTemplate {
         }
     }
 
-    fn probe(&self, messages: &[Value]) -> Option<String> {
-        self.render(&ChatInput {
+    /// Renders a conversation that the template may refuse (`None`). A template that exceeds a
+    /// limit is an error.
+    fn try_render(
+        &self,
+        messages: &[Value],
+        tools: &[Value],
+        add_generation_prompt: bool,
+    ) -> Result<Option<String>, RenderError> {
+        let rendered = self.render(&ChatInput {
             messages,
-            tools: &[],
-            add_generation_prompt: false,
+            tools,
+            add_generation_prompt,
             variables: &Map::new(),
             now_unix_seconds: 0,
-        })
-        .ok()
+        });
+        match rendered {
+            Err(error) if error.is_excessive() => Err(error),
+            rendered => Ok(rendered.ok()),
+        }
     }
+}
+
+/// A conversation as clients send it. Rendering parts of it at load shows whether a template stays
+/// within its limits.
+fn short_conversation() -> [Value; 4] {
+    let message = |role: &str, content: &str| json!({"role": role, "content": content});
+    [
+        message("system", "Be brief."),
+        message("user", "How are you?"),
+        message("assistant", "Well."),
+        message("user", "What is next?"),
+    ]
+}
+
+fn example_tool() -> Value {
+    let parameters = json!({"type": "object", "properties": {}});
+    json!({"type": "function", "function": {"name": "next", "description": "x", "parameters": parameters}})
 }
 
 /// A writer that fails beyond [`MAX_OUTPUT_BYTES`].

@@ -63,3 +63,23 @@ fn tokens_that_are_not_text_are_named() {
         "{error}"
     );
 }
+
+#[test]
+fn a_file_may_say_that_its_model_has_no_tokenizer() {
+    let error = load(|file| file.put("tokenizer.ggml.model", "none").unwrap(), "tokenizer.ggml.model");
+    assert!(matches!(error, Err(LoadTokenizerError::NoTokenizer)), "{error:?}");
+    let mut file = MetadataBuilder::default();
+    file.put("tokenizer.ggml.eot_token_id", 3u32).unwrap();
+    file.put("tokenizer.ggml.eos_token_id", 5u32).unwrap();
+    file.put("tokenizer.ggml.eom_token_id", u32::MAX).unwrap();
+    let file = Metadata::parse(file.bytes().to_vec()).unwrap();
+    assert_eq!(text::end_of_generation_keys(&file).unwrap(), [3, 5]);
+}
+
+/// Converters write -1, as `gguf::check_model` allows.
+#[test]
+fn a_special_token_of_minus_one_is_absent() {
+    let tokenizer = load(|file| file.put("tokenizer.ggml.eos_token_id", u32::MAX).unwrap(), "").unwrap();
+    assert_eq!(tokenizer.eos(), None);
+    assert!(tokenizer.end_of_generation().is_empty());
+}

@@ -157,9 +157,22 @@ fn hostile_templates_end_with_a_named_error() {
     let input = user(json!("a"));
     let endless =
         "{% for a in range(10000) %}{% for b in range(10000) %}{% set c = a %}{% endfor %}{% endfor %}";
-    assert!(matches!(render(&template(endless), &input), Err(RenderError::TooMuchWork { .. })));
     let long = "{% for a in range(100000) %}{{ 'x' * 1000 }}{% endfor %}";
-    assert!(matches!(render(&template(long), &input), Err(RenderError::TooLong)));
+    // A template that exceeds a limit with any conversation is refused at load.
+    let refused = |source: &str| match ChatTemplate::new(source, None, "", "") {
+        Err(LoadTemplateError::Excessive { name: "chat_template", source }) => *source,
+        other => panic!("{source}: {other:?}"),
+    };
+    assert!(matches!(refused(endless), RenderError::TooMuchWork { .. }));
+    assert!(matches!(refused(long), RenderError::TooLong));
+    let tools = ChatTemplate::new("plain", Some(endless), "", "").unwrap_err();
+    assert!(matches!(tools, LoadTemplateError::Excessive { name: "chat_template.tool_use", .. }), "{tools}");
+    let with_input = |source: &str| {
+        let condition = "{% if messages | length == 1 and messages[0].content == 'a' %}";
+        render(&template(&format!("{condition}{source}{{% endif %}}")), &input)
+    };
+    assert!(matches!(with_input(endless), Err(RenderError::TooMuchWork { .. })));
+    assert!(matches!(with_input(long), Err(RenderError::TooLong)));
     for source in [
         "{{ 'x' * 1000000000000 }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
