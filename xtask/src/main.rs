@@ -9,6 +9,7 @@ use std::process::ExitCode;
 
 mod advisories;
 mod dependencies;
+mod fuzz;
 mod gpu_bundle;
 mod language;
 mod nightly;
@@ -17,7 +18,7 @@ mod sources;
 const USAGE: &str = "usage: cargo xtask <tidy|gpu-bundle|nightly>
   tidy        source rules, dependency sources, licences, duplicate versions, known advisories
   gpu-bundle  packs dist/gpu: executables and a script for a GPU machine without Rust
-  nightly     what is too long for every change: long simulations, big models, benchmarks";
+  nightly     what is too long for every change: long simulations, big models, benchmarks, fuzzing";
 
 fn main() -> ExitCode {
     let task = std::env::args().nth(1);

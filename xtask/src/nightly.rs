@@ -5,6 +5,8 @@
 use anyhow::{Context, Result, ensure};
 use std::process::Command;
 
+use crate::fuzz;
+
 /// What a release compiles kernels for (docs/decisions/0013).
 const RELEASE_ARCHS: &str = "sm_90a,sm_100,sm_120,compute_120";
 
@@ -27,5 +29,5 @@ pub(crate) fn run() -> Result<()> {
             .context("running cargo")?;
         ensure!(status.success(), "cargo {} failed", arguments.join(" "));
     }
-    Ok(())
+    fuzz::run()
 }
