@@ -95,6 +95,32 @@ fn a_tensor_of_a_type_without_kernels_is_named_with_the_types_that_have_some() {
     check(&generate(&file).output().unwrap(), MODEL_REFUSED, &words);
 }
 
+/// Text on a terminal in which an escape sequence of a file would take effect.
+fn has_control_characters(text: &str) -> bool {
+    text.chars().any(|character| character.is_control() && character != '\n')
+}
+
+#[test]
+fn escape_sequences_of_a_file_are_printed_as_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("escapes.gguf");
+    let mut bytes = std::fs::read(demo_7m()).unwrap();
+    for (name, replaced) in [
+        (&b"blk.0.ffn_up.weight"[..], &b"\x1b[2J\x1b]0;owned\x07....."[..]),
+        (b"general.architecture", b"\x1b[31m\xc2\x9b32mchitecture"),
+    ] {
+        assert_eq!(name.len(), replaced.len());
+        let at = bytes.windows(name.len()).position(|window| window == name).unwrap();
+        bytes[at..at + name.len()].copy_from_slice(replaced);
+    }
+    std::fs::write(&file, bytes).unwrap();
+    let (report, errors) = text(&ballast().arg("inspect").arg(&file).output().unwrap());
+    assert!(report.contains("\\u{1b}[2J") && report.contains("\\u{1b}[31m\\u{9b}32mchitecture"), "{report}");
+    assert!(!has_control_characters(&report) && !has_control_characters(&errors), "{report:?} {errors:?}");
+    let (_, errors) = text(&generate(&file).output().unwrap());
+    assert!(!errors.is_empty() && !has_control_characters(&errors), "{errors:?}");
+}
+
 #[test]
 fn an_unknown_flag_is_a_usage_error() {
     let output = ballast().args(["generate", "--no-such-flag"]).output().unwrap();

@@ -171,6 +171,12 @@ fn half_open_http2_connections_take_no_processor_time() {
     const WATCHED: Duration = Duration::from_secs(5);
     let (fleet, router) = fleet();
     let address = address(&fleet);
+    let watch = || {
+        let before = proc::cpu_time(router);
+        std::thread::sleep(WATCHED);
+        proc::cpu_time(router) - before
+    };
+    let idle = watch();
     let half_open: Vec<TcpStream> = (0..1000)
         .map(|_| {
             let mut stream = TcpStream::connect(&address).unwrap();
@@ -179,12 +185,10 @@ fn half_open_http2_connections_take_no_processor_time() {
         })
         .collect();
     std::thread::sleep(Duration::from_secs(1));
-    let before = proc::cpu_time(router);
-    std::thread::sleep(WATCHED);
-    let used = proc::cpu_time(router) - before;
-    eprintln!("measured: {} half prefaces take {used:?} of {WATCHED:?}", half_open.len());
-    // Following one worker takes a hundredth of a core.
-    assert!(used < WATCHED / 10, "the router used {used:?} within {WATCHED:?}");
+    let used = watch();
+    eprintln!("measured: {} half prefaces take {used:?} of {WATCHED:?}, idle {idle:?}", half_open.len());
+    // A look at each of them every 5 ms takes more, on the busiest machine too.
+    assert!(used < idle + WATCHED / 50, "the router used {used:?} of {WATCHED:?}, without them {idle:?}");
     check_health(&address);
     fleet.stop();
 }

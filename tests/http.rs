@@ -82,6 +82,17 @@ fn i8_bad_requests_name_the_field() {
     assert_eq!(status, 400, "{text}");
     assert!(text.contains("chat template"), "{text}");
     assert_eq!(http.get("/no-such-route").0, 404);
+    // An answer quotes what a client sent in part.
+    let long = "x".repeat(500_000);
+    for (body, code) in [
+        (json!({"prompt": "x", "model": long}), 404),
+        (json!({"prompt": "x", "temperature": long}), 400),
+        (json!({"prompt": "x", &long: 1}), 400),
+    ] {
+        let (status, text) = http.post("/v1/completions", &body);
+        assert!(status == code && text.len() < 4000, "{status}: {} bytes", text.len());
+    }
+    assert!(http.get(&format!("/{}", "x".repeat(50_000))).1.len() < 4000);
     fleet.stop();
 }
 

@@ -21,11 +21,11 @@
 //! 1. A suspect enters a worker only if no other content is on trial there.
 //! 2. No other content enters a worker while a suspect is on trial there, or waits for that worker.
 //! 3. A suspect is on trial at one worker at a time.
-//! 4. All of this holds for at most [`policy::TRIAL_MAX`], so a long prefill delays others for a bounded
-//!    time.
+//! 4. All of this holds for at most [`policy::TRIAL_MAX`], so a long prefill delays others for a
+//!    bounded time.
 //!
-//! Only a stream that entered its worker after the last loss counts: workers that are killed together
-//! say no more about a content than one of them.
+//! Only a stream that entered its worker after the last loss counts: workers that are killed
+//! together say no more about a content than one of them.
 //!
 //! A loss in the middle of the output has many candidates. Those are resumed together the first
 //! time, because a killed process is a more likely cause than one of them.
