@@ -84,9 +84,10 @@ fn four_hundred_allocations_are_handed_over_in_several_batches() {
         let weights =
             proc::mappings(worker.pid).into_iter().filter(|m| m.name.starts_with(WEIGHT_MAPPING)).count();
         assert!(weights >= 400, "{}: {weights} mappings", worker.name);
+        // One descriptor for each allocation, to be returned to a weight-server that has lost them.
         let descriptors =
             proc::open_files(worker.pid).iter().filter(|f| f.starts_with(WEIGHT_MAPPING)).count();
-        assert_eq!(descriptors, 0, "{} keeps weight descriptors open", worker.name);
+        assert_eq!(descriptors, weights, "{} keeps other descriptors than its mappings", worker.name);
     }
     let found = runtime().block_on(generate_all(&fleet.grpc, &[request(1), request(1)]));
     assert_eq!(found[0].as_ref().unwrap().tokens, found[1].as_ref().unwrap().tokens);

@@ -19,6 +19,7 @@ use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::DeviceOption;
 use crate::devices::{self, GpuInfo, GpuInventory};
 use crate::model_config::{FleetModelConfig, to_toml_table};
+use crate::resident_models::ResidentModels;
 use crate::sized_model::SizedModel;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -95,9 +96,16 @@ impl FleetConfig {
     /// Reads the header of every model file and computes its memory. Lists the GPUs if a model may
     /// use one.
     pub(crate) fn sized(&self) -> CliResult<Vec<SizedModel>> {
-        let seen = devices_for(self.models.iter().map(|model| model.device))?;
+        self.sized_without(&ResidentModels::default())
+    }
+
+    /// The same for all models but those that are resident and have no readable file.
+    pub(crate) fn sized_without(&self, resident: &ResidentModels) -> CliResult<Vec<SizedModel>> {
+        let readable = self.models.iter().filter(|model| resident.get(&model.name).is_none());
+        let readable: Vec<FleetModelConfig> = readable.cloned().collect();
+        let seen = devices_for(readable.iter().map(|model| model.device))?;
         let workers = self.models.iter().map(|m| m.workers).sum();
-        SizedModel::all(&self.models, workers, &seen)
+        SizedModel::all(&readable, workers, &seen)
     }
 
     /// Builds the specification of the fleet for the supervisor. `socket` is the public socket, if
@@ -108,8 +116,13 @@ impl FleetConfig {
         socket: Option<OwnedFd>,
         log: tracing::Level,
         sized: &[SizedModel],
+        resident: &ResidentModels,
     ) -> CliResult<FleetSpec> {
-        let models = sized.iter().map(SizedModel::plan).collect::<CliResult<Vec<ModelSpec>>>()?;
+        let planned = |config: &FleetModelConfig| match resident.get(&config.name) {
+            Some(recorded) => Some(Ok(recorded.spec())),
+            None => sized.iter().find(|model| model.name == config.name).map(SizedModel::plan),
+        };
+        let models = self.models.iter().filter_map(planned).collect::<CliResult<Vec<ModelSpec>>>()?;
         let (of_workers, sharing) = (directory.clone(), self.gpu);
         let worker = move |slot: &WorkerSlot, table: &mut Table| {
             let mut set = |key: &str, value: String| table.insert(key.to_owned(), Value::String(value));
@@ -133,12 +146,15 @@ impl FleetConfig {
         router.admission = self.admission;
         router.routing = self.routing;
         router.limits = self.router.clone();
+        let gpus = sized.iter().filter_map(|model| model.choice.gpu.as_ref());
+        let mut weight_server = self.weight_server(directory, gpus);
+        resident.add_devices(&mut weight_server);
+        let mps = (self.gpu.mps && weight_server.contains_key("devices"))
+            .then(|| MpsConfig { directory: directory.mps_directory() });
         Ok(FleetSpec {
-            weight_server: self
-                .weight_server(directory, sized.iter().filter_map(|model| model.choice.gpu.as_ref())),
+            weight_server,
             router: to_toml_table(&router)?,
-            mps: (self.gpu.mps && sized.iter().any(|model| model.choice.gpu.is_some()))
-                .then(|| MpsConfig { directory: directory.mps_directory() }),
+            mps,
             router_socket,
             http_address: listen.map(|address| address.to_string()).unwrap_or_default(),
             log,

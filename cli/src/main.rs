@@ -30,6 +30,7 @@ mod plan;
 mod process;
 mod prompts;
 mod ps;
+mod resident_models;
 mod running_fleet;
 mod serve;
 mod sized_model;

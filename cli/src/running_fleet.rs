@@ -20,6 +20,7 @@ use tonic::transport::Channel;
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::DeviceChoice;
 use crate::fleet_config::FleetConfig;
+use crate::resident_models::ResidentModels;
 
 /// The start fails after this time without any progress: no byte loaded and no child's state
 /// changed.
@@ -62,12 +63,13 @@ impl RunningFleet {
         let inherited = service::listen::inherited_fds()?;
         let (mut activated, kept): (Vec<_>, Vec<_>) =
             inherited.into_iter().partition(|fd| fd.name == HTTP_SOCKET);
-        service::supervision::watch_supervisor("supervisor", "supervisor", &notify, &shutdown)?;
+        service::supervision::watch_supervisor("supervisor", "supervisor", None, &notify, &shutdown)?;
         remove_dead_dirs();
         let claimed = ClaimedRuntimeDir::claim(config.runtime_dir.as_deref())?;
         let socket = activated.pop().map(|activated| activated.fd);
-        let sized = config.sized()?;
-        let plan = config.plan(claimed.directory(), socket, log, &sized)?;
+        let resident = ResidentModels::find(config, claimed.directory());
+        let sized = config.sized_without(&resident)?;
+        let plan = config.plan(claimed.directory(), socket, log, &sized, &resident)?;
         let devices = sized.into_iter().map(|model| (model.name, model.choice)).collect();
         let models = plan.models.iter().map(|m| (m.name.clone(), m.workers)).collect();
         let fleet = FleetHandle::start(plan, claimed, notify, kept).await?;

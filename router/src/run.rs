@@ -23,7 +23,8 @@ pub fn run(config: RouterConfig) -> Result<(), RouterError> {
     runtime.block_on(async {
         let shutdown = Shutdown::install().map_err(RouterError::Signals)?;
         let notify = Notify::from_env()?;
-        let _supervisor = service::supervision::watch_supervisor("router", "router", &notify, &shutdown)?;
+        let _supervisor =
+            service::supervision::watch_supervisor("router", "router", None, &notify, &shutdown)?;
         let router = Router::bind(config, listener, Metrics::install()?).await?;
         let address =
             router.address().map_or("router.sock".to_owned(), |address| format!("http://{address}"));

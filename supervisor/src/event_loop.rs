@@ -12,12 +12,15 @@
 mod children;
 mod commands;
 mod notifications;
+mod residency;
+mod takeover;
 
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
+use bytes::Bytes;
 use service::exit::{Exit, HasExit, exit_for_io_error};
 use service::grpc::{BindError, ConnectError};
 use service::listen::{InheritedFd, ListenError};
@@ -27,12 +30,14 @@ use service::{Notify, config};
 use tokio::sync::{broadcast, mpsc};
 use tokio::task::{AbortHandle, JoinHandle};
 
+use self::takeover::LivingChildren;
 use crate::attach_token::AttachToken;
 use crate::commands::{CommandError, CommandReply};
 use crate::events::SupervisorEvent;
 use crate::fd_store::FdStore;
 use crate::fleet::{CommandSender, EVENT_BROADCAST_CAPACITY, FleetHandle};
 use crate::grpc;
+use crate::model_record::recorded_models;
 use crate::process::ChildProcess;
 use crate::spec::{ChildSpec, FleetSpec, ModelSpec, WorkerSlot};
 use crate::state::{ChildEvent, ChildStateMachine};
@@ -103,6 +108,8 @@ struct SupervisedChild {
     exits: mpsc::Sender<u64>,
     status_text: String,
     last_termination: Option<LastTermination>,
+    /// The adopted process was started with another configuration.
+    is_outdated: bool,
     /// Set when the child is to be removed after it stopped, with the caller that waits for the
     /// removal.
     removed: Option<Option<CommandReply<()>>>,
@@ -110,7 +117,12 @@ struct SupervisedChild {
 
 struct ManagedModel {
     spec: ModelSpec,
+    /// A command loaded the model: the configuration does not name it.
+    by_command: bool,
     state: ModelState,
+    /// Digest of the resident weights. A weight-server that restarts has to hold these, whatever
+    /// has become of the file.
+    digest: Option<Bytes>,
     task: Option<AbortHandle>,
     unloading: Option<CommandReply<()>>,
 }
@@ -125,6 +137,8 @@ struct SupervisorLoop {
     /// The supervisor's own parent. If it is systemd, it keeps a second copy of the FD store.
     parent: Notify,
     commands: CommandSender,
+    /// Compares what is resident in a new weight-server with `models`.
+    sync_task: Option<AbortHandle>,
     stopping: bool,
 }
 
@@ -152,6 +166,7 @@ impl FleetHandle {
             admin: WeightServerAdmin::new(channel),
             parent,
             commands: commands.clone(),
+            sync_task: None,
             stopping: false,
         };
         for InheritedFd { name, fd } in stored {
@@ -159,17 +174,21 @@ impl FleetHandle {
                 tracing::warn!(name, %error, "lost a descriptor from systemd's FD store");
             }
         }
-        for model in event_loop.spec.models.clone() {
-            event_loop.add_model(model);
+        for model in recorded_models(&names).into_iter().filter(|model| model.by_command) {
+            event_loop.add_model(model.spec(), true);
         }
-        let living: BTreeMap<String, u32> =
-            names.living_children().map_err(FleetStartError::RuntimeDir)?.into_iter().collect();
-        for (spec, slot) in event_loop.spec.initial_children() {
+        for model in event_loop.spec.models.clone() {
+            event_loop.add_model(model, false);
+        }
+        event_loop.record_models();
+        let living = LivingChildren::find(&names)?;
+        for (spec, slot) in event_loop.spec.initial_children(&living.models_of_workers()) {
             event_loop.add_child(spec, slot)?;
         }
         event_loop.adopt_orphans(&living)?;
-        let fixed: Vec<Arc<str>> = event_loop.children.keys().cloned().collect();
-        for name in fixed {
+        let wanted = event_loop.children.iter().filter(|(_, child)| child.removed.is_none());
+        let wanted: Vec<Arc<str>> = wanted.map(|(name, _)| name.clone()).collect();
+        for name in wanted {
             event_loop.apply_event(&name, ChildEvent::Start);
         }
         let served =
@@ -229,7 +248,11 @@ impl SupervisorLoop {
             SupervisorEvent::TokenAllowed { child, start_number, refusal } => {
                 self.token_allowed(&child, start_number, refusal)
             }
+            SupervisorEvent::ResidentModels { names } => self.unload_leftovers(names),
+            SupervisorEvent::LeftoversUnloaded => self.request_models(),
             SupervisorEvent::ModelStateChanged { name, state } => self.set_model_state(&name, state),
+            SupervisorEvent::ModelLoaded { name, loaded } => self.model_loaded(&name, loaded),
+            SupervisorEvent::WorkersOutdated { pids } => self.restart_processes(&pids),
             SupervisorEvent::ModelUnloaded { name, refusal } => self.model_unloaded(&name, refusal),
             SupervisorEvent::Command(command) => self.handle_command(command),
         }
@@ -270,7 +293,8 @@ impl ManagedModel {
 
     fn load(&mut self, admin: &WeightServerAdmin, commands: &CommandSender) {
         self.abort();
-        let task = tokio::spawn(admin.clone().load(self.spec.clone(), commands.event_loop.clone()));
+        let load = admin.clone().load(self.spec.clone(), self.digest.clone(), commands.event_loop.clone());
+        let task = tokio::spawn(load);
         self.task = Some(task.abort_handle());
     }
 

@@ -4,9 +4,19 @@
 
 use std::sync::Arc;
 
+use bytes::Bytes;
+
 use crate::commands::FleetCommand;
 use crate::notification::Notification;
 use crate::status::ModelState;
+
+/// A model that is resident now.
+#[derive(Debug)]
+pub(crate) struct ResidentModel {
+    pub(crate) digest: Bytes,
+    /// Process ids of the workers that hold other weights of this model.
+    pub(crate) outdated: Vec<u32>,
+}
 
 #[derive(Debug)]
 pub(crate) enum SupervisorEvent {
@@ -25,9 +35,22 @@ pub(crate) enum SupervisorEvent {
         start_number: u64,
         refusal: Option<String>,
     },
+    /// What the weight-server holds, to be compared with the fleet's models.
+    ResidentModels {
+        names: Vec<String>,
+    },
+    LeftoversUnloaded,
     ModelStateChanged {
         name: String,
         state: ModelState,
+    },
+    ModelLoaded {
+        name: String,
+        loaded: ResidentModel,
+    },
+    /// Workers hold older weights of a model, whose memory the new weights need.
+    WorkersOutdated {
+        pids: Vec<u32>,
     },
     ModelUnloaded {
         name: String,

@@ -31,6 +31,7 @@ mod events;
 mod fd_store;
 mod fleet;
 mod grpc;
+mod model_record;
 pub mod mps;
 mod notification;
 mod notify_server;
@@ -44,6 +45,7 @@ mod weight_server_admin;
 pub use commands::CommandError;
 pub use event_loop::{FleetStartError, raise_descriptor_limit};
 pub use fleet::FleetHandle;
+pub use model_record::{RecordedModel, recorded_models};
 pub use spec::{ChildRole, ChildSpec, CompleteWorkerConfig, FleetSpec, ModelSpec, WorkerSlot};
 pub use state::{ChildState, FailureReason, Termination};
 pub use status::{

@@ -98,7 +98,7 @@ pub fn run(config: MpsConfig) -> Result<(), MpsError> {
         let shutdown = Shutdown::install().map_err(MpsError::Signals)?;
         let notify = Notify::from_env()?;
         let role = ChildRole::Mps.subcommand();
-        let _supervisor = service::supervision::watch_supervisor(role, role, &notify, &shutdown)?;
+        let _supervisor = service::supervision::watch_supervisor(role, role, None, &notify, &shutdown)?;
         let directory = &config.directory;
         create_empty(directory).map_err(|source| MpsError::Directory { path: directory.clone(), source })?;
         let mut daemon = command(directory).arg("-f").spawn().map_err(MpsError::Start)?;

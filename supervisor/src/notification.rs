@@ -5,6 +5,8 @@
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
+use crate::attach_token::AttachToken;
+
 /// The content of one datagram.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct NotifyMessage {
@@ -20,6 +22,8 @@ pub(crate) struct NotifyMessage {
     pub(crate) barrier: bool,
     /// ADOPT=1: an orphan offers itself for adoption.
     pub(crate) offers_adoption: bool,
+    /// The attach token of the worker that offers itself.
+    pub(crate) attach_token: Option<AttachToken>,
 }
 
 impl NotifyMessage {
@@ -41,6 +45,7 @@ impl NotifyMessage {
                 ("FDNAME", name) => message.fd_name = Some(name.to_owned()),
                 ("BARRIER", "1") => message.barrier = true,
                 ("ADOPT", "1") => message.offers_adoption = true,
+                ("ATTACH_TOKEN", digits) => message.attach_token = AttachToken::from_hex(digits),
                 _ => {}
             }
         }

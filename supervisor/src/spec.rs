@@ -3,6 +3,7 @@
 //! The specification of a fleet: which processes and models it has. The caller writes it before the
 //! fleet starts.
 
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -118,8 +119,12 @@ pub struct FleetSpec {
 }
 
 impl FleetSpec {
-    /// The children that the fleet starts with, in start order.
-    pub(crate) fn initial_children(&self) -> Vec<(ChildSpec, Option<WorkerSlot>)> {
+    /// The children that the fleet starts with, in start order. `living` are the workers of a dead
+    /// supervisor that still run, with their models.
+    pub(crate) fn initial_children(
+        &self,
+        living: &BTreeMap<u32, String>,
+    ) -> Vec<(ChildSpec, Option<WorkerSlot>)> {
         let fixed = |role: ChildRole, config: &toml::Table| {
             (ChildSpec { name: role.subcommand().to_owned(), role, config: config.clone() }, None)
         };
@@ -130,8 +135,8 @@ impl FleetSpec {
             let config = toml::Table::from_iter([("directory".to_owned(), directory)]);
             children.push(fixed(ChildRole::Mps, &config));
         }
-        let models = self.models.iter().flat_map(|model| (0..model.workers).map(move |_| model));
-        children.extend((0..).zip(models).map(|(index, model)| self.worker_spec(index, model)));
+        let workers = assign_workers(&self.models, living);
+        children.extend(workers.into_iter().map(|(index, model)| self.worker_spec(index, model)));
         children
     }
 
@@ -140,5 +145,47 @@ impl FleetSpec {
         let mut config = model.worker_config.clone();
         (self.complete_worker_config)(&slot, &mut config);
         (ChildSpec { name: slot.name(), role: ChildRole::Worker, config }, Some(slot))
+    }
+}
+
+/// Numbers the workers of all models. A living worker keeps its number, if its model is still
+/// there; other workers get numbers that no living one has.
+fn assign_workers<'a>(models: &'a [ModelSpec], living: &BTreeMap<u32, String>) -> Vec<(u32, &'a ModelSpec)> {
+    let mut unused = (0u32..).filter(|index| !living.contains_key(index));
+    let mut assigned = Vec::new();
+    for model in models {
+        let kept = living.iter().filter(|(_, of)| **of == model.name).map(|(index, _)| *index);
+        let kept: Vec<u32> = kept.take(model.workers as usize).collect();
+        let new = model.workers as usize - kept.len();
+        let indexes: Vec<u32> = kept.into_iter().chain(unused.by_ref().take(new)).collect();
+        assigned.extend(indexes.into_iter().map(|index| (index, model)));
+    }
+    assigned
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn living_workers_keep_their_numbers_whatever_the_order_of_the_models() {
+        let model = |name: &str, workers| ModelSpec {
+            name: name.to_owned(),
+            path: PathBuf::new(),
+            workers,
+            device: "host".to_owned(),
+            pack: true,
+            worker_config: toml::Table::new(),
+        };
+        let models = [model("new", 1), model("b", 2), model("a", 2)];
+        let numbers = |living: &[(u32, &str)]| -> Vec<(u32, String)> {
+            let living = living.iter().map(|(index, of)| (*index, (*of).to_owned())).collect();
+            let assigned = assign_workers(&models, &living);
+            assigned.into_iter().map(|(index, model)| (index, model.name.clone())).collect()
+        };
+        let expected = |list: [(u32, &str); 5]| list.map(|(index, of)| (index, of.to_owned()));
+        assert_eq!(numbers(&[]), expected([(0, "new"), (1, "b"), (2, "b"), (3, "a"), (4, "a")]));
+        let living = [(0, "a"), (1, "a"), (2, "b"), (5, "gone"), (7, "a")];
+        assert_eq!(numbers(&living), expected([(3, "new"), (2, "b"), (4, "b"), (0, "a"), (1, "a")]));
     }
 }

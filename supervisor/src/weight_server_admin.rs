@@ -6,8 +6,9 @@
 //! Each request runs in a task of its own and reports to the event loop. If the weight-server dies
 //! during a request, the task asks its successor.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use proto::weights::v1 as wire;
 use proto::weights::v1::weight_server_client::WeightServerClient;
 use tokio::sync::mpsc;
@@ -15,14 +16,19 @@ use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use crate::attach_token::AttachToken;
-use crate::events::SupervisorEvent;
+use crate::events::{ResidentModel, SupervisorEvent};
 use crate::spec::ModelSpec;
 use crate::status::{ModelFailure, ModelState};
 
 /// How often the client offers a token to a weight-server that is not reachable yet.
 const TOKEN_RETRY_INTERVAL: Duration = Duration::from_millis(20);
-/// How often the client repeats a load while the weight-server is not reachable.
+/// How often the client repeats a load or an unload while the weight-server is not reachable.
 const LOAD_RETRY_INTERVAL: Duration = Duration::from_millis(200);
+/// How long older weights of a model may keep the memory that the new ones need: a worker drains
+/// for 10 s, then it is killed.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Means all generations of a model in an UnloadRequest.
+const ALL_GENERATIONS: u64 = 0;
 
 /// A client of weights-admin.sock that survives restarts of the weight-server. Cheap to clone.
 #[derive(Clone)]
@@ -49,39 +55,126 @@ impl WeightServerAdmin {
         }
     }
 
-    /// Makes the model resident and reports every state change to the event loop.
-    pub(crate) async fn load(mut self, model: ModelSpec, event_loop: mpsc::Sender<SupervisorEvent>) {
-        let state = loop {
-            let outcome = match self.is_resident(&model.name).await {
-                Ok(true) => Ok(()),
-                Ok(false) => self.load_from_file(&model, &event_loop).await,
-                Err(status) => Err(status),
-            };
-            match outcome {
-                Ok(()) => break ModelState::Ready,
-                // The weight-server died. Its successor may have adopted the model, or loads it
-                // from the file.
-                Err(status) if is_unreachable(&status) => tokio::time::sleep(LOAD_RETRY_INTERVAL).await,
-                Err(status) => break ModelState::Failed(ModelFailure::from_status(&status)),
-            }
-        };
-        // Without an event loop the result is of no use.
-        let _: Result<(), _> =
-            event_loop.send(SupervisorEvent::ModelStateChanged { name: model.name, state }).await;
+    /// For a worker that is gone for good. A weight-server that is not reachable forgets all tokens
+    /// anyway.
+    pub(crate) async fn forget_token(mut self, name: String) {
+        if let Err(status) = self.client.forget_token(wire::ForgetTokenRequest { name }).await {
+            tracing::debug!(%status, "the weight-server did not forget a token");
+        }
     }
 
-    /// An adopted model counts as resident, even if its file no longer exists.
-    async fn is_resident(&mut self, name: &str) -> Result<bool, Status> {
-        let status = self.client.get_status(wire::GetStatusRequest {}).await?.into_inner();
-        let ready = |g: &wire::Generation| g.model == name && g.state() == wire::GenerationState::Ready;
-        Ok(status.generations.iter().any(ready))
+    /// The names of the models that the weight-server holds or loads.
+    pub(crate) async fn resident_models(mut self) -> Vec<String> {
+        loop {
+            if let Ok(status) = self.status().await {
+                let named = status.generations.into_iter().filter(|generation| !is_retiring(generation));
+                let mut names: Vec<String> = named.map(|generation| generation.model).collect();
+                names.sort_unstable();
+                names.dedup();
+                return names;
+            }
+            tokio::time::sleep(LOAD_RETRY_INTERVAL).await;
+        }
+    }
+
+    /// Makes the model resident and reports every state change to the event loop. Resident weights
+    /// of the `known` digest are the model's, whatever has become of its file.
+    pub(crate) async fn load(
+        mut self,
+        model: ModelSpec,
+        known: Option<Bytes>,
+        event_loop: mpsc::Sender<SupervisorEvent>,
+    ) {
+        let started = Instant::now();
+        let outcome = loop {
+            let status = match self.load_and_replace(&model, known.as_ref(), &event_loop).await {
+                Ok(loaded) => break Ok(loaded),
+                Err(status) => status,
+            };
+            // If the weight-server died, its successor may have adopted the model, or loads it from
+            // the file.
+            let again = is_unreachable(&status)
+                || (status.code() == Code::ResourceExhausted
+                    && started.elapsed() < RELEASE_TIMEOUT
+                    && self.release_older(&model.name, &event_loop).await);
+            if !again {
+                break Err(ModelFailure::from_status(&status));
+            }
+            tokio::time::sleep(LOAD_RETRY_INTERVAL).await;
+        };
+        let name = model.name;
+        let event = match outcome {
+            Ok(loaded) => SupervisorEvent::ModelLoaded { name, loaded },
+            Err(failure) => SupervisorEvent::ModelStateChanged { name, state: ModelState::Failed(failure) },
+        };
+        // Without an event loop the result is of no use.
+        let _: Result<(), _> = event_loop.send(event).await;
+    }
+
+    /// Makes the model resident, unloads its other generations, and finds the workers that have
+    /// them.
+    async fn load_and_replace(
+        &mut self,
+        model: &ModelSpec,
+        known: Option<&Bytes>,
+        event_loop: &mpsc::Sender<SupervisorEvent>,
+    ) -> Result<ResidentModel, Status> {
+        let resident = match known {
+            Some(digest) => self.find_resident(model, digest).await?,
+            None => None,
+        };
+        let generation = match resident {
+            Some(generation) => generation,
+            None => self.load_from_file(model, event_loop).await?,
+        };
+        let status = self.status().await?;
+        let is_other = |other: &&wire::Generation| {
+            other.model == model.name && other.generation != generation.generation
+        };
+        let others: Vec<&wire::Generation> = status.generations.iter().filter(is_other).collect();
+        for other in others.iter().filter(|other| !is_retiring(other)) {
+            self.unload_generation(&model.name, other.generation).await?;
+        }
+        let outdated = pids_of_leases(&status.leases, &others);
+        Ok(ResidentModel { digest: generation.digest, outdated })
+    }
+
+    async fn find_resident(
+        &mut self,
+        model: &ModelSpec,
+        digest: &Bytes,
+    ) -> Result<Option<wire::Generation>, Status> {
+        let is_it = |generation: &wire::Generation| {
+            generation.model == model.name
+                && generation.device == model.device
+                && generation.digest == *digest
+                && generation.state() == wire::GenerationState::Ready
+        };
+        Ok(self.status().await?.generations.into_iter().find(is_it))
+    }
+
+    /// The model does not fit beside its older weights: takes their name, and has their workers
+    /// restarted. Returns false if there are none.
+    async fn release_older(&mut self, name: &str, event_loop: &mpsc::Sender<SupervisorEvent>) -> bool {
+        // An error here shows in the next attempt to load.
+        let Ok(status) = self.status().await else { return true };
+        let older: Vec<&wire::Generation> =
+            status.generations.iter().filter(|generation| generation.model == name).collect();
+        for generation in older.iter().filter(|generation| !is_retiring(generation)) {
+            if let Err(error) = self.unload_generation(name, generation.generation).await {
+                tracing::debug!(%error, "cannot unload the older weights of a model");
+            }
+        }
+        let pids = pids_of_leases(&status.leases, &older);
+        let _: Result<(), _> = event_loop.send(SupervisorEvent::WorkersOutdated { pids }).await;
+        !older.is_empty()
     }
 
     async fn load_from_file(
         &mut self,
         model: &ModelSpec,
         event_loop: &mpsc::Sender<SupervisorEvent>,
-    ) -> Result<(), Status> {
+    ) -> Result<wire::Generation, Status> {
         let request = wire::LoadRequest {
             model: model.name.clone(),
             path: model.path.to_string_lossy().into_owned(),
@@ -97,20 +190,45 @@ impl WeightServerAdmin {
                         .send(SupervisorEvent::ModelStateChanged { name: model.name.clone(), state })
                         .await;
                 }
-                Some(wire::load_event::Kind::Loaded(_)) => return Ok(()),
-                None => {}
+                Some(wire::load_event::Kind::Loaded(wire::Loaded { generation: Some(found), .. })) => {
+                    return Ok(found);
+                }
+                Some(wire::load_event::Kind::Loaded(_)) | None => {}
             }
         }
         Err(Status::unavailable("the weight-server ended the load without a result"))
     }
 
+    /// Repeats the request until the weight-server carries it out or refuses it.
     pub(crate) async fn unload(mut self, name: String) -> Result<(), Status> {
-        match self.client.unload(wire::UnloadRequest { model: name }).await {
+        loop {
+            match self.unload_generation(&name, ALL_GENERATIONS).await {
+                Err(status) if is_unreachable(&status) => tokio::time::sleep(LOAD_RETRY_INTERVAL).await,
+                outcome => return outcome,
+            }
+        }
+    }
+
+    async fn unload_generation(&mut self, name: &str, generation: u64) -> Result<(), Status> {
+        match self.client.unload(wire::UnloadRequest { model: name.to_owned(), generation }).await {
             Ok(_) => Ok(()),
             Err(status) if status.code() == Code::NotFound => Ok(()),
             Err(status) => Err(status),
         }
     }
+
+    async fn status(&mut self) -> Result<wire::Status, Status> {
+        Ok(self.client.get_status(wire::GetStatusRequest {}).await?.into_inner())
+    }
+}
+
+fn is_retiring(generation: &wire::Generation) -> bool {
+    generation.state() == wire::GenerationState::Retiring
+}
+
+fn pids_of_leases(leases: &[wire::Lease], generations: &[&wire::Generation]) -> Vec<u32> {
+    let of_them = |lease: &&wire::Lease| generations.iter().any(|g| g.generation == lease.generation);
+    leases.iter().filter(of_them).filter_map(|lease| u32::try_from(lease.pid).ok()).collect()
 }
 
 /// The weight-server did not answer: it is starting, or it just died. A status with a source was

@@ -10,8 +10,13 @@ use proto::worker::v1::{StatsReply, StatsRequest};
 use super::ServedFleet;
 
 pub(crate) async fn weight_server_status(fleet: &ServedFleet) -> Status {
-    let channel = service::grpc::connect(&fleet.runtime_dir().join("weights-admin.sock")).await.unwrap();
-    WeightServerClient::new(channel).get_status(GetStatusRequest {}).await.unwrap().into_inner()
+    try_weight_server_status(fleet).await.unwrap()
+}
+
+/// `None` while the weight-server restarts.
+pub(crate) async fn try_weight_server_status(fleet: &ServedFleet) -> Option<Status> {
+    let channel = service::grpc::connect(&fleet.runtime_dir().join("weights-admin.sock")).await.ok()?;
+    Some(WeightServerClient::new(channel).get_status(GetStatusRequest {}).await.ok()?.into_inner())
 }
 
 /// Statistics of the fleet's first worker.

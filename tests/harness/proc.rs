@@ -92,11 +92,20 @@ pub(crate) fn open_files(pid: u32) -> Vec<String> {
 
 /// Bytes of all memfds that the processes have open or mapped, each memfd counted once.
 pub(crate) fn memfd_bytes(pids: &[u32]) -> u64 {
+    named_memfd_bytes(pids, MEMFD)
+}
+
+/// The same for memfds of weights only.
+pub(crate) fn weight_memfd_bytes(pids: &[u32]) -> u64 {
+    named_memfd_bytes(pids, "/memfd:ballast-weights")
+}
+
+fn named_memfd_bytes(pids: &[u32], prefix: &str) -> u64 {
     let mut bytes_by_inode = BTreeMap::new();
     for pid in pids {
         for entry in std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten() {
             let is_memfd = std::fs::read_link(entry.path())
-                .is_ok_and(|target| target.to_string_lossy().starts_with(MEMFD));
+                .is_ok_and(|target| target.to_string_lossy().starts_with(prefix));
             // Follows the link, also that of a memfd, which has no name in any folder.
             if let (true, Ok(file)) = (is_memfd, std::fs::metadata(entry.path())) {
                 bytes_by_inode.insert(file.ino(), file.blocks() * BLOCK_BYTES);
@@ -106,7 +115,7 @@ pub(crate) fn memfd_bytes(pids: &[u32]) -> u64 {
         for line in std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default().lines() {
             // address perms offset device inode name
             let fields: Vec<&str> = line.split_whitespace().collect();
-            let Some(name) = fields.get(5).filter(|name| name.starts_with(MEMFD)) else { continue };
+            let Some(name) = fields.get(5).filter(|name| name.starts_with(prefix)) else { continue };
             let inode = fields[4].parse().unwrap();
             let (start, end) = fields[0].split_once('-').unwrap_or_else(|| panic!("{name}: {line}"));
             let address = |text| u64::from_str_radix(text, 16).unwrap();

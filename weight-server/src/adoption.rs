@@ -193,15 +193,29 @@ fn read_generation(
         }
         fds.push(fd);
     }
-    let (manifest, fds) =
-        GenerationFds::verify(fds).map_err(|source| AdoptionNote::Generation { generation: id, source })?;
-    if manifest.generation != id {
-        return Err(AdoptionNote::WrongGeneration { generation: id, found: manifest.generation });
+    let (generation, fds) =
+        read_returned(fds).map_err(|source| AdoptionNote::Generation { generation: id, source })?;
+    if generation.id != id {
+        return Err(AdoptionNote::WrongGeneration { generation: id, found: generation.id });
     }
-    let contents = GenerationContents::from_manifest(&manifest, fds.manifest().bytes());
+    Ok((AdoptedGeneration { retired, ..generation }, fds))
+}
+
+/// Reads a generation that a worker has sent back: the manifest first, then every allocation.
+pub(crate) fn read_returned(
+    fds: Vec<OwnedFd>,
+) -> Result<(AdoptedGeneration, Arc<GenerationFds>), GenerationFdsError> {
+    let (manifest, fds) = GenerationFds::verify(fds)?;
+    let contents = GenerationContents::from_manifest(&manifest, fds.manifest());
     let device = manifest.devices.first().map(|device| device.id.clone()).unwrap_or_default();
-    let key = LoadKey { files: manifest.files, device, layout: manifest.layout };
-    Ok((AdoptedGeneration { id, model: manifest.model, key, contents, retired }, Arc::new(fds)))
+    let key = LoadKey {
+        files: manifest.files,
+        device,
+        layout: manifest.layout,
+        one_per_tensor: manifest.one_per_tensor,
+    };
+    let (id, model) = (manifest.generation, manifest.model);
+    Ok((AdoptedGeneration { id, model, key, contents, retired: false }, Arc::new(fds)))
 }
 
 /// Returns a pidfd of the lease's worker, if the worker is still alive.
@@ -247,6 +261,7 @@ mod tests {
             files: Vec::new(),
             devices: vec![ManifestDevice::host()],
             layout: 0,
+            one_per_tensor: false,
             allocations: allocations
                 .iter()
                 .map(|memfd| Allocation { device: 0, bytes: memfd.bytes(), inode: memfd.inode() })

@@ -16,6 +16,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use memory::manifest::{Digest, FileIdentity, HOST_DEVICE, Manifest};
+use memory::memfd::SealedMemfd;
 
 use crate::ids::CallId;
 use crate::ledger::LedgerReservation;
@@ -27,10 +28,17 @@ pub(crate) struct LoadKey {
     pub(crate) files: Vec<FileIdentity>,
     pub(crate) device: String,
     pub(crate) layout: u32,
+    /// Every tensor has an allocation of its own.
+    pub(crate) one_per_tensor: bool,
 }
 
 impl LoadKey {
     pub(crate) fn is_same(&self, other: &Self) -> bool {
+        self.has_same_source(other) && self.one_per_tensor == other.one_per_tensor
+    }
+
+    /// The same bytes in the same layout on the same device, in whatever allocations.
+    pub(crate) fn has_same_source(&self, other: &Self) -> bool {
         self.device == other.device
             && self.layout == other.layout
             && self.files.len() == other.files.len()
@@ -60,8 +68,12 @@ pub(crate) struct GenerationContents {
     pub(crate) tensor_bytes: u64,
     pub(crate) allocation_bytes: u64,
     pub(crate) manifest_bytes: u64,
+    /// Tells two loads of one model apart.
+    pub(crate) manifest_inode: u64,
     pub(crate) allocations: u32,
     pub(crate) tensors: u32,
+    /// When the load ended.
+    pub(crate) created_unix_seconds: u64,
     /// Device memory that the load takes beside the allocations, until it is done.
     pub(crate) staging_bytes: u64,
     /// Host memory that the load takes. On the host, and on boards that share its memory, it
@@ -70,14 +82,16 @@ pub(crate) struct GenerationContents {
 }
 
 impl GenerationContents {
-    pub(crate) fn from_manifest(manifest: &Manifest, manifest_bytes: u64) -> Self {
+    pub(crate) fn from_manifest(manifest: &Manifest, memfd: &SealedMemfd) -> Self {
         Self {
             digest: Some(manifest.digest),
             tensor_bytes: manifest.tensor_bytes(),
             allocation_bytes: manifest.allocation_bytes(),
-            manifest_bytes,
+            manifest_bytes: memfd.bytes(),
+            manifest_inode: memfd.inode(),
             allocations: manifest.allocations.len() as u32,
             tensors: manifest.tensors.len() as u32,
+            created_unix_seconds: manifest.created_unix_seconds,
             staging_bytes: 0,
             host_bytes: 0,
         }
@@ -97,7 +111,8 @@ impl GenerationContents {
 pub(crate) enum GenerationIntegrity {
     /// This weight-server's loader computed the checksums, or the kernel's seals protect the bytes.
     Loaded,
-    /// Adopted on a GPU. A process that had it mapped could have written to it.
+    /// Returned by a worker, or adopted on a GPU, where a process that had it mapped could have
+    /// written to it.
     Unverified,
     Verified,
     /// The checksums differ from those in the manifest.
@@ -119,7 +134,6 @@ pub(crate) struct Generation {
     pub(crate) id: u64,
     pub(crate) model: String,
     pub(crate) key: LoadKey,
-    pub(crate) one_per_tensor: bool,
     pub(crate) phase: GenerationPhase,
     pub(crate) contents: GenerationContents,
     pub(crate) done_bytes: u64,

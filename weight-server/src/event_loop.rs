@@ -12,7 +12,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use handoff::lease_record::LeaseRecord;
-use proto::weights::v1::Reclaim;
 use service::ByteSize;
 use tokio::sync::{broadcast, mpsc, oneshot};
 use tokio::task::JoinHandle;
@@ -24,6 +23,7 @@ use crate::fd_store::{FdStoreClient, FdStoreRequest};
 use crate::handoff_server::ProtocolViolations;
 use crate::held_fds::{GenerationFds, LeaseFds};
 use crate::ids::{CallId, ConnectionId};
+use crate::lease_table::WorkerProcess;
 use crate::loader_child::{LoadJob, LoaderHandle, LoaderProgram, start};
 use crate::messages::{ConnectionCommand, InputSender, LoadCall, LoopInput};
 use crate::refusal::{UnloadRefusal, VerifyFailure};
@@ -85,6 +85,8 @@ pub(crate) struct WeightServerLoopParts {
     pub(crate) adoption_notes: Vec<String>,
     pub(crate) generations: HashMap<u64, Arc<GenerationFds>>,
     pub(crate) leases: Vec<(u64, LeaseFds)>,
+    /// Workers that may return what they hold.
+    pub(crate) awaited: Vec<(WorkerProcess, OwnedFd)>,
 }
 
 impl WeightServerLoop {
@@ -111,6 +113,9 @@ impl WeightServerLoop {
         };
         for (lease, fds) in parts.leases {
             driver.watch_lease(lease, fds);
+        }
+        for (worker, pidfd) in parts.awaited {
+            driver.watch_awaited(worker.pid, pidfd);
         }
         driver
     }
@@ -154,17 +159,14 @@ impl WeightServerLoop {
                 self.clients.insert(connection, ConnectedWorker { commands, pidfd: Some(pidfd) });
                 self.handle_event(WeightServerEvent::AttachRequested { connection, peer, params });
             }
-            LoopInput::Reclaim { connection, peer, claim, commands } => {
-                self.clients.insert(connection, ConnectedWorker { commands, pidfd: None });
-                let Reclaim { protocol, generation, lease, token } = claim;
-                self.handle_event(WeightServerEvent::ReclaimRequested {
-                    connection,
-                    peer,
-                    protocol,
-                    generation,
-                    lease,
-                    token,
-                });
+            LoopInput::Reclaim { connection, peer, pidfd, claim, commands } => {
+                self.clients.insert(connection, ConnectedWorker { commands, pidfd: Some(pidfd) });
+                self.handle_event(WeightServerEvent::ReclaimRequested { connection, peer, claim });
+            }
+            LoopInput::Returned { connection, generation, fds } => {
+                // The number is the worker's: descriptors of another generation stay.
+                self.generations.entry(generation.id).or_insert(fds);
+                self.handle_event(WeightServerEvent::GenerationReturned { connection, generation });
             }
             LoopInput::LoadHandedOver { generation, contents, fds } => {
                 self.loaders.remove(&generation);
@@ -177,20 +179,21 @@ impl WeightServerLoop {
                 let available_bytes = available_bytes();
                 self.handle_event(WeightServerEvent::LoadRequested { call: id, params, available_bytes });
             }
-            LoopInput::Unload { model, answer } => {
+            LoopInput::Unload { model, generation, answer } => {
                 let id = self.next_call();
                 self.unload_calls.insert(id, answer);
-                self.handle_event(WeightServerEvent::UnloadRequested { call: id, model });
+                self.handle_event(WeightServerEvent::UnloadRequested { call: id, model, generation });
             }
             LoopInput::Verify { model, device, answer } => {
                 let id = self.next_call();
                 self.verify_calls.insert(id, answer);
                 self.handle_event(WeightServerEvent::VerifyRequested { call: id, model, device });
             }
-            LoopInput::AllowToken { name, token, answer } => {
+            LoopInput::AllowToken { name, digest, answer } => {
                 // The token is set even if the caller has gone away.
-                let _ = answer.send(self.state.allow_token(name, &token));
+                let _ = answer.send(self.state.allow_token(name, digest));
             }
+            LoopInput::ForgetToken { name } => self.state.forget_token(&name),
             LoopInput::Status { answer } => {
                 let fd_store = self.fd_store.is_healthy();
                 let snapshot = StatusSnapshot::of(
@@ -259,6 +262,9 @@ impl WeightServerLoop {
             WeightServerAction::MarkRetired { generation } => {
                 self.fd_store.send(FdStoreRequest::MarkRetired { generation })
             }
+            WeightServerAction::UnmarkRetired { generation } => {
+                self.fd_store.send(FdStoreRequest::Remove { name: format!("g{generation}.retired") })
+            }
             WeightServerAction::RemoveGeneration { generation } => {
                 if let Some(fds) = self.generations.remove(&generation) {
                     let allocations = fds.allocations().len();
@@ -276,7 +282,14 @@ impl WeightServerLoop {
                 let fds = Arc::clone(fds.expect("invariant: the generation of a lease has descriptors"));
                 self.send_command(connection, ConnectionCommand::Deliver { lease, generation, fds });
             }
+            WeightServerAction::RequestReturn { connection, fds } => {
+                self.send_command(connection, ConnectionCommand::RequestReturn { fds });
+            }
             WeightServerAction::Reclaimed { connection, lease, generation } => {
+                // The lease has its pidfd already.
+                if let Some(client) = self.clients.get_mut(&connection) {
+                    client.pidfd = None;
+                }
                 self.send_command(connection, ConnectionCommand::Reclaimed { lease, generation });
             }
             WeightServerAction::Refuse { connection, refusal } => {
@@ -353,7 +366,6 @@ impl WeightServerLoop {
             generation,
             model: found.model.clone(),
             key: LoadKey::clone(&found.key),
-            one_per_tensor: found.one_per_tensor,
             threads: self.loader_threads.onto(&found.key.device),
         };
         self.loaders.insert(generation, start(job, self.loader.clone(), self.inputs.clone()));
@@ -390,6 +402,17 @@ impl WeightServerLoop {
                 false
             }
         }
+    }
+
+    /// Waits for the exit of a worker that may return what it holds.
+    fn watch_awaited(&self, pid: i32, pidfd: OwnedFd) {
+        let inputs = self.inputs.clone();
+        tokio::spawn(async move {
+            // If the process cannot be watched, the state stops waiting for it after a while.
+            if handoff::event_loop::wait_for_process_end(Arc::new(pidfd)).await.is_ok() {
+                inputs.send(LoopInput::Event(WeightServerEvent::AwaitedProcessEnded { pid })).await;
+            }
+        });
     }
 
     /// Keeps a lease's descriptors and waits for the exit of its process.

@@ -6,14 +6,13 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use bytes::Bytes;
 use handoff::lease_record::LeaseRecord;
 
 use crate::catalog::{GenerationContents, LoadKey};
 use crate::ids::{CallId, ConnectionId};
 use crate::lease_table::WorkerProcess;
 use crate::refusal::{AttachRefusal, LoadFailure, UnloadRefusal, VerifyFailure};
-use crate::waiters::{AttachParams, LoadProgress, WaiterId};
+use crate::waiters::{AttachParams, LeaseClaim, LoadProgress, WaiterId};
 
 #[derive(Debug)]
 pub(crate) struct LoadParams {
@@ -22,7 +21,6 @@ pub(crate) struct LoadParams {
     pub(crate) device: String,
     /// The files that are at the path now, or why they cannot be opened.
     pub(crate) key: Result<LoadKey, LoadFailure>,
-    pub(crate) one_per_tensor: bool,
 }
 
 #[derive(Debug)]
@@ -66,9 +64,11 @@ pub(crate) enum WeightServerEvent {
         generation: u64,
         failure: VerifyFailure,
     },
+    /// Without a generation, all generations of the model are unloaded.
     UnloadRequested {
         call: CallId,
         model: String,
+        generation: Option<u64>,
     },
     AttachRequested {
         connection: ConnectionId,
@@ -84,10 +84,16 @@ pub(crate) enum WeightServerEvent {
     ReclaimRequested {
         connection: ConnectionId,
         peer: WorkerProcess,
-        protocol: u32,
-        generation: u64,
-        lease: u64,
-        token: Bytes,
+        claim: LeaseClaim,
+    },
+    /// A worker has sent back the descriptors that were asked for, and they match their manifest.
+    GenerationReturned {
+        connection: ConnectionId,
+        generation: AdoptedGeneration,
+    },
+    /// A worker that may have returned a generation has exited.
+    AwaitedProcessEnded {
+        pid: i32,
     },
     Detached {
         connection: ConnectionId,
@@ -138,6 +144,10 @@ pub(crate) enum WeightServerAction {
     MarkRetired {
         generation: u64,
     },
+    /// Removes that mark.
+    UnmarkRetired {
+        generation: u64,
+    },
     /// Removes the generation from the FD store and closes its descriptors.
     RemoveGeneration {
         generation: u64,
@@ -160,6 +170,11 @@ pub(crate) enum WeightServerAction {
         connection: ConnectionId,
         lease: u64,
         generation: u64,
+    },
+    /// Asks the worker for the descriptors of a generation that this process has lost.
+    RequestReturn {
+        connection: ConnectionId,
+        fds: u32,
     },
     Refuse {
         connection: ConnectionId,

@@ -21,6 +21,7 @@ use crate::messages::{InputSender, LoopInput};
 use crate::model_files::request_load;
 use crate::refusal::{LoadFailure, LoaderErrorKind, UnloadRefusal, VerifyFailure};
 use crate::status::{CatalogChange, GenerationView, LeaseView, StatusSnapshot};
+use crate::tokens::{self, TokenError};
 use crate::waiters::LoadProgress;
 
 /// For names of models and tokens, which appear in tables and manifests.
@@ -71,8 +72,9 @@ impl WeightServer for AdminService {
         &self,
         request: Request<wire::UnloadRequest>,
     ) -> Result<Response<wire::UnloadResponse>, Status> {
-        let model = request.into_inner().model;
-        let leases = self.ask(|answer| LoopInput::Unload { model, answer }).await??;
+        let wire::UnloadRequest { model, generation } = request.into_inner();
+        let generation = (generation != 0).then_some(generation);
+        let leases = self.ask(|answer| LoopInput::Unload { model, generation, answer }).await??;
         Ok(Response::new(wire::UnloadResponse { leases }))
     }
 
@@ -103,9 +105,20 @@ impl WeightServer for AdminService {
     ) -> Result<Response<wire::AllowTokenResponse>, Status> {
         let wire::AllowTokenRequest { name, token } = request.into_inner();
         check_name("token name", &name)?;
-        let allowed = self.ask(|answer| LoopInput::AllowToken { name, token, answer }).await?;
-        allowed.map_err(|error| Status::invalid_argument(error.to_string()))?;
+        let invalid = |error: TokenError| Status::invalid_argument(error.to_string());
+        let digest = tokens::digest_of(&token).map_err(invalid)?;
+        let allowed = self.ask(|answer| LoopInput::AllowToken { name, digest, answer }).await?;
+        allowed.map_err(invalid)?;
         Ok(Response::new(wire::AllowTokenResponse {}))
+    }
+
+    async fn forget_token(
+        &self,
+        request: Request<wire::ForgetTokenRequest>,
+    ) -> Result<Response<wire::ForgetTokenResponse>, Status> {
+        let name = request.into_inner().name;
+        self.inputs.send(LoopInput::ForgetToken { name }).await;
+        Ok(Response::new(wire::ForgetTokenResponse {}))
     }
 
     async fn watch_events(
@@ -277,7 +290,9 @@ impl From<GenerationView> for wire::Generation {
 impl From<LeaseView> for wire::Lease {
     fn from(view: LeaseView) -> Self {
         let state = match view.phase {
-            LeasePhase::Storing { .. } | LeasePhase::Granting { .. } => wire::LeaseState::Granting,
+            LeasePhase::Restoring { .. } | LeasePhase::Storing { .. } | LeasePhase::Granting { .. } => {
+                wire::LeaseState::Granting
+            }
             LeasePhase::Held { .. } => wire::LeaseState::Held,
             LeasePhase::Disconnected { .. } => wire::LeaseState::Disconnected,
             LeasePhase::Orphaned => wire::LeaseState::Orphaned,
@@ -307,7 +322,7 @@ impl From<StatusSnapshot> for wire::Status {
             .collect();
         let ledger = wire::Ledger {
             capacity_bytes: snapshot.devices.iter().map(|(_, capacity, _)| capacity).sum(),
-            reserved_bytes: reservations.iter().map(|reservation| reservation.bytes).sum(),
+            reserved_bytes: reservations.iter().fold(0, |sum, row| row.bytes.saturating_add(sum)),
             capacity_fds: snapshot.capacity_fds,
             reserved_fds: reservations.iter().map(|reservation| reservation.fds).sum(),
             reservations,
@@ -326,6 +341,7 @@ impl From<StatusSnapshot> for wire::Status {
             leases: snapshot.leases.into_iter().map(Into::into).collect(),
             ledger: Some(ledger),
             tokens_required: snapshot.tokens_required,
+            registered_tokens: snapshot.registered_tokens as u32,
             violations: snapshot.violations,
             fd_store: snapshot.fd_store,
             adoption_notes: snapshot.adoption_notes,

@@ -13,20 +13,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use handoff::event_loop::{AsyncConnection, AsyncListener};
-use handoff::fd_batches::fd_batches;
+use handoff::fd_batches::{FdCollector, fd_batches};
 use handoff::pidfd;
 use handoff::seqpacket::{Connection, FrameError, Listener};
 use proto::weights::v1::{self as wire, ServerFrame, WorkerFrame, server_frame, worker_frame};
 use tokio::sync::{Semaphore, mpsc};
 
-use crate::events::WeightServerEvent;
+use crate::adoption;
+use crate::events::{AdoptedGeneration, WeightServerEvent};
 use crate::held_fds::GenerationFds;
 use crate::ids::ConnectionId;
 use crate::lease_table::WorkerProcess;
 use crate::messages::{ConnectionCommand, InputSender, LoopInput};
+use crate::model_files::blocking;
 use crate::refusal::AttachRefusal;
 use crate::state::MAX_CLIENTS;
-use crate::waiters::AttachParams;
+use crate::waiters::{AttachParams, LeaseClaim};
 
 /// A worker sends its first frame right after it has connected.
 const FIRST_FRAME_TIMEOUT: Duration = Duration::from_secs(5);
@@ -165,7 +167,7 @@ impl WorkerConnection {
                 LoopInput::Attach { connection: self.id, peer, pidfd, params: attach.into(), commands }
             }
             worker_frame::Kind::Reclaim(claim) => {
-                LoopInput::Reclaim { connection: self.id, peer, claim, commands }
+                LoopInput::Reclaim { connection: self.id, peer, pidfd, claim: claim.into(), commands }
             }
             _ => return Err(ConnectionEnd::Violation("the first frame is neither Attach nor Reclaim")),
         };
@@ -218,6 +220,12 @@ impl WorkerConnection {
             ConnectionCommand::Reclaimed { lease, generation } => {
                 let reclaimed = wire::Reclaimed { lease, generation };
                 Ok(send(connection, server_frame::Kind::Reclaimed(reclaimed)).await?)
+            }
+            ConnectionCommand::RequestReturn { fds } => {
+                let (generation, fds) = receive_generation(connection, fds).await?;
+                let returned = LoopInput::Returned { connection: self.id, generation, fds };
+                self.inputs.send(returned).await;
+                Ok(())
             }
             ConnectionCommand::Close => Err(ConnectionEnd::Over),
         }
@@ -272,6 +280,49 @@ async fn deliver_descriptors(
     Ok(())
 }
 
+/// Asks a worker for the descriptors of its generation, and checks them as it is done with those of
+/// the FD store. One batch is outstanding at a time.
+async fn receive_generation(
+    connection: &AsyncConnection,
+    fds: u32,
+) -> Result<(AdoptedGeneration, Arc<GenerationFds>), ConnectionEnd> {
+    let inconsistent = |_| ConnectionEnd::Violation("returned descriptors are inconsistent");
+    let mut collector = FdCollector::new(fds).map_err(inconsistent)?;
+    send(connection, server_frame::Kind::ReturnRequested(wire::ReturnRequested {})).await?;
+    while !collector.is_complete() {
+        let (frame, fds) = connection.receive_within::<WorkerFrame>(BATCH_TIMEOUT).await?;
+        let Some(worker_frame::Kind::Fds(batch)) = frame.kind else {
+            return Err(ConnectionEnd::Violation("a frame came instead of descriptors"));
+        };
+        let receipt = collector.accept(&batch, fds).map_err(inconsistent)?;
+        send(connection, server_frame::Kind::BatchReceived(receipt)).await?;
+    }
+    // The manifest of a large model has megabytes.
+    let checked = blocking(move || adoption::read_returned(collector.into_fds())).await;
+    checked.map_err(|error| {
+        let cause = service::exit::one_line(&error);
+        tracing::warn!(cause, "a worker returned descriptors that do not match their manifest");
+        ConnectionEnd::Violation("returned descriptors do not match their manifest")
+    })
+}
+
+impl From<wire::Reclaim> for LeaseClaim {
+    fn from(claim: wire::Reclaim) -> Self {
+        Self {
+            protocol: claim.protocol,
+            generation: claim.generation,
+            lease: claim.lease,
+            token: claim.token,
+            digest: claim.digest,
+            device: claim.device,
+            kv_bytes: claim.kv_bytes,
+            workspace_bytes: claim.workspace_bytes,
+            fds: claim.fds,
+            manifest_inode: claim.manifest_inode,
+        }
+    }
+}
+
 impl From<wire::Attach> for AttachParams {
     fn from(attach: wire::Attach) -> Self {
         Self {
@@ -304,7 +355,7 @@ impl AttachRefusal {
             Self::Quarantined { .. } => Reason::Quarantined,
             Self::LeaseTooLarge { .. } => Reason::Ledger,
             Self::LeasesOfProcess { .. } => Reason::Ledger,
-            Self::Busy { .. } => Reason::Busy,
+            Self::Busy { .. } | Self::NotYet { .. } => Reason::Busy,
             Self::ShuttingDown => Reason::ShuttingDown,
             Self::Violation { .. } => Reason::Violation,
         }

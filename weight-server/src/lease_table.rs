@@ -3,6 +3,8 @@
 //! The lease table: which process holds which generation, and what it has reserved.
 //!
 //! ```text
+//! Restoring --------- in the FD store ----------+
+//!                                               v
 //!          in the FD store        all descriptors taken
 //! Storing ------------> Granting ------------> Held <---------------+
 //!                           |  connection ended  |                  |
@@ -13,6 +15,8 @@
 //!                           v                                       |
 //!                        Orphaned ----------------------------------+
 //! ```
+//! Restoring is the start of a lease that this process has lost and its worker has claimed.
+//!
 //! A lease ends when its process has exited, and from Held also with a Detach frame. Until then its
 //! memory counts as used, because the process may still have it mapped. The types here are plain
 //! values; `state` changes them.
@@ -37,6 +41,7 @@ pub(crate) struct WorkerProcess {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LeasePhase {
+    Restoring { connection: ConnectionId },
     Storing { connection: ConnectionId },
     Granting { connection: ConnectionId },
     Held { connection: ConnectionId },
@@ -61,7 +66,8 @@ pub(crate) struct LeaseEntry {
 impl LeaseEntry {
     pub(crate) fn connection(&self) -> Option<ConnectionId> {
         match self.phase {
-            LeasePhase::Storing { connection }
+            LeasePhase::Restoring { connection }
+            | LeasePhase::Storing { connection }
             | LeasePhase::Granting { connection }
             | LeasePhase::Held { connection } => Some(connection),
             LeasePhase::Disconnected { .. } | LeasePhase::Orphaned => None,

@@ -73,7 +73,9 @@ impl Ledger {
             });
         };
         let others = |of: fn(&LedgerReservation) -> u64, same: &dyn Fn(&LedgerReservation) -> bool| -> u64 {
-            self.reservations.iter().filter(|(k, r)| **k != key && same(r)).map(|(_, r)| of(r)).sum()
+            let counted = self.reservations.iter().filter(|(k, r)| **k != key && same(r));
+            // Rows that workers have returned are not checked against a capacity.
+            counted.map(|(_, r)| of(r)).fold(0, u64::saturating_add)
         };
         let free = capacity.saturating_sub(others(|r| r.bytes, &|r| r.device == reservation.device));
         if reservation.bytes > free {
@@ -101,6 +103,18 @@ impl Ledger {
         self.reservations.insert(key, reservation);
     }
 
+    /// Raises a capacity that was measured while this much memory was in use already.
+    pub(crate) fn raise_capacity(&mut self, device: &str, bytes: u64) {
+        if let Some(capacity) = self.devices.get_mut(device) {
+            *capacity = capacity.saturating_add(bytes);
+        }
+    }
+
+    pub(crate) fn free_fds(&self) -> u64 {
+        let reserved = self.reservations.values().map(|reservation| reservation.fds);
+        self.fds.saturating_sub(reserved.fold(0, u64::saturating_add))
+    }
+
     /// Turns the reservation of a load into that of a resident generation.
     pub(crate) fn commit_load(&mut self, generation: u64) {
         if let Some(reservation) = self.reservations.remove(&ReservationKey::Loading(generation)) {
@@ -120,7 +134,8 @@ impl Ledger {
     pub(crate) fn devices(&self) -> impl Iterator<Item = (&str, u64, u64)> {
         self.devices.iter().map(|(device, capacity)| {
             let reservations = self.reservations.values().filter(|reservation| reservation.device == *device);
-            (device.as_str(), *capacity, reservations.map(|reservation| reservation.bytes).sum())
+            let bytes = reservations.map(|reservation| reservation.bytes);
+            (device.as_str(), *capacity, bytes.fold(0, u64::saturating_add))
         })
     }
 

@@ -19,6 +19,7 @@
 #![forbid(unsafe_code)]
 
 mod adoption;
+mod awaited_workers;
 mod catalog;
 mod config;
 mod event_loop;
@@ -67,7 +68,7 @@ use handoff_server::ProtocolViolations;
 use messages::{InputSender, LoopInput};
 use model_files::request_load;
 use refusal::LoadFailure;
-use state::{WeightServerLimits, WeightServerState};
+use state::{InheritedState, WeightServerLimits, WeightServerState};
 
 pub use config::{DeviceConfig, ModelLoadConfig, WeightServerConfig};
 pub use loader_child::LoaderProgram;
@@ -167,7 +168,8 @@ async fn serve(
 ) -> Result<(), WeightServerError> {
     let started = Instant::now();
     let shutdown = Shutdown::install().map_err(WeightServerError::Runtime)?;
-    let supervisor = supervision::watch_supervisor("weight-server", "weight-server", &notify, &shutdown)?;
+    let supervisor =
+        supervision::watch_supervisor("weight-server", "weight-server", None, &notify, &shutdown)?;
     let (inputs, queue) = InputSender::channel();
     let fd_store =
         FdStoreClient::start(notify.clone(), inputs.clone()).map_err(WeightServerError::Runtime)?;
@@ -175,7 +177,8 @@ async fn serve(
 
     let adopted = adoption::adopt(inherited);
     log_adoption(&adopted, &fd_store);
-    let driver = driver(&config, loader, adopted, fds, &inputs, fd_store, &violations, started);
+    let supervised = matches!(*supervisor.borrow(), SupervisorState::Present { .. });
+    let driver = driver(&config, loader, adopted, fds, &inputs, fd_store, &violations, supervised, started);
     let changes = driver.changes();
     let driver = tokio::spawn(driver.run(queue));
 
@@ -221,6 +224,7 @@ fn driver(
     inputs: &InputSender,
     fd_store: FdStoreClient,
     violations: &Arc<ProtocolViolations>,
+    supervised: bool,
     started: Instant,
 ) -> WeightServerLoop {
     let on_host = adopted.generations.iter().filter(|(generation, _)| generation.key.device == HOST_DEVICE);
@@ -239,14 +243,23 @@ fn driver(
             .collect(),
         fds,
         uids: config.allow_uids.clone().unwrap_or_else(|| BTreeSet::from([own_uid])),
+        host_capacity_is_measured: config.host_budget.is_none(),
+        tokens_required: supervised,
     };
-    let AdoptedState { generations, leases, names_to_remove: _, notes } = adopted;
+    let AdoptedState { generations, leases, names_to_remove, notes } = adopted;
     let holdings = generations.iter().map(|(generation, fds)| (generation.id, Arc::clone(fds))).collect();
     let lease_fds = leases.iter().map(|(record, fds)| (record.lease, fds.clone())).collect();
-    let generations = generations.into_iter().map(|(generation, _)| generation).collect();
-    let leases = leases.into_iter().map(|(record, _)| record).collect();
+    let awaited = awaited_workers::find(&RuntimeDir::at(&config.runtime_dir), &leases);
+    let has_lost_generation = names_to_remove.iter().any(|name| name.starts_with('g'));
+    let knows_history = !has_lost_generation && awaited.is_empty();
+    let inherited = InheritedState {
+        first_id: awaited_workers::first_id(knows_history),
+        generations: generations.into_iter().map(|(generation, _)| generation).collect(),
+        leases: leases.into_iter().map(|(record, _)| record).collect(),
+        awaited: awaited.iter().map(|(worker, _)| *worker).collect(),
+    };
     let parts = WeightServerLoopParts {
-        state: WeightServerState::new(limits, generations, leases, started.elapsed()),
+        state: WeightServerState::new(limits, inherited, started.elapsed()),
         inputs: inputs.clone(),
         loader,
         loader_threads: config.loader_threads(),
@@ -255,6 +268,7 @@ fn driver(
         adoption_notes: notes.iter().map(|note| service::exit::one_line(note)).collect(),
         generations: holdings,
         leases: lease_fds,
+        awaited,
     };
     WeightServerLoop::new(parts, started)
 }

@@ -79,7 +79,6 @@ pub(crate) struct LoadJob {
     pub(crate) generation: u64,
     pub(crate) model: String,
     pub(crate) key: LoadKey,
-    pub(crate) one_per_tensor: bool,
     pub(crate) threads: usize,
 }
 
@@ -274,7 +273,7 @@ async fn run_session(
                 if manifest.generation != generation || manifest.model != job.model || elsewhere {
                     return Err(LoaderSessionError::Protocol { what: "the manifest belongs to another job" });
                 }
-                return Ok((GenerationContents::from_manifest(&manifest, fds.manifest().bytes()), fds));
+                return Ok((GenerationContents::from_manifest(&manifest, fds.manifest()), fds));
             }
             Some(
                 loader_frame::Kind::Plan(_)
@@ -299,7 +298,7 @@ async fn send_job(
         generation: job.generation,
         model: job.model.clone(),
         files: files.iter().map(|(identity, _)| file_identity_to_wire(identity.clone())).collect(),
-        pack: !job.one_per_tensor,
+        pack: !job.key.one_per_tensor,
         layout: job.key.layout,
         device: job.key.device.clone(),
         threads: job.threads as u32,
@@ -326,6 +325,7 @@ fn contents_from_plan(plan: &wire::LoadPlan) -> GenerationContents {
         tensors: plan.tensors,
         staging_bytes: plan.staging_bytes,
         host_bytes: plan.host_bytes,
+        ..GenerationContents::default()
     }
 }
 

@@ -6,18 +6,17 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use proto::weights::v1::Reclaim;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::catalog::GenerationContents;
-use crate::events::{LoadOutcome, LoadParams, VerifyOutcome, WeightServerEvent};
+use crate::events::{AdoptedGeneration, LoadOutcome, LoadParams, VerifyOutcome, WeightServerEvent};
 use crate::held_fds::GenerationFds;
 use crate::ids::ConnectionId;
 use crate::lease_table::WorkerProcess;
 use crate::refusal::{AttachRefusal, LoadFailure, UnloadRefusal, VerifyFailure};
 use crate::status::StatusSnapshot;
-use crate::tokens::TokenError;
-use crate::waiters::{AttachParams, LoadProgress};
+use crate::tokens::{TokenDigest, TokenError};
+use crate::waiters::{AttachParams, LeaseClaim, LoadProgress};
 
 /// Inputs that wait for the event loop. Handling one is cheaper than producing it. Senders wait
 /// when the queue is full.
@@ -38,8 +37,15 @@ pub(crate) enum LoopInput {
     Reclaim {
         connection: ConnectionId,
         peer: WorkerProcess,
-        claim: Reclaim,
+        pidfd: OwnedFd,
+        claim: LeaseClaim,
         commands: mpsc::Sender<ConnectionCommand>,
+    },
+    /// A worker has sent back a generation.
+    Returned {
+        connection: ConnectionId,
+        generation: AdoptedGeneration,
+        fds: Arc<GenerationFds>,
     },
     LoadHandedOver {
         generation: u64,
@@ -52,6 +58,7 @@ pub(crate) enum LoopInput {
     },
     Unload {
         model: String,
+        generation: Option<u64>,
         answer: oneshot::Sender<Result<u32, UnloadRefusal>>,
     },
     Verify {
@@ -61,8 +68,11 @@ pub(crate) enum LoopInput {
     },
     AllowToken {
         name: String,
-        token: bytes::Bytes,
+        digest: TokenDigest,
         answer: oneshot::Sender<Result<(), TokenError>>,
+    },
+    ForgetToken {
+        name: String,
     },
     Status {
         answer: oneshot::Sender<StatusSnapshot>,
@@ -103,7 +113,18 @@ impl InputSender {
 pub(crate) enum ConnectionCommand {
     Waiting(LoadProgress),
     Refuse(AttachRefusal),
-    Deliver { lease: u64, generation: u64, fds: Arc<GenerationFds> },
-    Reclaimed { lease: u64, generation: u64 },
+    Deliver {
+        lease: u64,
+        generation: u64,
+        fds: Arc<GenerationFds>,
+    },
+    Reclaimed {
+        lease: u64,
+        generation: u64,
+    },
+    /// Receive this many descriptors from the worker.
+    RequestReturn {
+        fds: u32,
+    },
     Close,
 }

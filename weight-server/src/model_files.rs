@@ -3,11 +3,13 @@
 //! Opens the files of a model, and requests its load.
 
 use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use gguf::SplitName;
-use memory::manifest::FileIdentity;
+use memory::manifest::{Digest, FileIdentity};
 use tokio::sync::{oneshot, watch};
 
 use crate::catalog::LoadKey;
@@ -19,6 +21,12 @@ use crate::waiters::LoadProgress;
 /// All their descriptors travel in one packet.
 const MAX_MODEL_FILES: u32 = 128;
 
+/// A file on a mount whose server is gone never opens. A resident model does without its file.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Part of a file's identity. Most of the metadata lies here, where a file is changed in place.
+const HEAD_BYTES: u64 = 1 << 20;
+
 /// Opens the model's files and requests a load; used by the admin service and for configured
 /// models.
 pub(crate) async fn request_load(
@@ -29,15 +37,21 @@ pub(crate) async fn request_load(
     one_per_tensor: bool,
 ) -> (watch::Receiver<Option<LoadProgress>>, oneshot::Receiver<Result<LoadOutcome, LoadFailure>>) {
     let asked = path.clone();
-    let opened = blocking(move || open_model(&asked)).await;
+    let opened = blocking(move || open_model(&asked));
+    let opened = tokio::time::timeout(OPEN_TIMEOUT, opened).await.unwrap_or_else(|_| {
+        let seconds = OPEN_TIMEOUT.as_secs();
+        let text = format!("model file {} does not open within {seconds} s: check its mount", path.display());
+        Err(LoadFailure::Loader { kind: LoaderErrorKind::File, text })
+    });
     let key = opened.map(|files| LoadKey {
         files: files.into_iter().map(|(identity, _)| identity).collect(),
         layout: crate::loader::layout_for_device(&device),
         device: device.clone(),
+        one_per_tensor,
     });
     let (progress, watch) = watch::channel(None);
     let (answer, answered) = oneshot::channel();
-    let params = LoadParams { model, path, device, key, one_per_tensor };
+    let params = LoadParams { model, path, device, key };
     inputs.send(LoopInput::Load { params, call: LoadCall { progress, answer } }).await;
     (watch, answered)
 }
@@ -79,9 +93,20 @@ pub(crate) fn open_files(paths: Vec<PathBuf>) -> Result<Vec<(FileIdentity, File)
             if !metadata.is_file() {
                 return Err(complain("is not a regular file"));
             }
-            Ok((FileIdentity::of(path.clone(), &metadata), file))
+            let head = head_digest(&file).map_err(|error| complain(&format!("cannot be read: {error}")))?;
+            let identity =
+                FileIdentity { head_digest: Some(head), ..FileIdentity::of(path.clone(), &metadata) };
+            Ok((identity, file))
         })
         .collect()
+}
+
+/// Leaves the position of the file at its start.
+fn head_digest(mut file: &File) -> io::Result<Digest> {
+    let mut head = Vec::new();
+    file.take(HEAD_BYTES).read_to_end(&mut head)?;
+    file.rewind()?;
+    Ok(*blake3::hash(&head).as_bytes())
 }
 
 /// Runs file system calls on a blocking thread, because they may take long.

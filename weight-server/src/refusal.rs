@@ -86,6 +86,8 @@ pub(crate) enum AttachRefusal {
     UnknownLease { lease: u64, generation: u64 },
     #[error("process {pid} has {leases} leases, which is the limit")]
     LeasesOfProcess { pid: i32, leases: usize },
+    #[error("{what}: try again in a moment")]
+    NotYet { what: &'static str },
     #[error("{clients} clients wait or hold leases, which is the limit: try again later")]
     Busy { clients: usize },
     #[error("the weight-server is shutting down")]

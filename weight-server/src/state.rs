@@ -19,6 +19,9 @@
 //! ReclaimRequested,                      |                           RemoveLease
 //! ConnectionEnded, ProcessEnded          |
 //!                                        |
+//! GenerationReturned,            --> returning.rs                --> RequestReturn
+//! AwaitedProcessEnded                    |
+//!                                        |
 //! VerifyRequested, Verified      --> verifying.rs                --> StartVerifier, StopVerifier,
 //! VerifyFailed, Tick                       Unverified ...            ReplyVerify
 //!                                          Quarantined
@@ -34,6 +37,7 @@
 
 mod leasing;
 mod loading;
+mod returning;
 mod verifying;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -44,10 +48,11 @@ use memory::manifest::HOST_DEVICE;
 
 use crate::catalog::{Generation, GenerationIntegrity, GenerationPhase, VerificationState};
 use crate::events::{AdoptedGeneration, ChangeNotice, WeightServerAction, WeightServerEvent};
-use crate::lease_table::{LeaseEntry, LeasePhase, LeaseTable};
+use crate::lease_table::{LeaseEntry, LeasePhase, LeaseTable, WorkerProcess};
 use crate::ledger::{Ledger, ReservationKey};
 use crate::refusal::{LoadFailure, VerifyFailure};
-use crate::tokens::{TokenError, TokenRegistry};
+use crate::state::returning::GenerationReturns;
+use crate::tokens::{TokenDigest, TokenError, TokenRegistry};
 
 /// A disk that delivers nothing for this long is unlikely to recover.
 pub(crate) const PROGRESS_TIMEOUT: Duration = Duration::from_secs(30);
@@ -71,6 +76,23 @@ pub(crate) struct WeightServerLimits {
     pub(crate) device_bytes: BTreeMap<String, u64>,
     pub(crate) fds: u64,
     pub(crate) uids: BTreeSet<u32>,
+    /// The host's capacity is the memory that was available at the start. What is returned later
+    /// was in use then.
+    pub(crate) host_capacity_is_measured: bool,
+    /// A supervisor runs, which registers the token of every worker.
+    pub(crate) tokens_required: bool,
+}
+
+/// What is left of earlier incarnations.
+#[derive(Debug, Default)]
+pub(crate) struct InheritedState {
+    pub(crate) generations: Vec<AdoptedGeneration>,
+    pub(crate) leases: Vec<LeaseRecord>,
+    /// Living workers without a lease here, which may hold generations of an incarnation whose
+    /// descriptors were lost.
+    pub(crate) awaited: Vec<WorkerProcess>,
+    /// The first number of new generations and leases, above those that awaited workers may name.
+    pub(crate) first_id: u64,
 }
 
 #[derive(Debug)]
@@ -80,6 +102,8 @@ pub(crate) struct WeightServerState {
     ledger: Ledger,
     tokens: TokenRegistry,
     uids: BTreeSet<u32>,
+    returns: GenerationReturns,
+    host_capacity_is_measured: bool,
     next_generation: u64,
     next_lease: u64,
     shutting_down: bool,
@@ -89,26 +113,26 @@ pub(crate) struct WeightServerState {
 }
 
 impl WeightServerState {
-    /// Starts with the generations and leases that were adopted. Actions that follow from them come
-    /// with the first event.
-    pub(crate) fn new(
-        limits: WeightServerLimits,
-        generations: Vec<AdoptedGeneration>,
-        leases: Vec<LeaseRecord>,
-        now: Duration,
-    ) -> Self {
+    /// Starts with what was inherited. Actions that follow from it come with the first event.
+    pub(crate) fn new(limits: WeightServerLimits, inherited: InheritedState, now: Duration) -> Self {
+        let InheritedState { generations, leases, awaited, first_id } = inherited;
         let mut state = Self {
             generations: BTreeMap::new(),
             leases: LeaseTable::default(),
             ledger: Ledger::new(limits.device_bytes, limits.fds),
             tokens: TokenRegistry::default(),
             uids: limits.uids,
-            next_generation: 1,
-            next_lease: 1,
+            host_capacity_is_measured: limits.host_capacity_is_measured,
+            returns: GenerationReturns::awaiting(&awaited, now + RECLAIM_TIMEOUT),
+            next_generation: first_id.max(1),
+            next_lease: first_id.max(1),
             shutting_down: false,
             now,
             actions: Vec::new(),
         };
+        if limits.tokens_required {
+            state.tokens.expect();
+        }
         for adopted in generations {
             state.adopt_generation(adopted);
         }
@@ -138,7 +162,6 @@ impl WeightServerState {
             id,
             model,
             key,
-            one_per_tensor: false,
             phase: if retired { GenerationPhase::Retiring } else { GenerationPhase::Ready },
             contents,
             done_bytes,
@@ -163,13 +186,15 @@ impl WeightServerState {
         self.leases.insert(lease);
     }
 
-    /// If a model has several ready generations on one device, all but the newest retire.
+    /// If a model has several ready generations on one device, all but the newest retire. The
+    /// numbers of a returned generation and of one that was loaded here have no common order.
     fn retire_replaced_generations(&mut self) {
         let name = |g: &Generation| (g.model.clone(), g.key.device.clone());
-        let mut newest: BTreeMap<(String, String), u64> = BTreeMap::new();
-        for generation in self.generations.values().filter(|g| g.phase == GenerationPhase::Ready) {
-            newest.insert(name(generation), generation.id);
-        }
+        let mut ready: Vec<&Generation> =
+            self.generations.values().filter(|g| g.phase == GenerationPhase::Ready).collect();
+        ready.sort_by_key(|g| (g.contents.created_unix_seconds, g.id));
+        let newest: BTreeMap<(String, String), u64> =
+            ready.into_iter().map(|generation| (name(generation), generation.id)).collect();
         let replaced: Vec<u64> = self
             .generations
             .values()
@@ -181,8 +206,12 @@ impl WeightServerState {
         }
     }
 
-    pub(crate) fn allow_token(&mut self, name: String, token: &[u8]) -> Result<(), TokenError> {
-        self.tokens.allow(name, token)
+    pub(crate) fn allow_token(&mut self, name: String, digest: TokenDigest) -> Result<(), TokenError> {
+        self.tokens.allow(name, digest)
+    }
+
+    pub(crate) fn forget_token(&mut self, name: &str) {
+        self.tokens.forget(name);
     }
 
     pub(crate) fn generations(&self) -> impl Iterator<Item = &Generation> {
@@ -203,6 +232,10 @@ impl WeightServerState {
 
     pub(crate) fn ledger(&self) -> &Ledger {
         &self.ledger
+    }
+
+    pub(crate) fn registered_tokens(&self) -> usize {
+        self.tokens.len()
     }
 
     pub(crate) fn tokens_required(&self) -> bool {
@@ -234,14 +267,20 @@ impl WeightServerState {
             WeightServerEvent::VerifyFailed { generation, failure } => {
                 self.fail_verification(generation, failure)
             }
-            WeightServerEvent::UnloadRequested { call, model } => self.handle_unload_request(call, &model),
+            WeightServerEvent::UnloadRequested { call, model, generation } => {
+                self.handle_unload_request(call, &model, generation)
+            }
             WeightServerEvent::AttachRequested { connection, peer, params } => {
                 self.handle_attach_request(connection, peer, params)
             }
             WeightServerEvent::LeaseStored { lease } => self.handle_lease_stored(lease),
             WeightServerEvent::Delivered { connection } => self.handle_delivered(connection),
-            WeightServerEvent::ReclaimRequested { connection, peer, protocol, generation, lease, token } => {
-                let answer = self.reclaim(connection, &peer, protocol, generation, lease, &token);
+            WeightServerEvent::GenerationReturned { connection, generation } => {
+                self.handle_generation_returned(connection, generation);
+            }
+            WeightServerEvent::AwaitedProcessEnded { pid } => self.returns.settle(pid),
+            WeightServerEvent::ReclaimRequested { connection, peer, claim } => {
+                let answer = self.reclaim(connection, peer, claim);
                 self.actions
                     .extend(answer.err().map(|refusal| WeightServerAction::Refuse { connection, refusal }));
             }
@@ -295,6 +334,7 @@ impl WeightServerState {
             self.report_progress(id, |_| true);
         }
         self.start_verifiers();
+        self.returns.expire(now);
         for lease in self.leases.iter_mut() {
             if let LeasePhase::Disconnected { since } = lease.phase
                 && now.saturating_sub(since) > RECLAIM_TIMEOUT

@@ -19,7 +19,8 @@ pub(crate) const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=256;
 #[derive(Debug, Default)]
 pub(crate) struct TokenRegistry {
     by_name: BTreeMap<String, TokenDigest>,
-    /// Adopted leases had tokens, so a supervisor exists that will register tokens again.
+    /// Tokens are required: one was registered, an adopted lease had one, or a supervisor runs,
+    /// which registers them.
     expected: bool,
 }
 
@@ -31,6 +32,11 @@ pub(crate) enum TokenError {
     TooMany,
 }
 
+/// The digest of a token that a supervisor registers.
+pub(crate) fn digest_of(token: &[u8]) -> Result<TokenDigest, TokenError> {
+    if TOKEN_BYTES.contains(&token.len()) { Ok(token_digest(token)) } else { Err(TokenError::Length) }
+}
+
 /// Digests are compared instead of tokens, so the time of a comparison reveals nothing about a
 /// token.
 pub(crate) fn token_digest(token: &[u8]) -> TokenDigest {
@@ -38,15 +44,18 @@ pub(crate) fn token_digest(token: &[u8]) -> TokenDigest {
 }
 
 impl TokenRegistry {
-    pub(crate) fn allow(&mut self, name: String, token: &[u8]) -> Result<(), TokenError> {
-        if !TOKEN_BYTES.contains(&token.len()) {
-            return Err(TokenError::Length);
-        }
+    pub(crate) fn allow(&mut self, name: String, digest: TokenDigest) -> Result<(), TokenError> {
         if self.by_name.len() >= MAX_TOKENS && !self.by_name.contains_key(&name) {
             return Err(TokenError::TooMany);
         }
-        self.by_name.insert(name, token_digest(token));
+        self.by_name.insert(name, digest);
+        self.expected = true;
         Ok(())
+    }
+
+    /// The worker is gone for good. Tokens stay required.
+    pub(crate) fn forget(&mut self, name: &str) {
+        self.by_name.remove(name);
     }
 
     /// From now on tokens are required, even if none is registered.
@@ -54,8 +63,12 @@ impl TokenRegistry {
         self.expected = true;
     }
 
+    pub(crate) fn len(&self) -> usize {
+        self.by_name.len()
+    }
+
     pub(crate) fn required(&self) -> bool {
-        self.expected || !self.by_name.is_empty()
+        self.expected
     }
 
     /// The name under which the token was registered.
@@ -71,10 +84,11 @@ mod tests {
     #[test]
     fn new_token_replaces_the_old_one_of_the_same_name() {
         let mut tokens = TokenRegistry::default();
+        let digest = |byte| digest_of(&[byte; 32]).unwrap();
         assert!(!tokens.required());
-        tokens.allow("worker-0".to_owned(), &[1; 32]).unwrap();
-        tokens.allow("worker-1".to_owned(), &[2; 32]).unwrap();
-        tokens.allow("worker-0".to_owned(), &[3; 32]).unwrap();
+        tokens.allow("worker-0".to_owned(), digest(1)).unwrap();
+        tokens.allow("worker-1".to_owned(), digest(2)).unwrap();
+        tokens.allow("worker-0".to_owned(), digest(3)).unwrap();
         assert!(tokens.required());
         assert_eq!(tokens.name_of(&token_digest(&[1; 32])), None);
         assert_eq!(tokens.name_of(&token_digest(&[2; 32])), Some("worker-1"));
@@ -82,8 +96,25 @@ mod tests {
     }
 
     #[test]
+    fn forgotten_token_is_not_valid_and_makes_room_for_another() {
+        let mut tokens = TokenRegistry::default();
+        for index in 0..MAX_TOKENS {
+            tokens.allow(format!("worker-{index}"), token_digest(&index.to_le_bytes())).unwrap();
+        }
+        assert_eq!(tokens.allow("one-more".to_owned(), [0; 32]), Err(TokenError::TooMany));
+        tokens.forget("worker-7");
+        assert_eq!(tokens.name_of(&token_digest(&7usize.to_le_bytes())), None);
+        tokens.allow("one-more".to_owned(), [0; 32]).unwrap();
+        for index in 0..MAX_TOKENS {
+            tokens.forget(&format!("worker-{index}"));
+        }
+        tokens.forget("one-more");
+        assert!(tokens.required(), "a process without a token could attach");
+    }
+
+    #[test]
     fn tokens_of_wrong_length_are_refused() {
-        assert_eq!(TokenRegistry::default().allow("w".to_owned(), b"short"), Err(TokenError::Length));
-        assert_eq!(TokenRegistry::default().allow("w".to_owned(), &[0; 257]), Err(TokenError::Length));
+        assert_eq!(digest_of(b"short"), Err(TokenError::Length));
+        assert_eq!(digest_of(&[0; 257]), Err(TokenError::Length));
     }
 }

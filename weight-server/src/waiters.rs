@@ -29,6 +29,23 @@ pub(crate) struct AttachParams {
     pub(crate) workspace_bytes: u64,
 }
 
+/// The content of a Reclaim frame.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct LeaseClaim {
+    pub(crate) protocol: u32,
+    pub(crate) generation: u64,
+    pub(crate) lease: u64,
+    pub(crate) token: Bytes,
+    /// What was granted, for a weight-server that has lost the lease.
+    pub(crate) digest: Bytes,
+    pub(crate) device: String,
+    pub(crate) kv_bytes: u64,
+    pub(crate) workspace_bytes: u64,
+    /// Descriptors that the worker can send back.
+    pub(crate) fds: u32,
+    pub(crate) manifest_inode: u64,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WaiterId {
     Call(CallId),

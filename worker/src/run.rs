@@ -48,7 +48,13 @@ pub fn run(config: WorkerConfig) -> Result<(), WorkerRunError> {
     runtime.block_on(async {
         let shutdown = Shutdown::install().map_err(WorkerRunError::Signals)?;
         let notify = Notify::from_env()?;
-        let _supervisor = service::supervision::watch_supervisor("worker", &config.name, &notify, &shutdown)?;
+        let _supervisor = service::supervision::watch_supervisor(
+            "worker",
+            &config.name,
+            token.as_deref(),
+            &notify,
+            &shutdown,
+        )?;
         serve(config, token, &notify, &shutdown).await
     })
 }

@@ -36,6 +36,7 @@ pub(crate) fn manifest(device: ManifestDevice, inodes: &[u64]) -> Manifest {
         files: Vec::new(),
         devices: vec![device],
         layout: LAYOUT_GGML,
+        one_per_tensor: false,
         allocations: ALLOCATION_BYTES
             .iter()
             .zip(inodes)

@@ -139,7 +139,7 @@ fn over_device(device: &Device) -> CheckResult<HandOffTimes> {
     let received = receive_from_child(&device.uuid().to_string())?;
     let started = Instant::now();
     let (manifest, fds) = split_handoff(received.fds)?;
-    let model = ImportedModel::import(device, &manifest, fds)?;
+    let model = ImportedModel::import(device, &manifest, &fds)?;
     let import = started.elapsed();
     for (index, tensor) in model.tensors.iter().enumerate() {
         let mut found = vec![0; ALLOCATION_BYTES[index] as usize];

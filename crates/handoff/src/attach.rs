@@ -17,9 +17,10 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use cuda::Device;
 use memory::device::{DeviceTensor, ImportedModel};
-use memory::host_import::{MappedTensor, import_host};
+use memory::host_import::{MappedTensor, map_host, verify_host};
 use memory::manifest::Manifest;
 use memory::mapping::MappingWatch;
+use memory::memfd::SealedMemfd;
 use proto::weights::v1::{self as wire, server_frame, worker_frame};
 
 use crate::PROTOCOL_VERSION;
@@ -27,7 +28,7 @@ use crate::attach_error::{AttachModelError, SILENCE};
 use crate::fd_batches::FdCollector;
 use crate::frames::{SEND_TIMEOUT, receive, send, unexpected};
 use crate::lease::LeaseGuard;
-use crate::manifest::{MANIFEST_FORMAT, split_handoff};
+use crate::manifest::{MANIFEST_FORMAT, SplitHandoffError, split_handoff};
 use crate::seqpacket::{Connection, SocketError};
 
 /// How long a socket may be missing while the weight-server starts or restarts.
@@ -64,10 +65,11 @@ pub struct LoadingProgress {
 #[derive(Debug)]
 pub struct GrantedModel {
     manifest: Manifest,
+    manifest_memfd: SealedMemfd,
     fds: Vec<OwnedFd>,
     connection: Connection,
     socket: PathBuf,
-    token: Bytes,
+    request: AttachRequest,
     lease: u64,
     generation: u64,
     /// Time from the grant to the last descriptor.
@@ -140,13 +142,18 @@ pub fn request_model(
             (other, _) => return Err(unexpected("descriptors", other)),
         }
     }
-    let (manifest, fds) = split_handoff(collector.into_fds())?;
+    let fds = collector.into_fds();
+    let manifest_fd = fds.first().ok_or(SplitHandoffError::NoManifest)?.try_clone();
+    let manifest_memfd = SealedMemfd::verify(manifest_fd.map_err(AttachModelError::Keep)?)
+        .map_err(|error| SplitHandoffError::Manifest(error.into()))?;
+    let (manifest, fds) = split_handoff(fds)?;
     Ok(GrantedModel {
         manifest,
+        manifest_memfd,
         fds,
         connection,
         socket: socket.to_owned(),
-        token: request.token.clone().unwrap_or_default(),
+        request: request.clone(),
         lease: grant.lease,
         generation: grant.generation,
         took: granted.elapsed(),
@@ -157,28 +164,57 @@ pub fn request_model(
 impl GrantedModel {
     /// Maps a model that lies in host memory.
     pub fn import_host(self) -> Result<AttachedModel, AttachModelError> {
-        self.import(|manifest, fds| Ok(import_host(manifest, fds)?))
+        self.import(|manifest, fds| {
+            let memfds = verify_host(manifest, fds)?;
+            let (tensors, watch) = map_host(manifest, &memfds)?;
+            Ok((tensors, watch, memfds.into_iter().map(OwnedFd::from).collect()))
+        })
     }
 
     /// Maps a model that lies on this GPU. The model stays mapped while any of its tensors lives.
     pub fn import_cuda(self, device: &Device) -> Result<AttachedModel<Vec<DeviceTensor>>, AttachModelError> {
         self.import(|manifest, fds| {
-            let model = ImportedModel::import(device, manifest, fds)?;
+            let model = ImportedModel::import(device, manifest, &fds)?;
             let watch = model.watch();
-            Ok((model.tensors, watch))
+            Ok((model.tensors, watch, fds))
         })
     }
 
     fn import<T>(
         self,
-        import: impl FnOnce(&Manifest, Vec<OwnedFd>) -> Result<(T, MappingWatch), AttachModelError>,
+        import: impl FnOnce(&Manifest, Vec<OwnedFd>) -> Result<(T, MappingWatch, Vec<OwnedFd>), AttachModelError>,
     ) -> Result<AttachedModel<T>, AttachModelError> {
-        let Self { manifest, fds, connection, socket, token, lease, generation, took, waited } = self;
+        let Self {
+            manifest,
+            manifest_memfd,
+            fds,
+            connection,
+            socket,
+            request,
+            lease,
+            generation,
+            took,
+            waited,
+        } = self;
         // The time between grant and import does not count: the worker may have created a context.
         let started = Instant::now();
-        let (tensors, mappings) = import(&manifest, fds)?;
+        let (tensors, mappings, kept) = import(&manifest, fds)?;
         let handoff = took + started.elapsed();
-        let lease = LeaseGuard::hold(connection, &socket, lease, generation, token, mappings)
+        let manifest_inode = manifest_memfd.inode();
+        let returnable: Vec<OwnedFd> = std::iter::once(manifest_memfd.into()).chain(kept).collect();
+        let claim = wire::Reclaim {
+            protocol: PROTOCOL_VERSION,
+            generation,
+            lease,
+            token: request.token.unwrap_or_default(),
+            digest: Bytes::copy_from_slice(&manifest.digest),
+            device: request.device,
+            kv_bytes: request.kv_bytes,
+            workspace_bytes: request.workspace_bytes,
+            fds: returnable.len() as u32,
+            manifest_inode,
+        };
+        let lease = LeaseGuard::hold(connection, &socket, claim, returnable, mappings)
             .map_err(AttachModelError::Lease)?;
         Ok(AttachedModel { manifest, tensors, lease, handoff, waited })
     }

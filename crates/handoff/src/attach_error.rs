@@ -36,6 +36,8 @@ pub enum AttachModelError {
     ImportHost(#[from] ImportHostError),
     #[error("the model that was handed over cannot be used")]
     ImportDevice(#[from] ImportModelError),
+    #[error("cannot keep the model's descriptors: raise RLIMIT_NOFILE (ulimit -n)")]
+    Keep(#[source] std::io::Error),
     #[error("cannot watch the lease")]
     Lease(#[source] std::io::Error),
 }

@@ -38,6 +38,8 @@ pub(crate) fn unexpected(expected: &'static str, kind: server_frame::Kind) -> At
         server_frame::Kind::Grant(_) => "a grant",
         server_frame::Kind::Fds(_) => "descriptors",
         server_frame::Kind::Reclaimed(_) => "the answer to a re-claim",
+        server_frame::Kind::ReturnRequested(_) => "a request for descriptors",
+        server_frame::Kind::BatchReceived(_) => "an acknowledgement",
     };
     AttachModelError::Unexpected { expected, found }
 }

@@ -11,19 +11,23 @@
 //!     +------------------------> Lost
 //! ```
 //! The mappings stay in every state, so the worker keeps serving.
+//!
+//! The guard also keeps the model's descriptors. If supervisor and weight-server have died
+//! together, the workers are all that is left of a model: the successor asks one of them for the
+//! descriptors (ReturnRequested), and nothing is loaded a second time.
 
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use bytes::Bytes;
 use memory::mapping::MappingWatch;
 use proto::weights::v1::{self as wire, RefusalReason, server_frame, worker_frame};
 
-use crate::PROTOCOL_VERSION;
 use crate::attach_error::AttachModelError;
+use crate::fd_batches::fd_batches;
 use crate::frames::{SEND_TIMEOUT, receive, send, unexpected};
 use crate::seqpacket::Connection;
 
@@ -69,6 +73,8 @@ struct LeaseState {
     status: LeaseStatus,
     /// The connection on which the thread waits.
     connection: Arc<Connection>,
+    /// The manifest and every allocation; empty when the lease is released or lost.
+    returnable: Arc<Vec<OwnedFd>>,
     released: bool,
 }
 
@@ -76,6 +82,12 @@ impl WatchedLease {
     fn lock(&self) -> MutexGuard<'_, LeaseState> {
         // Nothing that holds the lock can panic half way through a change.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lose(&self, reason: RefusalReason, text: String) {
+        let mut state = self.lock();
+        state.status = LeaseStatus::Lost { reason, text };
+        state.returnable = Arc::default();
     }
 }
 
@@ -89,20 +101,21 @@ impl LeaseGuard {
     pub(crate) fn hold(
         connection: Connection,
         socket: &Path,
-        id: u64,
-        generation: u64,
-        token: Bytes,
+        claim: wire::Reclaim,
+        returnable: Vec<OwnedFd>,
         mappings: MappingWatch,
     ) -> io::Result<Self> {
         connection.set_timeouts(None, Some(SEND_TIMEOUT))?;
         let connection = Arc::new(connection);
-        let state =
-            LeaseState { status: LeaseStatus::Held, connection: Arc::clone(&connection), released: false };
-        let shared = Arc::new(WatchedLease { state: Mutex::new(state), wake: Condvar::new() });
-        let claim = ReclaimRequest {
-            socket: socket.to_owned(),
-            frame: wire::Reclaim { protocol: PROTOCOL_VERSION, generation, lease: id, token },
+        let state = LeaseState {
+            status: LeaseStatus::Held,
+            connection: Arc::clone(&connection),
+            returnable: Arc::new(returnable),
+            released: false,
         };
+        let shared = Arc::new(WatchedLease { state: Mutex::new(state), wake: Condvar::new() });
+        let (id, generation) = (claim.lease, claim.generation);
+        let claim = ReclaimRequest { socket: socket.to_owned(), frame: claim };
         let watcher = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name(format!("lease-{id}"))
@@ -128,6 +141,8 @@ impl Drop for LeaseGuard {
         let connection = {
             let mut state = self.shared.lock();
             state.released = true;
+            // A descriptor keeps memory alive as a mapping does.
+            state.returnable = Arc::default();
             Arc::clone(&state.connection)
         };
         // Without this frame the weight-server keeps the lease until this process ends, which is
@@ -152,9 +167,7 @@ fn watch(shared: &WatchedLease, mut connection: Arc<Connection>, claim: &Reclaim
         // are ignored.
         while let Ok((frame, _)) = connection.receive::<wire::ServerFrame>() {
             if let Some(server_frame::Kind::Refused(refused)) = frame.kind {
-                let (reason, text) = (refused.reason(), refused.text);
-                shared.lock().status = LeaseStatus::Lost { reason, text };
-                return;
+                return shared.lose(refused.reason(), refused.text);
             }
         }
         match reclaim(shared, claim) {
@@ -177,13 +190,13 @@ fn reclaim(shared: &WatchedLease, claim: &ReclaimRequest) -> Option<Arc<Connecti
             .wake
             .wait_timeout_while(state, wait, |state| !state.released)
             .unwrap_or_else(PoisonError::into_inner);
-        let released = state.released;
+        let (released, returnable) = (state.released, Arc::clone(&state.returnable));
         drop(state);
         if released {
             return None;
         }
         wait = LAST_RETRY.min(wait * 2);
-        match try_reclaim(claim) {
+        match try_reclaim(claim, &returnable) {
             Ok(connection) => {
                 let connection = Arc::new(connection);
                 let mut state = shared.lock();
@@ -195,7 +208,7 @@ fn reclaim(shared: &WatchedLease, claim: &ReclaimRequest) -> Option<Arc<Connecti
                 return Some(connection);
             }
             Err(AttachModelError::Refused { reason, text }) if is_final(reason) => {
-                shared.lock().status = LeaseStatus::Lost { reason, text };
+                shared.lose(reason, text);
                 return None;
             }
             // There is no server, or it is busy, shuts down or broke off: try again.
@@ -205,16 +218,36 @@ fn reclaim(shared: &WatchedLease, claim: &ReclaimRequest) -> Option<Arc<Connecti
     None
 }
 
-fn try_reclaim(claim: &ReclaimRequest) -> Result<Connection, AttachModelError> {
+fn try_reclaim(claim: &ReclaimRequest, returnable: &[OwnedFd]) -> Result<Connection, AttachModelError> {
     let connection = Connection::connect(&claim.socket)?;
     connection.set_timeouts(Some(RECLAIM_TIMEOUT), Some(SEND_TIMEOUT)).map_err(AttachModelError::Lease)?;
     send(&connection, worker_frame::Kind::Reclaim(claim.frame.clone()))?;
-    match receive(&connection)? {
-        (server_frame::Kind::Reclaimed(_), _) => {}
-        (other, _) => return Err(unexpected("a re-claim's answer", other)),
+    let mut answer = receive(&connection)?.0;
+    if let server_frame::Kind::ReturnRequested(_) = answer {
+        return_descriptors(&connection, returnable)?;
+        answer = receive(&connection)?.0;
+    }
+    match answer {
+        server_frame::Kind::Reclaimed(_) => {}
+        other => return Err(unexpected("a re-claim's answer", other)),
     }
     connection.set_timeouts(None, Some(SEND_TIMEOUT)).map_err(AttachModelError::Lease)?;
     Ok(connection)
+}
+
+/// Sends the descriptors back. One batch is outstanding at a time.
+fn return_descriptors(connection: &Connection, returnable: &[OwnedFd]) -> Result<(), AttachModelError> {
+    for batch in fd_batches(returnable.len() as u32) {
+        let part = &returnable[batch.first as usize..(batch.first + batch.count) as usize];
+        let part: Vec<BorrowedFd<'_>> = part.iter().map(AsFd::as_fd).collect();
+        let frame = wire::WorkerFrame { kind: Some(worker_frame::Kind::Fds(batch)) };
+        connection.send(&frame, &part)?;
+        match receive(connection)?.0 {
+            server_frame::Kind::BatchReceived(receipt) if receipt.batch == batch.batch => {}
+            other => return Err(unexpected("an acknowledgement", other)),
+        }
+    }
+    Ok(())
 }
 
 /// Whether another attempt cannot succeed.

@@ -104,6 +104,7 @@ fn to_wire(manifest: Manifest) -> wire::Manifest {
         files: manifest.files.into_iter().map(file_identity_to_wire).collect(),
         devices: manifest.devices.into_iter().map(device_to_wire).collect(),
         layout: manifest.layout,
+        one_per_tensor: manifest.one_per_tensor,
         allocations: manifest.allocations.into_iter().map(allocation).collect(),
         tensors: manifest.tensors.into_iter().map(tensor_to_wire).collect(),
         gguf_metadata: manifest.gguf_metadata,
@@ -126,6 +127,7 @@ fn from_wire(wire: wire::Manifest) -> Result<Manifest, ManifestError> {
         files: wire.files.into_iter().map(file_identity_from_wire).collect(),
         devices: wire.devices.into_iter().map(device_from_wire).collect::<Result<_, _>>()?,
         layout: wire.layout,
+        one_per_tensor: wire.one_per_tensor,
         allocations: wire.allocations.into_iter().map(allocation).collect(),
         tensors: wire.tensors.into_iter().map(tensor_from_wire).collect::<Result<_, _>>()?,
         gguf_metadata: wire.gguf_metadata,
@@ -193,6 +195,7 @@ pub fn file_identity_to_wire(file: FileIdentity) -> wire::FileIdentity {
         bytes: file.bytes,
         modified_seconds: file.modified_seconds,
         modified_nanoseconds: file.modified_nanoseconds,
+        head_digest: file.head_digest.map_or_else(Bytes::new, |digest| Bytes::copy_from_slice(&digest)),
     }
 }
 
@@ -204,6 +207,8 @@ pub fn file_identity_from_wire(wire: wire::FileIdentity) -> FileIdentity {
         bytes: wire.bytes,
         modified_seconds: wire.modified_seconds,
         modified_nanoseconds: wire.modified_nanoseconds,
+        // Absent in manifests of earlier versions.
+        head_digest: wire.head_digest[..].try_into().ok(),
     }
 }
 
@@ -235,6 +240,7 @@ mod tests {
             files: vec![FileIdentity::of("/models/pycoder.gguf".into(), &metadata)],
             devices: vec![ManifestDevice::host()],
             layout: LAYOUT_GGML,
+            one_per_tensor: false,
             allocations: vec![
                 Allocation { device: 0, bytes: 2 << 20, inode: 11 },
                 Allocation { device: 0, bytes: 4 << 20, inode: 12 },

@@ -48,6 +48,7 @@ fn model(change: impl FnOnce(&mut Manifest)) -> Vec<OwnedFd> {
         files: Vec::new(),
         devices: vec![ManifestDevice::host()],
         layout: LAYOUT_GGML,
+        one_per_tensor: false,
         allocations: allocations
             .iter()
             .map(|memfd| Allocation { device: 0, bytes: memfd.bytes(), inode: memfd.inode() })

@@ -58,8 +58,15 @@ pub fn import_host(
     manifest: &Manifest,
     fds: Vec<OwnedFd>,
 ) -> Result<(Vec<MappedTensor>, MappingWatch), ImportHostError> {
-    let memfds = verify_host(manifest, fds)?;
-    let (views, watch) = map_all(&memfds).map_err(ImportHostError::Map)?;
+    map_host(manifest, &verify_host(manifest, fds)?)
+}
+
+/// Maps allocations that [`verify_host`] has checked against this manifest.
+pub fn map_host(
+    manifest: &Manifest,
+    memfds: &[SealedMemfd],
+) -> Result<(Vec<MappedTensor>, MappingWatch), ImportHostError> {
+    let (views, watch) = map_all(memfds).map_err(ImportHostError::Map)?;
     let tensors = manifest.tensors.iter().map(|entry| tensor(entry, &views)).collect();
     Ok((tensors, watch))
 }

@@ -54,6 +54,7 @@
 //!     files: Vec::new(),
 //!     devices: vec![ManifestDevice::host()],
 //!     layout: LAYOUT_GGML,
+//!     one_per_tensor: false,
 //!     allocations: vec![Allocation { device: 0, bytes: memfd.bytes(), inode: memfd.inode() }],
 //!     tensors: plan.placements.iter().zip(sizes).enumerate().map(tensor).collect(),
 //!     gguf_metadata: Default::default(),

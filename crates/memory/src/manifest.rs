@@ -33,6 +33,8 @@ pub struct Manifest {
     pub files: Vec<FileIdentity>,
     pub devices: Vec<ManifestDevice>,
     pub layout: u32,
+    /// Every tensor has an allocation of its own.
+    pub one_per_tensor: bool,
     pub allocations: Vec<Allocation>,
     pub tensors: Vec<TensorEntry>,
     /// The key-value section of the (first) GGUF file, byte for byte.
@@ -49,6 +51,9 @@ pub struct FileIdentity {
     pub bytes: u64,
     pub modified_seconds: i64,
     pub modified_nanoseconds: i64,
+    /// Digest of the file's first bytes. It tells files apart that were changed in place and got
+    /// their old time back. `None` if the bytes were not read.
+    pub head_digest: Option<Digest>,
 }
 
 impl FileIdentity {
@@ -61,13 +66,16 @@ impl FileIdentity {
             bytes: metadata.size(),
             modified_seconds: metadata.mtime(),
             modified_nanoseconds: metadata.mtime_nsec(),
+            head_digest: None,
         }
     }
 
-    /// Whether both are the same file with the same contents, under any path.
+    /// Whether both are the same file with the same contents, under any path. Heads count only if
+    /// both are known.
     pub fn is_same_file(&self, other: &Self) -> bool {
         let key = |f: &Self| (f.device, f.inode, f.bytes, f.modified_seconds, f.modified_nanoseconds);
-        key(self) == key(other)
+        let same_head = self.head_digest.zip(other.head_digest).is_none_or(|(a, b)| a == b);
+        key(self) == key(other) && same_head
     }
 }
 
@@ -205,6 +213,9 @@ mod tests {
         let identity = |path: &str| FileIdentity::of(path.into(), &file.as_file().metadata().unwrap());
         let before = identity("a");
         assert!(before.is_same_file(&identity("b")));
+        let with_head = |digest| FileIdentity { head_digest: digest, ..before.clone() };
+        assert!(before.is_same_file(&with_head(Some([1; 32]))));
+        assert!(!with_head(Some([1; 32])).is_same_file(&with_head(Some([2; 32]))));
         file.as_file().set_modified(std::time::UNIX_EPOCH).unwrap();
         assert!(!before.is_same_file(&identity("a")));
     }

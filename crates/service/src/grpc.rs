@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::time::Duration;
 
-use tokio::net::UnixListener;
+use tokio::net::{UnixListener, UnixStream};
+use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::{Channel, Endpoint, Server, server::Router};
 use tonic_health::server::HealthReporter;
@@ -26,6 +27,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A peer that does not answer HTTP/2 pings for this long counts as dead.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
+const ROOT: u32 = 0;
 /// The token streams of all clients share one connection per peer. With the default of 64 KiB, one
 /// slow stream would delay the others.
 const WINDOW_BYTES: u32 = 1 << 20;
@@ -145,8 +147,27 @@ fn serve_until(
     let UdsListener { listener, _path } = listener;
     Box::pin(async move {
         let _path = _path;
-        router.serve_with_incoming_shutdown(UnixListenerStream::new(listener), stop).await
+        let connections = UnixListenerStream::new(listener).filter(|connection| match connection {
+            Ok(connection) => check_peer(connection),
+            Err(_) => true,
+        });
+        router.serve_with_incoming_shutdown(connections, stop).await
     })
+}
+
+/// Whether the peer is a process of this user, or of root, who can do everything anyway. The mode
+/// of the runtime directory says the same, until it is changed.
+fn check_peer(connection: &UnixStream) -> bool {
+    let own = rustix::process::geteuid().as_raw();
+    match connection.peer_cred().map(|peer| peer.uid()) {
+        Ok(uid) if uid == own || uid == ROOT => true,
+        Ok(uid) => {
+            tracing::warn!(uid, "closed a connection of another user");
+            false
+        }
+        // The peer is gone already.
+        Err(_) => false,
+    }
 }
 
 /// Why a peer cannot be reached.

@@ -13,6 +13,7 @@
 //! notify-<child>.sock    notify protocol, one per child
 //! <child>.toml           configuration of a child
 //! <child>.pid            process id and start time of a running child
+//! models.toml            the models of the fleet, for a successor of the supervisor
 //! ```
 //!
 //! Only these files are ever removed. The directory is removed only if a supervisor created it and
@@ -117,6 +118,10 @@ impl RuntimeDir {
 
     pub fn config(&self, child: &str) -> PathBuf {
         self.path.join(format!("{child}.toml"))
+    }
+
+    pub fn models_record(&self) -> PathBuf {
+        self.path.join("models.toml")
     }
 
     /// The existing worker sockets by index. A socket may belong to a dead worker.

@@ -10,6 +10,7 @@
 //! ```text
 //! child                                        successor (binds the same notify-<child>.sock)
 //!   | ADOPT=1 ROLE=worker NAME=worker-0          |
+//!   | ATTACH_TOKEN=...                           |
 //!   | with one end of a new socket pair          |
 //!   |------------------------------------------->|  checks SO_PASSCRED, keeps the end
 //!   |<------------------------ one byte 'a' -----|
@@ -56,10 +57,12 @@ pub enum SupervisorState {
 /// state.
 ///
 /// If the parent expects watchdog messages (WATCHDOG_USEC), a second task sends them as long as the
-/// runtime makes progress. Call once, inside a tokio runtime.
+/// runtime makes progress. A worker shows its `attach_token` to each successor. Call once, inside a
+/// tokio runtime.
 pub fn watch_supervisor(
     role: &str,
     name: &str,
+    attach_token: Option<&[u8]>,
     notify: &Notify,
     shutdown: &Shutdown,
 ) -> Result<watch::Receiver<SupervisorState>, ListenError> {
@@ -75,8 +78,13 @@ pub fn watch_supervisor(
     liveness.set_nonblocking(true).map_err(failed)?;
     let liveness = UnixStream::from_std(liveness).map_err(failed)?;
     let (state, receiver) = watch::channel(SupervisorState::Present { epoch: 0 });
-    let offer =
-        AdoptionOffer { message: format!("ADOPT=1\nROLE={role}\nNAME={name}"), notify: notify.clone() };
+    let mut message = format!("ADOPT=1\nROLE={role}\nNAME={name}");
+    if let Some(token) = attach_token {
+        let digits: String = token.iter().map(|byte| format!("{byte:02x}")).collect();
+        message.push_str("\nATTACH_TOKEN=");
+        message.push_str(&digits);
+    }
+    let offer = AdoptionOffer { message, notify: notify.clone() };
     tokio::spawn(follow_supervisors(liveness, offer, state, shutdown.clone()));
     Ok(receiver)
 }

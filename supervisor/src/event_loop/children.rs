@@ -55,6 +55,7 @@ impl SupervisorLoop {
             exits: exit_sender,
             status_text: String::new(),
             last_termination: None,
+            is_outdated: false,
             removed: None,
         };
         self.children.insert(name.clone(), child);
@@ -210,6 +211,9 @@ impl SupervisorLoop {
         }
         let Some(child) = self.children.remove(name) else { return };
         child.forwarder.abort();
+        if child.spec.role == ChildRole::Worker {
+            tokio::spawn(self.admin.clone().forget_token(name.to_string()));
+        }
         let names = self.directory.directory();
         for path in [names.config(name), names.notify_socket(name)] {
             if let Err(error) = std::fs::remove_file(&path) {

@@ -89,7 +89,8 @@ impl SupervisorLoop {
             Some(_) => return Err(CommandError::NameTaken { name: spec.name }),
         }
         let (name, workers) = (spec.name.clone(), spec.workers);
-        self.add_model(spec);
+        self.add_model(spec, true);
+        self.record_models();
         let model = self.models.get_mut(&name).expect("invariant: the model was just added");
         model.load(&self.admin, &self.commands);
         for _ in 0..workers {
@@ -119,12 +120,6 @@ impl SupervisorLoop {
         }
     }
 
-    pub(super) fn add_model(&mut self, spec: ModelSpec) {
-        let state = ModelState::Loading { done_bytes: 0, total_bytes: 0 };
-        let name = spec.name.clone();
-        self.models.insert(name, ManagedModel { spec, state, task: None, unloading: None });
-    }
-
     pub(super) fn set_model_state(&mut self, name: &str, state: ModelState) {
         let Some(model) = self.models.get_mut(name) else { return };
         if let ModelState::Failed(failure) = &state {
@@ -148,7 +143,7 @@ impl SupervisorLoop {
         }
     }
 
-    fn remove_worker(&mut self, name: &Arc<str>, reply: Option<CommandReply<()>>) {
+    pub(super) fn remove_worker(&mut self, name: &Arc<str>, reply: Option<CommandReply<()>>) {
         supervised_child(&mut self.children, name).removed = Some(reply);
         self.apply_event(name, ChildEvent::Stop);
     }
@@ -174,6 +169,7 @@ impl SupervisorLoop {
             return answer(reply, Err(CommandError::UnloadFailed { name, why }));
         }
         self.models.remove(&name);
+        self.record_models();
         self.publish(FleetEvent::ModelRemoved(name));
         answer(reply, Ok(()));
     }

@@ -1,21 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Handles notifications of children, the FD store, and the adoption of a dead supervisor's
-//! children.
+//! Handles notifications of children, and the FD store.
 
-use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use service::Notify;
 use service::notify::NotifyError;
-use service::{Notify, config};
 
-use super::children::{supervised_child, watch_exit};
-use super::{FleetStartError, SupervisorLoop};
+use super::SupervisorLoop;
 use crate::notification::Notification;
-use crate::process::ChildProcess;
-use crate::spec::{ChildRole, ChildSpec, WorkerSlot};
+use crate::spec::ChildRole;
 use crate::state::ChildEvent;
 
 /// How long systemd may take to process the messages that were forwarded to it.
@@ -30,7 +26,7 @@ impl SupervisorLoop {
             return;
         }
         if message.offers_adoption {
-            return self.adopt_offered(name, fds);
+            return self.adopt_offered(name, fds, message.attach_token);
         }
         if let Some(text) = message.status {
             child.status_text = text;
@@ -53,27 +49,6 @@ impl SupervisorLoop {
         }
         if let Some(by) = message.extend_timeout {
             self.apply_event(name, ChildEvent::ExtendTimeout(by));
-        }
-    }
-
-    /// A weight-server that has just become ready knows no tokens, and perhaps no models. Sends it
-    /// both.
-    fn sync_weight_server(&mut self, name: &Arc<str>) {
-        if self.children.get(name).is_none_or(|c| c.spec.role != ChildRole::WeightServer) {
-            return;
-        }
-        for (worker, child) in &self.children {
-            if let (Some(token), None) = (&child.token, &child.token_registration) {
-                let (admin, worker, token) = (self.admin.clone(), worker.to_string(), token.clone());
-                tokio::spawn(async move {
-                    if let Err(status) = admin.allow_token(worker.clone(), token).await {
-                        tracing::warn!(worker, %status, "the weight-server refused the token of a worker");
-                    }
-                });
-            }
-        }
-        for model in self.models.values_mut().filter(|m| m.unloading.is_none()) {
-            model.load(&self.admin, &self.commands);
         }
     }
 
@@ -115,59 +90,5 @@ impl SupervisorLoop {
             }
             drop(fds);
         });
-    }
-
-    /// Running processes that the runtime directory records become orphans of the children with the
-    /// same name.
-    pub(super) fn adopt_orphans(&mut self, living: &BTreeMap<String, u32>) -> Result<(), FleetStartError> {
-        for (name, &pid) in living {
-            let known = match self.children.get_key_value(name.as_str()) {
-                Some((known, _)) => Some(known.clone()),
-                None => self.add_recorded_worker(name)?,
-            };
-            let Ok(process) = ChildProcess::orphan(pid) else { continue };
-            let Some(name) = known else {
-                tracing::warn!(child = name, pid, "terminating a process that is not part of this fleet");
-                process.terminate();
-                continue;
-            };
-            let child = supervised_child(&mut self.children, &name);
-            child.start_number += 1;
-            let watched = watch_exit(&process, name.clone(), child.start_number, child.exits.clone());
-            watched.map_err(FleetStartError::RuntimeDir)?;
-            child.process = Some(process);
-            self.apply_event(&name, ChildEvent::OrphanFound);
-        }
-        Ok(())
-    }
-
-    /// The spec does not list a worker that was added while the dead supervisor ran. Its
-    /// configuration file names its model.
-    fn add_recorded_worker(&mut self, name: &str) -> Result<Option<Arc<str>>, FleetStartError> {
-        let Some(index) = name.strip_prefix("worker-").and_then(|i| i.parse().ok()) else { return Ok(None) };
-        let path = self.directory.directory().config(name);
-        let config: toml::Table = config::load(&path)?;
-        let model = config.get("model").and_then(toml::Value::as_str).unwrap_or_default().to_owned();
-        let spec = ChildSpec { name: name.to_owned(), role: ChildRole::Worker, config };
-        self.add_child(spec, Some(WorkerSlot { index, model })).map(Some)
-    }
-
-    /// An orphan offers itself for adoption. From now on it notices when this supervisor dies.
-    fn adopt_offered(&mut self, name: &Arc<str>, fds: Vec<OwnedFd>) {
-        // The sender decides what it sends: an offer may come without its socket.
-        let Some(socket) = fds.into_iter().next() else { return };
-        let process = &mut supervised_child(&mut self.children, name).process;
-        let process =
-            process.as_mut().expect("invariant: the sender of a handled message is the child's process");
-        match process.adopt(socket) {
-            Ok(()) => {
-                tracing::info!(child = %name, pid = process.pid, "adopted");
-                self.apply_event(name, ChildEvent::OrphanAdopted);
-                self.sync_weight_server(name);
-            }
-            Err(error) => {
-                tracing::warn!(child = %name, %error, "an orphan went away during its adoption")
-            }
-        }
     }
 }

@@ -51,7 +51,7 @@ async fn run(config: FakeChildConfig) -> Result<()> {
     let notify = Notify::from_env()?;
     let shutdown = Shutdown::install()?;
     let mut supervisor =
-        service::supervision::watch_supervisor(&config.role, &config.name, &notify, &shutdown)?;
+        service::supervision::watch_supervisor(&config.role, &config.name, None, &notify, &shutdown)?;
     let _stored_files = match config.role.as_str() {
         "weight-server" => {
             let directory = RuntimeDir::at(&config.runtime_dir);

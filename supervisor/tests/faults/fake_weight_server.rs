@@ -40,9 +40,11 @@ impl WeightServer for FakeWeightServer {
         if self.refuses {
             return Err(Refusal::failed_precondition("tensor 3 lies outside the file"));
         }
-        self.resident.lock().expect("lock").push(request.into_inner().model);
+        let model = request.into_inner().model;
+        let generation = Some(Generation { model: model.clone(), ..Generation::default() });
+        self.resident.lock().expect("lock").push(model);
         let waiting = load_event::Kind::Waiting(Waiting { done_bytes: 1, total_bytes: 2, jobs_ahead: 0 });
-        let events = [waiting, load_event::Kind::Loaded(Loaded::default())];
+        let events = [waiting, load_event::Kind::Loaded(Loaded { generation, ..Loaded::default() })];
         let events = events.map(|kind| Ok(LoadEvent { kind: Some(kind) }));
         Ok(Response::new(Box::pin(tokio_stream::iter(events))))
     }
@@ -61,6 +63,13 @@ impl WeightServer for FakeWeightServer {
         };
         let generations = self.resident.lock().expect("lock").iter().map(generation).collect();
         Ok(Response::new(Status { generations, ..Status::default() }))
+    }
+
+    async fn forget_token(
+        &self,
+        _: Request<ForgetTokenRequest>,
+    ) -> Result<Response<ForgetTokenResponse>, Refusal> {
+        Ok(Response::new(ForgetTokenResponse {}))
     }
 
     async fn allow_token(

@@ -100,7 +100,7 @@ async fn once(
         attached.handoff,
     );
     drop(attached);
-    admin.unload(UnloadRequest { model: "m".to_owned() }).await.unwrap();
+    admin.unload(UnloadRequest { model: "m".to_owned(), generation: 0 }).await.unwrap();
 }
 
 fn drop_cached(path: &Path) {

@@ -128,7 +128,7 @@ async fn measure(directory: &Path, model: &Path) {
                 attached.handoff,
             );
             drop(attached);
-            admin.unload(UnloadRequest { model: "m".to_owned() }).await.unwrap();
+            admin.unload(UnloadRequest { model: "m".to_owned(), generation: 0 }).await.unwrap();
         }
     }
 }

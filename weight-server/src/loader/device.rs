@@ -15,9 +15,12 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 
 use cuda::DeviceUuid;
+use memory::host_import::import_host;
 use memory::manifest::{FileIdentity, HOST_DEVICE, Manifest};
+use proto::weights::v1::LoadFailure;
 use quant::layout::{LAYOUT_GGML, LAYOUT_TILES};
 
+use super::checksum;
 use super::host::HostTarget;
 use super::load_error::{DeviceFailure, OpenTargetError};
 use super::target::LoadTarget;
@@ -48,9 +51,19 @@ pub(super) fn open_target(
     }
 }
 
-/// Opens the GPU on which a generation is verified.
+/// Opens the device on which a generation is verified.
 pub(super) fn open_for_checksums(device: &str) -> Result<ComputeChecksums, OpenTargetError> {
-    Ok(open_gpu_for_checksums(parse_uuid(device)?)?)
+    match device {
+        HOST_DEVICE => Ok(Box::new(host_checksums)),
+        name => Ok(open_gpu_for_checksums(parse_uuid(name)?)?),
+    }
+}
+
+fn host_checksums(manifest: &Manifest, fds: Vec<OwnedFd>) -> Result<Vec<Vec<u128>>, DeviceFailure> {
+    let (tensors, _) =
+        import_host(manifest, fds).map_err(|error| DeviceFailure::new(LoadFailure::Device, error))?;
+    let chunks = |bytes: &[u8]| bytes.chunks(checksum::CHUNK_BYTES).map(checksum::chunk_checksum).collect();
+    Ok(tensors.iter().map(|tensor| chunks(&tensor.bytes)).collect())
 }
 
 fn parse_uuid(name: &str) -> Result<DeviceUuid, OpenTargetError> {
@@ -80,5 +93,5 @@ fn open_gpu_for_checksums(_: DeviceUuid) -> Result<ComputeChecksums, DeviceFailu
 
 #[cfg(not(feature = "cuda"))]
 fn built_without_cuda() -> DeviceFailure {
-    DeviceFailure::new(proto::weights::v1::LoadFailure::Unsupported, cuda::OpenDriverError::NotBuilt)
+    DeviceFailure::new(LoadFailure::Unsupported, cuda::OpenDriverError::NotBuilt)
 }

@@ -155,6 +155,7 @@ impl PreparedLoad {
             files: self.job.files.iter().map(|(identity, _)| identity.clone()).collect(),
             devices: vec![self.job.target.device()],
             layout,
+            one_per_tensor: self.job.packing == Packing::OnePerTensor,
             allocations: filled.entries.clone(),
             tensors,
             gguf_metadata: self.model.metadata().bytes().clone(),

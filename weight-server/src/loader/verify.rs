@@ -15,7 +15,7 @@
 use handoff::fd_batches::{FdBatchError, FdCollector};
 use handoff::manifest::{SplitHandoffError, split_handoff};
 use handoff::seqpacket::Connection;
-use memory::manifest::Manifest;
+use memory::manifest::{HOST_DEVICE, Manifest};
 use proto::weights::v1::{self as wire, LoadFailure, loader_command, loader_frame};
 use service::exit::one_line;
 
@@ -57,7 +57,8 @@ pub(super) fn run(connection: &Connection, job: &wire::VerifyJob) -> Result<(), 
 
 fn verify(connection: &Connection, job: &wire::VerifyJob) -> Result<wire::Verified, VerifyError> {
     let compute_checksums = open_for_checksums(&job.device)?;
-    sandbox::enter(SandboxProfile::Gpu).map_err(LoaderError::Sandbox)?;
+    let profile = if job.device == HOST_DEVICE { SandboxProfile::Host } else { SandboxProfile::Gpu };
+    sandbox::enter(profile).map_err(LoaderError::Sandbox)?;
     let mut collector = FdCollector::new(job.fds)?;
     while !collector.is_complete() {
         match receive_command(connection)? {
@@ -119,6 +120,7 @@ mod tests {
                 compute_capability: 90,
             }],
             layout: 1,
+            one_per_tensor: false,
             allocations: vec![Allocation { device: 0, bytes: 2 << 20, inode: 0 }],
             tensors: (0..40).map(tensor).collect(),
             gguf_metadata: bytes::Bytes::new(),

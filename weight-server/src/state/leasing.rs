@@ -13,7 +13,7 @@ use crate::lease_table::{LeaseEntry, LeasePhase, WorkerProcess};
 use crate::ledger::{ReservationError, ReservationKey};
 use crate::refusal::AttachRefusal;
 use crate::tokens::token_digest;
-use crate::waiters::{AttachParams, Waiter};
+use crate::waiters::{AttachParams, LeaseClaim, Waiter};
 
 impl WeightServerState {
     pub(super) fn handle_attach_request(
@@ -33,6 +33,7 @@ impl WeightServerState {
         peer: WorkerProcess,
         params: AttachParams,
     ) -> Result<(), AttachRefusal> {
+        self.returns.settle_soon(peer.pid, self.now);
         let token = self.check_attach(&peer, &params)?;
         let Some(generation) = self.find_ready(&params.model, &params.device) else {
             return self.wait_for_load(connection, peer, params);
@@ -134,14 +135,19 @@ impl WeightServerState {
 
     pub(super) fn handle_lease_stored(&mut self, id: u64) {
         let Some(lease) = self.leases.get_mut(id) else { return };
+        let generation = lease.generation;
         // If the connection has ended in the meantime, the lease is in another phase.
-        if let LeasePhase::Storing { connection } = lease.phase {
-            lease.phase = LeasePhase::Granting { connection };
-            self.actions.push(WeightServerAction::Deliver {
-                connection,
-                lease: id,
-                generation: lease.generation,
-            });
+        match lease.phase {
+            LeasePhase::Storing { connection } => {
+                lease.phase = LeasePhase::Granting { connection };
+                self.actions.push(WeightServerAction::Deliver { connection, lease: id, generation });
+            }
+            LeasePhase::Restoring { connection } => {
+                lease.phase = LeasePhase::Held { connection };
+                self.actions.push(WeightServerAction::Reclaimed { connection, lease: id, generation });
+                self.actions.push(WeightServerAction::Publish(ChangeNotice::Lease(id)));
+            }
+            _ => {}
         }
     }
 
@@ -155,26 +161,23 @@ impl WeightServerState {
     pub(super) fn reclaim(
         &mut self,
         connection: ConnectionId,
-        peer: &WorkerProcess,
-        protocol: u32,
-        generation: u64,
-        lease: u64,
-        token: &[u8],
+        peer: WorkerProcess,
+        claim: LeaseClaim,
     ) -> Result<(), AttachRefusal> {
         if self.shutting_down {
             return Err(AttachRefusal::ShuttingDown);
         }
-        if protocol != PROTOCOL_VERSION {
-            return Err(AttachRefusal::Protocol { found: protocol });
+        if claim.protocol != PROTOCOL_VERSION {
+            return Err(AttachRefusal::Protocol { found: claim.protocol });
         }
-        let digest = token_digest(token);
-        let unknown = AttachRefusal::UnknownLease { lease, generation };
+        let LeaseClaim { generation, lease, .. } = claim;
+        let digest = token_digest(&claim.token);
         let Some(held) = self.leases.get_mut(lease).filter(|held| held.generation == generation) else {
-            return Err(unknown);
+            return self.reclaim_lost(connection, peer, claim);
         };
         // The reply does not reveal that the lease exists.
-        if !held.is_held_by(peer, &digest) {
-            return Err(unknown);
+        if !held.is_held_by(&peer, &digest) {
+            return Err(AttachRefusal::UnknownLease { lease, generation });
         }
         if let Some(found) = self.generations.get(&generation)
             && found.integrity == GenerationIntegrity::Quarantined
@@ -193,6 +196,7 @@ impl WeightServerState {
     }
 
     pub(super) fn handle_connection_ended(&mut self, connection: ConnectionId) {
+        self.returns.cancel(connection);
         for generation in self.generations.values_mut() {
             generation
                 .waiters

@@ -49,11 +49,12 @@ impl WeightServerState {
         let same = self
             .generations
             .values_mut()
-            .find(|g| g.phase != GenerationPhase::Retiring && g.key.is_same(&key));
+            .find(|g| g.phase != GenerationPhase::Retiring && g.key.has_same_source(&key));
         match same {
             Some(generation) if generation.model != params.model => {
                 return Err(LoadFailure::LoadedAs { model: generation.model.clone() });
             }
+            Some(generation) if !generation.key.is_same(&key) => {}
             Some(generation) if generation.is_pending() => {
                 generation.waiters.push(Waiter::Call(call));
                 return Ok(());
@@ -65,12 +66,42 @@ impl WeightServerState {
             }
             None => {}
         }
-        match self.leases.awaiting_reclaim() {
-            0 => {
-                let waiters = vec![Waiter::Call(call)];
-                self.create_generation(waiters, params.model, key, params.one_per_tensor, available_bytes)
-            }
+        if let Some(id) = self.find_retired(&params.model, &key) {
+            self.revive(id);
+            self.reply_resident(call, id);
+            return Ok(());
+        }
+        match self.workers_to_reclaim() {
+            0 => self.create_generation(vec![Waiter::Call(call)], params.model, key, available_bytes),
             workers => Err(LoadFailure::AwaitingReclaim { workers }),
+        }
+    }
+
+    /// A generation that holds exactly this, and whose last leases run out.
+    fn find_retired(&self, model: &str, key: &LoadKey) -> Option<u64> {
+        let same = |g: &&Generation| {
+            g.phase == GenerationPhase::Retiring
+                && g.integrity != GenerationIntegrity::Quarantined
+                && g.model == model
+                && g.key.is_same(key)
+        };
+        self.generations.values().rfind(same).map(|g| g.id)
+    }
+
+    /// Gives a retiring generation its model name back, instead of loading the same bytes again.
+    fn revive(&mut self, id: u64) {
+        let generation = self.generations.get_mut(&id);
+        let generation = generation.expect("invariant: a generation that was just found exists");
+        generation.phase = GenerationPhase::Ready;
+        let (model, device) = (generation.model.clone(), generation.key.device.clone());
+        self.actions.push(WeightServerAction::UnmarkRetired { generation: id });
+        self.actions.push(WeightServerAction::Publish(ChangeNotice::Generation(id)));
+        let replaced = |g: &&Generation| {
+            g.id != id && g.phase == GenerationPhase::Ready && g.model == model && g.key.device == device
+        };
+        let replaced: Vec<u64> = self.generations.values().filter(replaced).map(|g| g.id).collect();
+        for other in replaced {
+            self.retire(other);
         }
     }
 
@@ -84,7 +115,6 @@ impl WeightServerState {
         waiters: Vec<Waiter>,
         model: String,
         key: LoadKey,
-        one_per_tensor: bool,
         available_bytes: u64,
     ) -> Result<(), LoadFailure> {
         let pending = self.generations.values().filter(|g| g.is_pending()).count();
@@ -110,7 +140,6 @@ impl WeightServerState {
             id,
             model,
             key,
-            one_per_tensor,
             phase: GenerationPhase::Queued,
             contents: GenerationContents {
                 tensor_bytes: file_bytes,
@@ -308,21 +337,22 @@ impl WeightServerState {
         }
     }
 
-    pub(super) fn handle_unload_request(&mut self, call: CallId, model: &str) {
-        let result = self.unload(model);
+    pub(super) fn handle_unload_request(&mut self, call: CallId, model: &str, only: Option<u64>) {
+        let result = self.unload(model, only);
         self.actions.push(WeightServerAction::ReplyUnload { call, result });
     }
 
-    pub(super) fn unload(&mut self, model: &str) -> Result<u32, UnloadRefusal> {
+    pub(super) fn unload(&mut self, model: &str, only: Option<u64>) -> Result<u32, UnloadRefusal> {
+        let asked = |g: &Generation| g.model == model && only.is_none_or(|only| g.id == only);
         let ids: Vec<u64> = self
             .generations
             .values()
-            .filter(|g| g.model == model && g.phase != GenerationPhase::Retiring)
+            .filter(|g| asked(g) && g.phase != GenerationPhase::Retiring)
             .map(|g| g.id)
             .collect();
         // An unload also cancels the reload of a quarantined generation.
         let mut given_up = 0;
-        for generation in self.generations.values_mut().filter(|g| g.model == model && g.reload) {
+        for generation in self.generations.values_mut().filter(|g| asked(g) && g.reload) {
             generation.reload = false;
             given_up += self.leases.count_of_generation(generation.id);
         }
@@ -332,7 +362,7 @@ impl WeightServerState {
         if ids.is_empty() {
             return Err(UnloadRefusal::UnknownModel { model: model.to_owned(), known: self.list_models() });
         }
-        match self.leases.awaiting_reclaim() {
+        match self.workers_to_reclaim() {
             0 => {}
             workers => return Err(UnloadRefusal::AwaitingReclaim { workers }),
         }
@@ -376,14 +406,14 @@ impl WeightServerState {
             self.ledger.release(ReservationKey::Weights(id));
             self.actions.push(WeightServerAction::RemoveGeneration { generation: id });
             self.actions.push(WeightServerAction::Publish(ChangeNotice::GenerationRemoved(id)));
-            if let Some(Generation { reload: true, model, key, one_per_tensor, .. }) = gone {
-                self.reload_model(model, key, one_per_tensor);
+            if let Some(Generation { reload: true, model, key, .. }) = gone {
+                self.reload_model(model, key);
             }
         }
     }
 }
 
-/// Device memory of a loader's context.
-fn context_bytes(device: &str) -> u64 {
+/// Device memory of the context of a loader or verifier.
+pub(super) fn context_bytes(device: &str) -> u64 {
     if device == HOST_DEVICE { 0 } else { CONTEXT_BYTES }
 }

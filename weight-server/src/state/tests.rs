@@ -11,7 +11,9 @@ use memory::manifest::FileIdentity;
 
 mod devices;
 mod random;
+mod returning;
 
+use self::returning::claim;
 use super::*;
 use crate::catalog::{GenerationContents, LoadKey};
 use crate::events::{LoadOutcome, LoadParams, VerifyReport};
@@ -19,7 +21,7 @@ use crate::ids::{CallId, ConnectionId};
 use crate::lease_table::WorkerProcess;
 use crate::ledger::ReservationError;
 use crate::refusal::{AttachRefusal, UnloadRefusal, VerifyFailure};
-use crate::waiters::{AttachParams, WaiterId};
+use crate::waiters::{AttachParams, LeaseClaim, WaiterId};
 
 const HOST: &str = "host";
 const MIB: u64 = 1 << 20;
@@ -30,11 +32,17 @@ const GPU_BYTES: u64 = 1800 * MIB;
 
 fn limits(capacity: u64, fds: u64) -> WeightServerLimits {
     let device_bytes = BTreeMap::from([(HOST.to_owned(), capacity), (GPU.to_owned(), GPU_BYTES)]);
-    WeightServerLimits { device_bytes, fds, uids: BTreeSet::from([1000]) }
+    WeightServerLimits {
+        device_bytes,
+        fds,
+        uids: BTreeSet::from([1000]),
+        host_capacity_is_measured: false,
+        tokens_required: false,
+    }
 }
 
 fn state_with(capacity: u64, fds: u64) -> WeightServerState {
-    WeightServerState::new(limits(capacity, fds), Vec::new(), Vec::new(), Duration::ZERO)
+    WeightServerState::new(limits(capacity, fds), InheritedState::default(), Duration::ZERO)
 }
 
 fn state() -> WeightServerState {
@@ -53,15 +61,16 @@ fn key(file: u64, bytes: u64) -> LoadKey {
         bytes,
         modified_seconds: 0,
         modified_nanoseconds: 0,
+        head_digest: None,
     };
-    LoadKey { files: vec![file], device: HOST.to_owned(), layout: 0 }
+    LoadKey { files: vec![file], device: HOST.to_owned(), layout: 0, one_per_tensor: false }
 }
 
 fn load(call: u64, model: &str, file: u64, bytes: u64) -> WeightServerEvent {
     let key = key(file, bytes);
     let path = key.files[0].path.clone();
     let device = key.device.clone();
-    let params = LoadParams { model: model.to_owned(), path, device, key: Ok(key), one_per_tensor: false };
+    let params = LoadParams { model: model.to_owned(), path, device, key: Ok(key) };
     WeightServerEvent::LoadRequested { call: CallId(call), params, available_bytes: UNLIMITED }
 }
 
@@ -345,10 +354,7 @@ fn reservation_outlives_the_connection_until_the_process_exits() {
     let reclaim = WeightServerEvent::ReclaimRequested {
         connection: ConnectionId(9),
         peer: peer(5),
-        protocol: PROTOCOL_VERSION,
-        generation: 1,
-        lease,
-        token: Bytes::new(),
+        claim: LeaseClaim { generation: 1, lease, token: Bytes::new(), ..claim() },
     };
     let actions = state.handle(reclaim, at(100));
     assert_eq!(
@@ -364,7 +370,7 @@ fn reservation_outlives_the_connection_until_the_process_exits() {
 fn reclaim_needs_the_same_process_user_token_and_generation() {
     let mut state = state();
     load_fully(&mut state, 1, "a", 1, MIB);
-    state.allow_token("w".to_owned(), &[9; 32]).unwrap();
+    state.allow_token("w".to_owned(), crate::tokens::token_digest(&[9; 32])).unwrap();
     let mut with_token = ask("a");
     with_token.token = Bytes::from_static(&[9; 32]);
     let event =
@@ -385,10 +391,7 @@ fn reclaim_needs_the_same_process_user_token_and_generation() {
             WeightServerEvent::ReclaimRequested {
                 connection,
                 peer,
-                protocol: PROTOCOL_VERSION,
-                generation,
-                lease: 1,
-                token,
+                claim: LeaseClaim { generation, lease: 1, token, ..claim() },
             },
             at(5),
         )
@@ -445,7 +448,15 @@ fn loads_and_unloads_wait_until_adopted_leases_are_reclaimed_or_orphaned() {
         contents: contents(MIB),
         retired: false,
     };
-    let mut state = WeightServerState::new(limits, vec![generation], vec![record(7), record(8)], at(0));
+    let mut state = WeightServerState::new(
+        limits,
+        InheritedState {
+            generations: vec![generation],
+            leases: vec![record(7), record(8)],
+            ..InheritedState::default()
+        },
+        at(0),
+    );
     check_integrity(&state);
 
     // A load of a resident model succeeds, even if its file no longer exists.
@@ -453,13 +464,7 @@ fn loads_and_unloads_wait_until_adopted_leases_are_reclaimed_or_orphaned() {
     let failure =
         LoadFailure::Loader { kind: crate::refusal::LoaderErrorKind::File, text: "gone".to_owned() };
     let path: PathBuf = "/models/1.gguf".into();
-    let asked = |path, key| LoadParams {
-        model: "a".to_owned(),
-        path,
-        device: HOST.to_owned(),
-        key,
-        one_per_tensor: false,
-    };
+    let asked = |path, key| LoadParams { model: "a".to_owned(), path, device: HOST.to_owned(), key };
     let gone = asked(path, Err(failure.clone()));
     let gone = WeightServerEvent::LoadRequested { call: CallId(2), params: gone, available_bytes: UNLIMITED };
     assert!(answers(&state.handle(gone, at(1)))[0].1.is_ok());
@@ -471,8 +476,10 @@ fn loads_and_unloads_wait_until_adopted_leases_are_reclaimed_or_orphaned() {
     let refused = |state: &mut WeightServerState, now| {
         let actions = state.handle(load(9, "b", 2, MIB), now);
         let settling = matches!(answers(&actions)[..], [(9, Err(LoadFailure::AwaitingReclaim { .. }))]);
-        let actions =
-            state.handle(WeightServerEvent::UnloadRequested { call: CallId(9), model: "a".to_owned() }, now);
+        let actions = state.handle(
+            WeightServerEvent::UnloadRequested { call: CallId(9), model: "a".to_owned(), generation: None },
+            now,
+        );
         let unload = matches!(
             actions[..],
             [WeightServerAction::ReplyUnload { result: Err(UnloadRefusal::AwaitingReclaim { .. }), .. }]
@@ -499,7 +506,11 @@ fn adopted_generations_without_lease_and_name_are_removed() {
     };
     // One that was replaced by the third, one that was unloaded, and the current one.
     let adopted = vec![generation(1, "a", false), generation(2, "b", true), generation(3, "a", false)];
-    let mut state = WeightServerState::new(limits, adopted, Vec::new(), at(0));
+    let mut state = WeightServerState::new(
+        limits,
+        InheritedState { generations: adopted, ..InheritedState::default() },
+        at(0),
+    );
     let forgotten: Vec<_> = state
         .handle(WeightServerEvent::Tick, at(0))
         .into_iter()

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Verifies the checksums of generations on GPUs: adopted ones without a request, others on
-//! request.
+//! Verifies the checksums of generations: those that were adopted on a GPU or returned by a worker
+//! without a request, others on a GPU on request.
 //!
 //! ```text
 //! Unverified ------> Verified          checksums equal those in the manifest
@@ -16,11 +16,11 @@ use std::time::Duration;
 use memory::manifest::HOST_DEVICE;
 
 use super::WeightServerState;
+use super::loading::context_bytes;
 use crate::catalog::{Generation, GenerationIntegrity, GenerationPhase, LoadKey};
 use crate::events::{ChangeNotice, VerifyOutcome, VerifyReport, WeightServerAction};
 use crate::ids::CallId;
 use crate::ledger::{LedgerReservation, ReservationKey};
-use crate::loader::CONTEXT_BYTES;
 use crate::refusal::{AttachRefusal, LoadFailure, VerifyFailure};
 
 /// The wait before a check without a request is repeated: memory may become free, or the driver may
@@ -65,8 +65,8 @@ impl WeightServerState {
             let generation = self.generations.get_mut(&id);
             let generation = generation.expect("invariant: a due check belongs to a generation that exists");
             // The verifier's context, and its socket.
-            let row =
-                LedgerReservation { device: generation.key.device.clone(), bytes: CONTEXT_BYTES, fds: 1 };
+            let device = generation.key.device.clone();
+            let row = LedgerReservation { bytes: context_bytes(&device), device, fds: 1 };
             match self.ledger.reserve(ReservationKey::Verifying(id), row) {
                 Ok(()) => {
                     generation.verification.running = true;
@@ -123,8 +123,7 @@ impl WeightServerState {
         generation.integrity = GenerationIntegrity::Quarantined;
         let had_name = generation.phase == GenerationPhase::Ready;
         generation.reload = had_name;
-        let (model, key, one_per_tensor) =
-            (generation.model.clone(), generation.key.clone(), generation.one_per_tensor);
+        let (model, key) = (generation.model.clone(), generation.key.clone());
         let readers: Vec<_> =
             self.leases.iter().filter(|l| l.generation == id).filter_map(|l| l.connection()).collect();
         for connection in readers {
@@ -134,7 +133,7 @@ impl WeightServerState {
         if had_name {
             // If both generations fit, the reload starts at once, so workers that attach again find
             // a load to wait for. Otherwise it starts after this generation is removed.
-            let reloading = self.create_generation(Vec::new(), model, key, one_per_tensor, u64::MAX).is_ok();
+            let reloading = self.create_generation(Vec::new(), model, key, u64::MAX).is_ok();
             if let Some(generation) = self.generations.get_mut(&id) {
                 generation.reload = !reloading;
             }
@@ -145,14 +144,14 @@ impl WeightServerState {
     }
 
     /// Loads a quarantined model again after its memory is free.
-    pub(super) fn reload_model(&mut self, model: String, key: LoadKey, one_per_tensor: bool) {
+    pub(super) fn reload_model(&mut self, model: String, key: LoadKey) {
         let loading = |g: &Generation| {
             g.model == model && g.key.device == key.device && g.phase != GenerationPhase::Retiring
         };
         if self.shutting_down || self.generations.values().any(loading) {
             return;
         }
-        let reload = self.create_generation(Vec::new(), model.clone(), key, one_per_tensor, u64::MAX);
+        let reload = self.create_generation(Vec::new(), model.clone(), key, u64::MAX);
         self.actions.extend(
             reload
                 .err()

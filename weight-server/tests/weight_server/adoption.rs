@@ -183,17 +183,30 @@ fn incomplete_and_exchanged_generations_are_dropped() {
 }
 
 #[test]
-fn lost_fd_store_loses_the_lease_and_the_model() {
+fn worker_returns_lease_and_model_that_the_fd_store_has_lost() {
     let (mut server, path) = TestServer::with_model(ServerOptions::default(), "m");
     let mut worker = server.worker("m", "");
+    let checksum = worker.attached().1.to_owned();
     server.kill_server();
     for name in ["g1.a0", "g1.manifest", "l1.pidfd", "l1.record"] {
         server.fd_store.remove(name);
     }
     server.restart_server();
-    let checksum = worker.attached().1.to_owned();
-    let answer = wait_lease(&mut worker, "Lost");
-    assert!(answer.contains("UnknownLease") && answer.ends_with(&checksum), "{answer}");
+    assert!(wait_lease(&mut worker, "Held").ends_with(&checksum));
+    let status = server.status();
+    assert!(generation(&status).adopted && status.leases.len() == 1, "{status:?}");
+    assert!(!server.load("m", &path).unwrap().read_from_file);
+    server.fd_store.wait_names(&["g1.a0", "g1.manifest", "l1.pidfd", "l1.record"]);
+}
+
+#[test]
+fn generation_without_any_descriptor_left_is_loaded_again() {
+    let (mut server, path) = TestServer::with_model(ServerOptions::default(), "m");
+    server.kill_server();
+    for name in ["g1.a0", "g1.manifest"] {
+        server.fd_store.remove(name);
+    }
+    server.restart_server();
     assert!(server.load("m", &path).unwrap().read_from_file);
 }
 
@@ -203,7 +216,7 @@ fn lease_of_another_process_cannot_be_reclaimed() {
     let mut worker = server.worker("m", "");
     let (lease, _) = worker.attached();
     let thief = raw_connection(&server);
-    let claim = wire::Reclaim { protocol: 1, generation: 1, lease, token: Default::default() };
+    let claim = wire::Reclaim { protocol: 1, generation: 1, lease, ..Default::default() };
     thief.send(&wire::WorkerFrame { kind: Some(worker_frame::Kind::Reclaim(claim)) }, &[]).unwrap();
     let (answer, _) = thief.receive::<wire::ServerFrame>().unwrap();
     let Some(server_frame::Kind::Refused(refused)) = answer.kind else { panic!("{answer:?}") };

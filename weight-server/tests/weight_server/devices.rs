@@ -76,6 +76,7 @@ fn put_generation(server: &TestServer) {
             compute_capability: 90,
         }],
         layout: 1,
+        one_per_tensor: false,
         allocations: [4096, 8192].map(|bytes| Allocation { device: 0, bytes, inode: 0 }).into(),
         tensors: Vec::new(),
         gguf_metadata: Default::default(),

@@ -333,7 +333,7 @@ impl TestServer {
     }
 
     pub(crate) fn unload(&self, model: &str) -> Result<u32, Status> {
-        let request = wire::UnloadRequest { model: model.to_owned() };
+        let request = wire::UnloadRequest { model: model.to_owned(), generation: 0 };
         let mut admin = self.admin();
         self.runtime.block_on(async { Ok(admin.unload(request).await?.into_inner().leases) })
     }

@@ -80,6 +80,7 @@ impl FakeWeightServer {
             files: vec![],
             devices: vec![ManifestDevice::host()],
             layout: LAYOUT_GGML,
+            one_per_tensor: false,
             allocations: vec![Allocation { device: 0, bytes: weights.bytes(), inode: weights.inode() }],
             tensors: tensors.collect(),
             gguf_metadata: file.header.metadata().bytes().clone(),

@@ -120,6 +120,7 @@ fn manifest(device: &Device, sizes: &[u64]) -> Manifest {
             compute_capability: device.info().compute_capability,
         }],
         layout: LAYOUT_GGML,
+        one_per_tensor: false,
         allocations: sizes.iter().map(|&bytes| Allocation { device: 0, bytes, inode: 0 }).collect(),
         tensors: tensors.collect(),
         gguf_metadata: Bytes::new(),
@@ -202,7 +203,8 @@ fn import(device: &Device, socket: &Connection) {
     // Import once without a context, to print whether that works.
     let copies = || fds.iter().map(|fd| fd.try_clone().unwrap()).collect();
     let (manifest, allocations) = split_handoff(copies()).unwrap();
-    let early = ImportedModel::import(device, &manifest, allocations).map(|_| "works".to_owned());
+    let early = ImportedModel::import(device, &manifest, &allocations).map(|_| "works".to_owned());
+    drop(allocations);
     let early = early.unwrap_or_else(|error| format!("fails: {error:?}"));
     let context = device.context().unwrap();
     let mut times = Vec::new();
@@ -210,7 +212,8 @@ fn import(device: &Device, socket: &Connection) {
     for _ in 0..REPETITIONS {
         let (manifest, allocations) = split_handoff(copies()).unwrap();
         let started = Instant::now();
-        let model = ImportedModel::import(device, &manifest, allocations).unwrap();
+        let model = ImportedModel::import(device, &manifest, &allocations).unwrap();
+        drop(allocations);
         times.push(started.elapsed().as_micros());
         assert_samples(&model, &context);
         let started = Instant::now();
@@ -219,7 +222,8 @@ fn import(device: &Device, socket: &Connection) {
     }
     parts_of_import(&*open_driver().unwrap(), &manifest, &fds[1..]);
     let (manifest, allocations) = split_handoff(fds).unwrap();
-    let model = ImportedModel::import(device, &manifest, allocations).unwrap();
+    let model = ImportedModel::import(device, &manifest, &allocations).unwrap();
+    drop(allocations);
     assert_samples(&model, &context);
     let summary = |mut times: Vec<u128>| {
         let first = times[0];
@@ -331,7 +335,8 @@ fn write_by_kernel(device: &Device, address: u64) -> Result<(), CudaError> {
 fn stray_write(device: &Device, socket: &Connection) {
     let (manifest, allocations) = split_handoff(receive_fds(socket)).unwrap();
     let context = device.context().unwrap();
-    let model = ImportedModel::import(device, &manifest, allocations).unwrap();
+    let model = ImportedModel::import(device, &manifest, &allocations).unwrap();
+    drop(allocations);
     assert_samples(&model, &context);
     let driver = open_driver().unwrap();
     let own = ResizableMemory::reserve(device, MIB, 1).map(|mut range| {
@@ -426,7 +431,8 @@ fn cycles(device: &Device) {
         let mut model = WritableModel::allocate(&context, &sizes, Duration::ZERO).unwrap();
         write_samples(&mut model, &context, &sizes);
         let (manifest, allocations) = split_handoff(export(model, &manifest(device, &sizes))).unwrap();
-        let imported = ImportedModel::import(device, &manifest, allocations).unwrap();
+        let imported = ImportedModel::import(device, &manifest, &allocations).unwrap();
+        drop(allocations);
         assert_samples(&imported, &context);
         drop(imported);
         // In the first cycle the driver allocates what it needs itself.

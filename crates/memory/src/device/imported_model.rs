@@ -72,8 +72,8 @@ pub enum ImportModelError {
 }
 
 impl ImportedModel {
-    /// Maps the allocations that a manifest describes, and closes their descriptors.
-    pub fn import(device: &Device, manifest: &Manifest, fds: Vec<OwnedFd>) -> Result<Self, ImportModelError> {
+    /// Maps the allocations that a manifest describes. The mappings outlive the descriptors.
+    pub fn import(device: &Device, manifest: &Manifest, fds: &[OwnedFd]) -> Result<Self, ImportModelError> {
         let here = device.uuid().to_string();
         let elsewhere = |found: &&ManifestDevice| found.kind != DeviceKind::Cuda || found.id != here;
         if let Some(found) = manifest.devices.iter().find(elsewhere) {
@@ -85,7 +85,7 @@ impl ImportedModel {
         let (offsets, total) = offsets(device, manifest).ok_or(ImportModelError::TooLarge)?;
         let failed = |source| ImportModelError::Map { bytes: total, source };
         let mut range = AddressRange::reserve(device, total.max(device.granularity())).map_err(failed)?;
-        for (index, (fd, &(offset, bytes))) in fds.into_iter().zip(&offsets).enumerate() {
+        for (index, (fd, &(offset, bytes))) in fds.iter().zip(&offsets).enumerate() {
             PhysicalMemory::import(device, fd, bytes)
                 .and_then(|memory| range.map(offset, &memory))
                 .map_err(|source| ImportModelError::Allocation { index, bytes, source })?;

@@ -64,6 +64,7 @@ fn manifest(device: &Device, sizes: &[u64]) -> Manifest {
             compute_capability: device.info().compute_capability,
         }],
         layout: LAYOUT_GGML,
+        one_per_tensor: false,
         allocations: sizes.iter().map(|&bytes| Allocation { device: 0, bytes, inode: 0 }).collect(),
         tensors: sizes.iter().enumerate().map(tensor).collect(),
         gguf_metadata: bytes::Bytes::new(),
@@ -110,7 +111,7 @@ fn export(device: &Device, sizes: &[u64]) -> Result<Vec<OwnedFd>, HandoffFailed>
 
 fn hand_over(device: &Device, sizes: &[u64]) -> Result<ImportedModel, HandoffFailed> {
     let fds = export(device, sizes)?;
-    Ok(ImportedModel::import(device, &manifest(device, sizes), fds)?)
+    Ok(ImportedModel::import(device, &manifest(device, sizes), &fds)?)
 }
 
 fn assert_holds_pattern(device: &Device, tensors: &[DeviceTensor]) {
@@ -131,7 +132,8 @@ fn importer_reads_what_the_loader_wrote_and_nothing_is_left() {
 
     // A second fake driver stands for another process; the descriptors alone have kept the memory.
     let (importer, device) = fake(TOTAL);
-    let model = ImportedModel::import(&device, &manifest(&device, &SIZES), fds).unwrap();
+    let model = ImportedModel::import(&device, &manifest(&device, &SIZES), &fds).unwrap();
+    drop(fds);
     assert_eq!(importer.handles(), 0);
     assert_eq!(importer.used(), TOTAL);
     assert_eq!(importer.count(DriverCall::MemAddressReserve), 1);
@@ -281,23 +283,27 @@ fn model_of_another_device_or_with_other_descriptors_is_refused() {
     let other = Device::open(fake.clone(), DeviceSelector::Ordinal(1)).unwrap();
     let manifest = manifest(&device, &SIZES);
     let fds = export(&device, &SIZES).unwrap();
-    let error = ImportedModel::import(&other, &manifest, fds).unwrap_err();
+    let error = ImportedModel::import(&other, &manifest, &fds).unwrap_err();
+    drop(fds);
     assert!(matches!(error, ImportModelError::WrongDevice { .. }));
     assert!(error.to_string().contains(&device.uuid().to_string()));
 
     let mut fds = export(&device, &SIZES).unwrap();
     fds.pop();
-    let error = ImportedModel::import(&device, &manifest, fds).unwrap_err();
+    let error = ImportedModel::import(&device, &manifest, &fds).unwrap_err();
+    drop(fds);
     assert!(matches!(error, ImportModelError::Count { expected: 3, found: 2 }));
 
     let mut fds = export(&device, &SIZES).unwrap();
     fds[1] = std::fs::File::open("/dev/null").unwrap().into();
-    let error = ImportedModel::import(&device, &manifest, fds).unwrap_err();
+    let error = ImportedModel::import(&device, &manifest, &fds).unwrap_err();
+    drop(fds);
     assert!(matches!(error, ImportModelError::Allocation { index: 1, .. }));
 
     let mut fds = export(&device, &SIZES).unwrap();
     fds.swap(0, 1);
-    let error = ImportedModel::import(&device, &manifest, fds).unwrap_err();
+    let error = ImportedModel::import(&device, &manifest, &fds).unwrap_err();
+    drop(fds);
     assert!(matches!(error, ImportModelError::Allocation { index: 0, .. }));
     fake.assert_clean();
 }
@@ -314,7 +320,8 @@ fn sizes_beyond_any_memory_are_refused_before_any_driver_call() {
     wrong.allocations[0].bytes = 1 << 60;
     let fds = export(&device, &SIZES).unwrap();
     let reserved = fake.count(DriverCall::MemAddressReserve);
-    let error = ImportedModel::import(&device, &wrong, fds).unwrap_err();
+    let error = ImportedModel::import(&device, &wrong, &fds).unwrap_err();
+    drop(fds);
     assert!(matches!(error, ImportModelError::TooLarge));
     assert_eq!(fake.count(DriverCall::MemAddressReserve), reserved);
 }

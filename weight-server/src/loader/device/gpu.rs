@@ -74,7 +74,7 @@ pub(super) fn compute_checksums(
     manifest: &Manifest,
     fds: Vec<OwnedFd>,
 ) -> Result<Vec<Vec<u128>>, GpuLoadError> {
-    let tensors = ImportedModel::import(context.device(), manifest, fds)?.tensors;
+    let tensors = ImportedModel::import(context.device(), manifest, &fds)?.tensors;
     Ok(loading::verify(context.device(), &tensors)?)
 }
 

@@ -34,7 +34,8 @@ fn adopted(model: &str) -> WeightServerState {
     let key = LoadKey { device: GPU.to_owned(), layout: 1, ..key(1, MIB) };
     let contents = contents(400 * MIB);
     let generation = AdoptedGeneration { id: 4, model: model.to_owned(), key, contents, retired: false };
-    WeightServerState::new(limits(1000 * MIB, 1000), vec![generation], Vec::new(), at(0))
+    let inherited = InheritedState { generations: vec![generation], ..InheritedState::default() };
+    WeightServerState::new(limits(1000 * MIB, 1000), inherited, at(0))
 }
 
 fn reserved(state: &WeightServerState, device: &str) -> u64 {
@@ -182,7 +183,10 @@ fn one_name_stands_for_a_model_on_several_devices() {
     let on_device = attach_onto_gpu(&mut state, 11, "a");
     assert_eq!(state.lease(on_device).unwrap().generation, 2);
     // Unloading affects the model on every device.
-    state.handle(WeightServerEvent::UnloadRequested { call: CallId(5), model: "a".to_owned() }, at(5));
+    state.handle(
+        WeightServerEvent::UnloadRequested { call: CallId(5), model: "a".to_owned(), generation: None },
+        at(5),
+    );
     assert!(state.generations().all(|g| g.phase == GenerationPhase::Retiring));
     check_integrity(&state);
 }
@@ -283,10 +287,7 @@ fn damage_quarantines_the_generation_ends_its_leases_and_loads_it_anew() {
     let claim = WeightServerEvent::ReclaimRequested {
         connection: ConnectionId(11),
         peer: peer(10),
-        protocol: PROTOCOL_VERSION,
-        generation: damaged,
-        lease,
-        token: Bytes::new(),
+        claim: LeaseClaim { generation: damaged, lease, token: Bytes::new(), ..claim() },
     };
     let actions = state.handle(claim, at(7));
     assert!(matches!(refusals(&actions)[..], [AttachRefusal::Quarantined { .. }]));
@@ -321,8 +322,14 @@ fn damaged_model_without_room_beside_it_is_loaded_when_it_is_gone_unless_it_was_
         let actions = state.handle(verified(1, 1), at(6));
         assert!(!actions.iter().any(|action| matches!(action, WeightServerAction::StartLoader { .. })));
         if unloaded {
-            let actions = state
-                .handle(WeightServerEvent::UnloadRequested { call: CallId(9), model: "a".to_owned() }, at(7));
+            let actions = state.handle(
+                WeightServerEvent::UnloadRequested {
+                    call: CallId(9),
+                    model: "a".to_owned(),
+                    generation: None,
+                },
+                at(7),
+            );
             assert!(
                 matches!(actions[..], [WeightServerAction::ReplyUnload { result: Ok(1), .. }]),
                 "{actions:?}"
@@ -343,8 +350,10 @@ fn unload_stops_a_running_verifier() {
     let mut state = adopted("a");
     state.handle(WeightServerEvent::Tick, at(1));
     state.handle(verify(7, "a"), at(2));
-    let actions =
-        state.handle(WeightServerEvent::UnloadRequested { call: CallId(8), model: "a".to_owned() }, at(3));
+    let actions = state.handle(
+        WeightServerEvent::UnloadRequested { call: CallId(8), model: "a".to_owned(), generation: None },
+        at(3),
+    );
     assert!(actions.contains(&WeightServerAction::StopVerifier { generation: 4 }));
     assert_eq!(verify_answers(&actions), [(7, false)]);
     assert_eq!(state.ledger().reservations().count(), 0);

@@ -4,6 +4,7 @@
 
 use proptest::prelude::*;
 
+use super::returning::returned;
 use super::*;
 
 /// A random event on a small domain, so that events refer to what exists.
@@ -25,9 +26,11 @@ fn any_event() -> impl Strategy<Value = WeightServerEvent> {
         id.clone().prop_map(|g| WeightServerEvent::LoadHandedOver { generation: g, contents: contents(MIB) }),
         id.clone().prop_map(move |g| WeightServerEvent::LoadFailed { generation: g, failure: lost() }),
         id.clone().prop_map(|g| WeightServerEvent::GenerationStored { generation: g }),
-        model
-            .clone()
-            .prop_map(|m| WeightServerEvent::UnloadRequested { call: CallId(1), model: m.to_owned() }),
+        model.clone().prop_map(|m| WeightServerEvent::UnloadRequested {
+            call: CallId(1),
+            model: m.to_owned(),
+            generation: None
+        }),
         (1u64..8, model.clone(), any::<bool>()).prop_map(|(c, m, gpu)| if gpu {
             on_gpu(attach(c, m))
         } else {
@@ -53,12 +56,12 @@ fn any_event() -> impl Strategy<Value = WeightServerEvent> {
             WeightServerEvent::ReclaimRequested {
                 connection,
                 peer,
-                protocol: PROTOCOL_VERSION,
-                generation,
-                lease,
-                token: Bytes::new(),
+                claim: LeaseClaim { generation, lease, token: Bytes::new(), ..claim() },
             }
         }),
+        (1u64..8, 1u64..6, prop::sample::select(vec!["a", "b", "c"]), 1u64..4)
+            .prop_map(|(connection, id, model, file)| returned(connection, id, model, file)),
+        (1i32..8).prop_map(|pid| WeightServerEvent::AwaitedProcessEnded { pid }),
         Just(()).prop_map(|()| WeightServerEvent::Tick),
     ]
 }
@@ -109,8 +112,11 @@ proptest! {
         for lease in leases {
             state.handle(WeightServerEvent::ProcessEnded { lease }, now);
         }
+        for connection in 1..8 {
+            state.handle(WeightServerEvent::ConnectionEnded { connection: ConnectionId(connection) }, now);
+        }
         for model in ["a", "b", "c"] {
-            state.handle(WeightServerEvent::UnloadRequested { call: CallId(99), model: model.to_owned() }, now);
+            state.handle(WeightServerEvent::UnloadRequested { call: CallId(99), model: model.to_owned(), generation: None }, now);
         }
         check_integrity(&state);
         prop_assert_eq!(state.ledger().reservations().count(), 0);

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Models whose files cannot be read while a fleet that serves them still runs.
+//!
+//! A successor of a dead supervisor needs the heads of the model files for the sizes of its
+//! workers. If a mount is away, it takes what its predecessor recorded, and the resident weights
+//! go on.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use service::RuntimeDir;
+use supervisor::{RecordedModel, recorded_models};
+use toml::{Table, Value};
+
+use crate::fleet_config::FleetConfig;
+
+/// A file on a mount whose server is gone neither opens nor fails. Children wait 10 s for a
+/// successor.
+const READ_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// The recorded models that take the place of those whose files cannot be read.
+#[derive(Debug, Default)]
+pub(crate) struct ResidentModels {
+    models: Vec<RecordedModel>,
+    /// The GPUs of the predecessor's weight-server.
+    devices: Vec<Value>,
+}
+
+impl ResidentModels {
+    /// Compares the configuration with the record in the runtime directory. A model under another
+    /// path is another model.
+    pub(crate) fn find(config: &FleetConfig, directory: &RuntimeDir) -> Self {
+        let recorded = recorded_models(directory);
+        let mut found = Self::default();
+        for model in &config.models {
+            let Ok(path) = std::path::absolute(&model.path) else { continue };
+            let is_it = |recorded: &&RecordedModel| recorded.name == model.name && recorded.path == path;
+            let Some(known) = recorded.iter().find(is_it) else { continue };
+            if let Err(error) = read_first_byte(path) {
+                tracing::error!(
+                    model = known.name,
+                    path = %known.path.display(),
+                    %error,
+                    "cannot read the model's file: its workers and its resident weights go on as they are"
+                );
+                found.models.push(RecordedModel { workers: model.workers, ..known.clone() });
+            }
+        }
+        found.add_drafted(config, &recorded);
+        if !found.models.is_empty() {
+            found.devices = devices_of(&directory.config("weight-server"));
+        }
+        found
+    }
+
+    /// The size of a worker depends on its draft model too.
+    fn add_drafted(&mut self, config: &FleetConfig, recorded: &[RecordedModel]) {
+        for model in &config.models {
+            let has_draft = |draft: &String| self.get(draft).is_some();
+            if self.get(&model.name).is_none() && model.draft.as_ref().is_some_and(has_draft) {
+                self.models.extend(recorded.iter().find(|recorded| recorded.name == model.name).cloned());
+            }
+        }
+    }
+
+    pub(crate) fn get(&self, name: &str) -> Option<&RecordedModel> {
+        self.models.iter().find(|model| model.name == name)
+    }
+
+    /// Adds the devices of these models to the weight-server's configuration.
+    pub(crate) fn add_devices(&self, weight_server: &mut Table) {
+        let mut devices = match weight_server.remove("devices") {
+            Some(Value::Array(devices)) => devices,
+            _ => Vec::new(),
+        };
+        for device in &self.devices {
+            if !devices.iter().any(|present| present.get("id") == device.get("id")) {
+                devices.push(device.clone());
+            }
+        }
+        if !devices.is_empty() {
+            weight_server.insert("devices".to_owned(), devices.into());
+        }
+    }
+}
+
+fn devices_of(config: &Path) -> Vec<Value> {
+    let table: Table = service::config::load(config).unwrap_or_default();
+    table.get("devices").and_then(Value::as_array).cloned().unwrap_or_default()
+}
+
+/// Reads on a thread of its own, which stays behind if the file does not answer.
+fn read_first_byte(path: PathBuf) -> io::Result<()> {
+    let (sender, outcome) = mpsc::channel();
+    std::thread::Builder::new().name("model-file".to_owned()).spawn(move || {
+        // After the timeout the outcome has no receiver.
+        let _ = sender.send(File::open(&path).and_then(|mut file| file.read(&mut [0]).map(drop)));
+    })?;
+    outcome.recv_timeout(READ_TIMEOUT).unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+}

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Brings the models of the weight-server in line with those of the fleet.
+//!
+//! ```text
+//! weight-server is ready, or adopted
+//!   |  tokens of the workers; which models are resident?
+//!   v
+//! ResidentModels ---- some are not of this fleet ----> they are unloaded
+//!   |                                                        |
+//!   v                                        LeftoversUnloaded
+//! every model is requested <---------------------------------'
+//!   |
+//!   v
+//! ModelLoaded: workers that have older weights of the model are restarted
+//! ```
+//! The weight-server compares a request with what is resident: files, device, layout and packing.
+
+use std::sync::Arc;
+
+use super::children::supervised_child;
+use super::{ManagedModel, SupervisorLoop};
+use crate::events::{ResidentModel, SupervisorEvent};
+use crate::model_record::{RecordedModel, store_models};
+use crate::spec::{ChildRole, ModelSpec};
+use crate::state::ChildEvent;
+use crate::status::ModelState;
+
+impl SupervisorLoop {
+    /// A weight-server that has just become ready knows no tokens, and perhaps no models, or others
+    /// than this fleet.
+    pub(super) fn sync_weight_server(&mut self, name: &Arc<str>) {
+        if self.children.get(name).is_none_or(|c| c.spec.role != ChildRole::WeightServer) {
+            return;
+        }
+        for worker in self.children.keys() {
+            self.register_token(worker);
+        }
+        let (admin, event_loop) = (self.admin.clone(), self.commands.event_loop.clone());
+        self.replace_sync_task(tokio::spawn(async move {
+            let names = admin.resident_models().await;
+            // Without an event loop the result is of no use.
+            let _: Result<(), _> = event_loop.send(SupervisorEvent::ResidentModels { names }).await;
+        }));
+    }
+
+    /// Registers the token of a running worker.
+    pub(super) fn register_token(&self, name: &Arc<str>) {
+        let Some(child) = self.children.get(name) else { return };
+        if let (Some(token), None) = (&child.token, &child.token_registration) {
+            let (admin, worker, token) = (self.admin.clone(), name.to_string(), token.clone());
+            tokio::spawn(async move {
+                if let Err(status) = admin.allow_token(worker.clone(), token).await {
+                    tracing::warn!(worker, %status, "the weight-server refused the token of a worker");
+                }
+            });
+        }
+    }
+
+    /// Unloads the models that are not of this fleet, then requests those that are.
+    pub(super) fn unload_leftovers(&mut self, resident: Vec<String>) {
+        let is_left_over = |name: &String| !self.models.contains_key(name);
+        let leftovers: Vec<String> = resident.into_iter().filter(is_left_over).collect();
+        if leftovers.is_empty() {
+            return self.request_models();
+        }
+        let (admin, event_loop) = (self.admin.clone(), self.commands.event_loop.clone());
+        self.replace_sync_task(tokio::spawn(async move {
+            for name in leftovers {
+                tracing::info!(model = name, "unloading a model that has left the configuration");
+                if let Err(status) = admin.clone().unload(name.clone()).await {
+                    tracing::warn!(model = name, %status, "cannot unload a model that has left the configuration");
+                }
+            }
+            let _: Result<(), _> = event_loop.send(SupervisorEvent::LeftoversUnloaded).await;
+        }));
+    }
+
+    pub(super) fn request_models(&mut self) {
+        for model in self.models.values_mut().filter(|model| model.unloading.is_none()) {
+            model.load(&self.admin, &self.commands);
+        }
+    }
+
+    pub(super) fn model_loaded(&mut self, name: &str, loaded: ResidentModel) {
+        let Some(model) = self.models.get_mut(name) else { return };
+        model.digest = Some(loaded.digest);
+        self.set_model_state(name, ModelState::Ready);
+        self.restart_processes(&loaded.outdated);
+    }
+
+    /// Restarts the workers with these process ids: they have older weights of their model.
+    pub(super) fn restart_processes(&mut self, pids: &[u32]) {
+        let is_meant = |pid: u32| pids.contains(&pid);
+        let workers = self.children.iter().filter(|(_, child)| {
+            child.spec.role == ChildRole::Worker && child.process.as_ref().is_some_and(|p| is_meant(p.pid))
+        });
+        let workers: Vec<Arc<str>> = workers.map(|(name, _)| name.clone()).collect();
+        for name in workers {
+            tracing::info!(child = %name, "restarting: the weights of its model have changed");
+            supervised_child(&mut self.children, &name).is_outdated = false;
+            self.apply_event(&name, ChildEvent::Restart);
+        }
+    }
+
+    pub(super) fn add_model(&mut self, spec: ModelSpec, by_command: bool) {
+        let state = ModelState::Loading { done_bytes: 0, total_bytes: 0 };
+        let name = spec.name.clone();
+        let model = ManagedModel { spec, by_command, state, digest: None, task: None, unloading: None };
+        self.models.insert(name, model);
+    }
+
+    /// Writes down which models the fleet has, for a successor.
+    pub(super) fn record_models(&self) {
+        let recorded = |model: &ManagedModel| RecordedModel::of(&model.spec, model.by_command);
+        let models = self.models.values().map(recorded).collect();
+        if let Err(error) = store_models(self.directory.directory(), models) {
+            let cause = service::exit::one_line(&error);
+            tracing::error!(cause, "cannot record the fleet's models: a successor would not know them");
+        }
+    }
+
+    fn replace_sync_task(&mut self, task: tokio::task::JoinHandle<()>) {
+        if let Some(earlier) = self.sync_task.replace(task.abort_handle()) {
+            earlier.abort();
+        }
+    }
+}

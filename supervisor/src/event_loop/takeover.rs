@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Adopts the children of a dead supervisor.
+//!
+//! A process that the runtime directory records becomes the orphan of the child with the same name.
+//! It is supervised as soon as it offers itself. A worker of a model that this fleet no longer has
+//! is stopped; a worker whose configuration has changed is restarted.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use service::{RuntimeDir, config};
+
+use super::children::{supervised_child, watch_exit};
+use super::{FleetStartError, SupervisorLoop};
+use crate::attach_token::AttachToken;
+use crate::process::ChildProcess;
+use crate::spec::{ChildRole, ChildSpec, WorkerSlot};
+use crate::state::ChildEvent;
+
+/// What a dead supervisor has left running.
+#[derive(Debug, Default)]
+pub(super) struct LivingChildren {
+    /// Process ids by the names of the children.
+    processes: BTreeMap<String, u32>,
+    /// The configurations with which the workers were started, by their numbers.
+    workers: BTreeMap<u32, toml::Table>,
+}
+
+impl LivingChildren {
+    /// Read before this supervisor writes its own configurations.
+    pub(super) fn find(directory: &RuntimeDir) -> Result<Self, FleetStartError> {
+        let living = directory.living_children().map_err(FleetStartError::RuntimeDir)?;
+        let mut workers = BTreeMap::new();
+        for (name, _) in &living {
+            if let Some(index) = worker_index(name) {
+                workers.insert(index, config::load(&directory.config(name))?);
+            }
+        }
+        Ok(Self { processes: living.into_iter().collect(), workers })
+    }
+
+    pub(super) fn models_of_workers(&self) -> BTreeMap<u32, String> {
+        self.workers.iter().map(|(index, config)| (*index, model_of(config))).collect()
+    }
+}
+
+fn worker_index(name: &str) -> Option<u32> {
+    name.strip_prefix("worker-")?.parse().ok()
+}
+
+fn model_of(config: &toml::Table) -> String {
+    config.get("model").and_then(toml::Value::as_str).unwrap_or_default().to_owned()
+}
+
+impl SupervisorLoop {
+    pub(super) fn adopt_orphans(&mut self, living: &LivingChildren) -> Result<(), FleetStartError> {
+        for (name, &pid) in &living.processes {
+            let recorded = worker_index(name).and_then(|index| Some((index, living.workers.get(&index)?)));
+            let known = match (self.children.get_key_value(name.as_str()), recorded) {
+                (Some((known, _)), _) => Some(known.clone()),
+                (None, Some((index, config))) => Some(self.add_recorded_worker(name, index, config)?),
+                (None, None) => None,
+            };
+            let Ok(process) = ChildProcess::orphan(pid) else { continue };
+            let Some(name) = known else {
+                tracing::warn!(child = name, pid, "terminating a process that is not part of this fleet");
+                process.terminate();
+                continue;
+            };
+            let child = supervised_child(&mut self.children, &name);
+            child.start_number += 1;
+            child.is_outdated = recorded.is_some_and(|(_, config)| *config != child.spec.config);
+            let watched = watch_exit(&process, name.clone(), child.start_number, child.exits.clone());
+            watched.map_err(FleetStartError::RuntimeDir)?;
+            child.process = Some(process);
+            self.apply_event(&name, ChildEvent::OrphanFound);
+        }
+        self.remove_workers_of_other_models();
+        Ok(())
+    }
+
+    /// The spec does not list a worker that was added while the dead supervisor ran, or whose model
+    /// has left the configuration.
+    fn add_recorded_worker(
+        &mut self,
+        name: &str,
+        index: u32,
+        config: &toml::Table,
+    ) -> Result<Arc<str>, FleetStartError> {
+        let slot = WorkerSlot { index, model: model_of(config) };
+        let spec = ChildSpec { name: name.to_owned(), role: ChildRole::Worker, config: config.clone() };
+        self.add_child(spec, Some(slot))
+    }
+
+    fn remove_workers_of_other_models(&mut self) {
+        let is_gone = |slot: &WorkerSlot| !self.models.contains_key(&slot.model);
+        let gone = self.children.iter().filter(|(_, child)| child.slot.as_ref().is_some_and(is_gone));
+        let gone: Vec<Arc<str>> = gone.map(|(name, _)| name.clone()).collect();
+        for name in gone {
+            tracing::info!(child = %name, "stopping a worker: its model has left the configuration");
+            self.remove_worker(&name, None);
+        }
+    }
+
+    /// An orphan offers itself for adoption. From now on it notices when this supervisor dies.
+    pub(super) fn adopt_offered(&mut self, name: &Arc<str>, fds: Vec<OwnedFd>, token: Option<AttachToken>) {
+        // The sender decides what it sends: an offer may come without its socket.
+        let Some(socket) = fds.into_iter().next() else { return };
+        let child = supervised_child(&mut self.children, name);
+        let process = child
+            .process
+            .as_mut()
+            .expect("invariant: the sender of a handled message is the child's process");
+        match process.adopt(socket) {
+            Ok(()) => {
+                tracing::info!(child = %name, pid = process.pid, "adopted");
+                let is_outdated = std::mem::take(&mut child.is_outdated);
+                // The process is the one that the dead supervisor has recorded, so its token is.
+                child.token = token;
+                self.apply_event(name, ChildEvent::OrphanAdopted);
+                self.register_token(name);
+                self.sync_weight_server(name);
+                if is_outdated {
+                    tracing::info!(child = %name, "restarting: its configuration has changed");
+                    self.apply_event(name, ChildEvent::Restart);
+                }
+            }
+            Err(error) => {
+                tracing::warn!(child = %name, %error, "an orphan went away during its adoption")
+            }
+        }
+    }
+}

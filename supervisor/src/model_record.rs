@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The record of a fleet's models in the runtime directory, from which a successor of the
+//! supervisor learns what its predecessor served.
+//!
+//! The record tells models of the configuration from those that a command loaded: the first kind
+//! ends with its entry in the configuration, the second one with a command. And it has what
+//! follows from the head of a model file, for a successor that cannot read the file.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use service::RuntimeDir;
+use service::config::{self, ConfigFileError};
+
+use crate::spec::ModelSpec;
+
+/// A model that the predecessor served.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct RecordedModel {
+    pub name: String,
+    pub path: PathBuf,
+    pub workers: u32,
+    pub device: String,
+    pub pack: bool,
+    /// A command loaded it: the configuration does not name it.
+    pub by_command: bool,
+    pub worker_config: toml::Table,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ModelRecord {
+    #[serde(default)]
+    models: Vec<RecordedModel>,
+}
+
+impl RecordedModel {
+    pub(crate) fn of(spec: &ModelSpec, by_command: bool) -> Self {
+        let ModelSpec { name, path, workers, device, pack, worker_config } = spec.clone();
+        Self { name, path, workers, device, pack, by_command, worker_config }
+    }
+
+    pub fn spec(&self) -> ModelSpec {
+        let Self { name, path, workers, device, pack, by_command: _, worker_config } = self.clone();
+        ModelSpec { name, path, workers, device, pack, worker_config }
+    }
+}
+
+/// The models that the last supervisor in this directory served; empty without a record.
+pub fn recorded_models(directory: &RuntimeDir) -> Vec<RecordedModel> {
+    let path = directory.models_record();
+    match config::load::<ModelRecord>(&path) {
+        Ok(record) => record.models,
+        Err(ConfigFileError::Read { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+            Vec::new()
+        }
+        Err(error) => {
+            tracing::error!(
+                cause = service::exit::one_line(&error),
+                "the record of the fleet's models is lost"
+            );
+            Vec::new()
+        }
+    }
+}
+
+pub(crate) fn store_models(
+    directory: &RuntimeDir,
+    models: Vec<RecordedModel>,
+) -> Result<(), ConfigFileError> {
+    config::store(&directory.models_record(), &ModelRecord { models })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn record_is_read_back_and_a_missing_one_is_empty() {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = RuntimeDir::at(folder.path());
+        assert_eq!(recorded_models(&directory), []);
+        let worker_config: toml::Table = "threads = 2\n[kv]\ntype = \"f16\"".parse().unwrap();
+        let spec = ModelSpec {
+            name: "a/b \"c\"".to_owned(),
+            path: "/models/a.gguf".into(),
+            workers: 2,
+            device: "host".to_owned(),
+            pack: true,
+            worker_config,
+        };
+        let models = vec![RecordedModel::of(&spec, true), RecordedModel::of(&spec, false)];
+        store_models(&directory, models.clone()).unwrap();
+        assert_eq!(recorded_models(&directory), models);
+        assert_eq!(recorded_models(&directory)[0].spec(), spec);
+        std::fs::write(directory.models_record(), "models = 3").unwrap();
+        assert_eq!(recorded_models(&directory), []);
+    }
+}

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Supervisor and weight-server die at the same moment, and with them every descriptor of the FD
+//! store. The workers return what they hold: nothing is loaded twice.
+
+use std::process::{Child, Command};
+
+use proto::weights::v1::{GenerationIntegrity, LeaseState, ReservationKind, Status};
+
+use crate::harness::admin::try_weight_server_status;
+use crate::harness::api::{Continuation, TestRequest, generate_all, runtime};
+use crate::harness::{
+    ServedFleet, demo_7m, demo_22m, device, eventually, first_json_line, proc, serve, text,
+};
+
+/// Tokens of a stream that is long enough for a fault in its middle.
+const LONG: u32 = 400;
+const ARGUMENTS: [&str; 4] = ["--workers", "3", "--threads", "1"];
+
+fn requests() -> Vec<TestRequest> {
+    let request = |seed: u64| TestRequest {
+        prompt: (0..20).map(|i| 10 + i * 13 + seed as u32).collect(),
+        max_tokens: LONG,
+        temperature: 0.7,
+        seed,
+        ..TestRequest::default()
+    };
+    (0..6).map(request).collect()
+}
+
+fn tokens(found: &[Result<Continuation, tonic::Status>]) -> Vec<(&[u32], u32)> {
+    found.iter().map(|r| r.as_ref().unwrap()).map(|done| (&done.tokens[..], done.resumes)).collect()
+}
+
+fn status(fleet: &ServedFleet) -> Status {
+    eventually("the weight-server answers", || runtime().block_on(try_weight_server_status(fleet)))
+}
+
+/// Kills both with one call, so that neither sees the death of the other.
+fn kill_both(fleet: &ServedFleet) {
+    let pids = [fleet.supervisor.id(), fleet.only_process("weight-server").pid];
+    let pids = pids.map(|pid| pid.to_string());
+    assert!(Command::new("kill").arg("-KILL").args(pids).status().unwrap().success());
+}
+
+fn successor(fleet: &ServedFleet) -> Child {
+    serve(fleet.runtime_dir(), &demo_22m(), &ARGUMENTS).spawn().unwrap()
+}
+
+/// Waits until the successor serves, and makes it the fleet's supervisor.
+fn follow(fleet: &mut ServedFleet, mut successor: Child) {
+    first_json_line(&mut successor);
+    let mut dead = std::mem::replace(&mut fleet.supervisor, successor);
+    let _ = dead.wait();
+}
+
+fn worker_pids(fleet: &ServedFleet) -> Vec<u32> {
+    fleet.processes_by_role("worker").iter().map(|worker| worker.pid).collect()
+}
+
+/// What the fleet holds of one model: ledger rows and memfds.
+#[derive(Debug, PartialEq)]
+struct Holdings {
+    weight_rows: Vec<(String, u64)>,
+    reserved_bytes: u64,
+    memfd_bytes: u64,
+}
+
+impl Holdings {
+    fn of(fleet: &ServedFleet) -> Self {
+        let ledger = status(fleet).ledger.unwrap();
+        let weights = ledger.reservations.iter().filter(|row| row.kind() == ReservationKind::Weights);
+        let mut pids: Vec<u32> = fleet.processes().iter().map(|process| process.pid).collect();
+        pids.push(fleet.supervisor.id());
+        Self {
+            weight_rows: weights.map(|row| (row.device.clone(), row.bytes)).collect(),
+            reserved_bytes: ledger.reserved_bytes,
+            memfd_bytes: proc::weight_memfd_bytes(&pids),
+        }
+    }
+}
+
+/// Waits until every worker holds its lease again, and checks that one generation is there, which
+/// no loader has read.
+fn check_returned(fleet: &ServedFleet, leases: usize, generation: u64) {
+    let status = eventually("all leases are claimed again", || {
+        let status = status(fleet);
+        let held = status.leases.iter().filter(|lease| lease.state() == LeaseState::Held).count();
+        (held == leases && status.leases.len() == leases).then_some(status)
+    });
+    assert_eq!(status.generations.len(), 1, "{:?}", status.generations);
+    let found = &status.generations[0];
+    assert!(found.adopted && found.generation == generation, "{found:?}");
+    assert!(status.fd_store);
+    eventually("the checksums are verified", || {
+        let found = crate::double_death::status(fleet).generations.remove(0);
+        // A weight-server that inherits host memory relies on its seals.
+        let known = [GenerationIntegrity::Verified, GenerationIntegrity::Loaded];
+        known.contains(&found.integrity()).then_some(())
+    });
+}
+
+#[test]
+fn i4_supervisor_and_weight_server_that_die_together_leave_exactly_one_copy() {
+    let mut fleet = ServedFleet::start(&demo_22m(), &ARGUMENTS);
+    let (before, workers) = (Holdings::of(&fleet), worker_pids(&fleet));
+    let generation = status(&fleet).generations[0].generation;
+    let expected = runtime().block_on(generate_all(&fleet.grpc, &requests()));
+    let mut next = None;
+    let found = runtime().block_on(fleet.generate_during_fault(&requests(), || {
+        kill_both(&fleet);
+        next = Some(successor(&fleet));
+    }));
+    assert_eq!(tokens(&expected), tokens(&found), "no stream notices the deaths");
+    follow(&mut fleet, next.unwrap());
+    check_returned(&fleet, 3, generation);
+    assert_eq!(Holdings::of(&fleet), before);
+    assert_eq!(worker_pids(&fleet), workers, "workers were restarted");
+
+    // The new FD store has everything: the next weight-server inherits it.
+    let killed = fleet.only_process("weight-server").pid;
+    proc::send_signal(killed, "KILL");
+    eventually("the weight-server is back", || {
+        let now = fleet.processes_by_role("weight-server");
+        now.iter().any(|process| process.pid != killed && process.state == "ready").then_some(())
+    });
+    check_returned(&fleet, 3, generation);
+    assert_eq!(Holdings::of(&fleet), before);
+
+    // A new worker attaches to the same copy.
+    proc::send_signal(workers[0], "KILL");
+    eventually("a new worker serves", || {
+        let now = fleet.processes_by_role("worker");
+        now.iter().all(|worker| worker.state == "ready" && worker.pid != workers[0]).then_some(())
+    });
+    check_returned(&fleet, 3, generation);
+    assert_eq!(Holdings::of(&fleet), before);
+    assert_eq!(tokens(&expected), tokens(&runtime().block_on(generate_all(&fleet.grpc, &requests()))));
+    fleet.stop();
+}
+
+#[test]
+fn i4_repeated_common_deaths_with_a_killed_and_a_stopped_worker_leave_exactly_one_copy() {
+    let mut fleet = ServedFleet::start(&demo_22m(), &ARGUMENTS);
+    let before = Holdings::of(&fleet);
+    let generation = status(&fleet).generations[0].generation;
+    for round in 0..3 {
+        let workers = worker_pids(&fleet);
+        kill_both(&fleet);
+        // One worker dies with them; another one cannot return anything for a while.
+        proc::send_signal(workers[round % 3], "KILL");
+        proc::send_signal(workers[(round + 1) % 3], "STOP");
+        let next = successor(&fleet);
+        std::thread::sleep(std::time::Duration::from_secs(2));
+        proc::send_signal(workers[(round + 1) % 3], "CONT");
+        follow(&mut fleet, next);
+        check_returned(&fleet, 3, generation);
+        assert_eq!(Holdings::of(&fleet), before, "round {round}");
+    }
+    fleet.stop();
+}
+
+#[test]
+fn i4_all_models_of_a_fleet_come_back_from_their_workers() {
+    let mut fleet = ServedFleet::start(&demo_22m(), &ARGUMENTS);
+    let alone = Holdings::of(&fleet);
+    let small = demo_7m();
+    let load = ["load", small.to_str().unwrap(), "--name", "small", "--threads", "1", "--device", &device()];
+    let output = fleet.run_command(&load);
+    assert!(output.status.success(), "{}", text(&output).1);
+    let ids = |fleet: &ServedFleet| {
+        let mut ids: Vec<(u64, String)> =
+            status(fleet).generations.into_iter().map(|g| (g.generation, g.model)).collect();
+        ids.sort_unstable();
+        ids
+    };
+    let all_held = |fleet: &ServedFleet| {
+        eventually("every worker holds a lease", || {
+            let leases = status(fleet).leases;
+            (leases.len() == 4 && leases.iter().all(|lease| lease.state() == LeaseState::Held)).then_some(())
+        })
+    };
+    all_held(&fleet);
+    let (before, generations) = (Holdings::of(&fleet), ids(&fleet));
+    kill_both(&fleet);
+    let next = successor(&fleet);
+    follow(&mut fleet, next);
+    all_held(&fleet);
+    assert_eq!((Holdings::of(&fleet), ids(&fleet)), (before, generations));
+
+    // What came back can be unloaded: its memory becomes free.
+    let output = fleet.run_command(&["unload", "small"]);
+    assert!(output.status.success(), "{}", text(&output).1);
+    eventually("its memory is free", || (Holdings::of(&fleet) == alone).then_some(()));
+    fleet.stop();
+}

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Unloading while the weight-server restarts, and what is left of removed workers.
+
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+
+use proto::fleet::v1::fleet_client::FleetClient;
+use proto::weights::v1::GetStatusRequest;
+use proto::weights::v1::weight_server_client::WeightServerClient;
+use proto::worker::v1::StatsRequest;
+use proto::worker::v1::worker_client::WorkerClient;
+
+use crate::harness::admin::try_weight_server_status;
+use crate::harness::api::runtime;
+use crate::harness::{ServedFleet, demo_7m, demo_22m, device, eventually, proc, text};
+
+const ONE_WORKER: [&str; 4] = ["--workers", "1", "--threads", "1"];
+/// A user without rights on any machine.
+const OTHER_USER: u32 = 65_534;
+
+fn run(fleet: &ServedFleet, arguments: &[&str]) {
+    let output = fleet.run_command(arguments);
+    assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
+}
+
+fn load_second(fleet: &ServedFleet) {
+    let model = demo_22m();
+    run(
+        fleet,
+        &["load", model.to_str().unwrap(), "--name", "second", "--threads", "1", "--device", &device()],
+    );
+}
+
+#[test]
+fn a_model_is_unloaded_although_the_weight_server_restarts_meanwhile() {
+    let fleet = ServedFleet::start(&demo_7m(), &ONE_WORKER);
+    for _ in 0..3 {
+        load_second(&fleet);
+        proc::send_signal(fleet.only_process("weight-server").pid, "KILL");
+        run(&fleet, &["unload", "second"]);
+        let lines = fleet.try_ps_lines().unwrap();
+        assert!(lines.iter().all(|line| line["name"] != "model:second"), "{lines:?}");
+        eventually("one generation is left", || {
+            let status = runtime().block_on(try_weight_server_status(&fleet))?;
+            (status.generations.len() == 1).then_some(())
+        });
+    }
+    fleet.stop();
+}
+
+#[test]
+fn tokens_of_removed_workers_are_forgotten() {
+    let fleet = ServedFleet::start(&demo_7m(), &ONE_WORKER);
+    let tokens = || Some(runtime().block_on(try_weight_server_status(&fleet))?.registered_tokens);
+    eventually("one token is registered", || (tokens()? == 1).then_some(()));
+    for _ in 0..2 {
+        run(&fleet, &["add-worker"]);
+        run(&fleet, &["add-worker"]);
+        eventually("three tokens are registered", || (tokens()? == 3).then_some(()));
+        run(&fleet, &["remove-worker", "worker-1"]);
+        run(&fleet, &["remove-worker", "worker-2"]);
+        eventually("one token is left", || (tokens()? == 1).then_some(()));
+    }
+    fleet.stop();
+}
+
+#[test]
+fn sockets_of_a_fleet_refuse_another_user_whatever_their_modes() {
+    let is_root =
+        std::fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0);
+    if !is_root {
+        return eprintln!("SKIPPED: only root can become another user");
+    }
+    let fleet = ServedFleet::start(&demo_7m(), &ONE_WORKER);
+    let set_mode = |path: &std::path::Path, mode| {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    };
+    set_mode(fleet.runtime_dir(), 0o755);
+    for entry in std::fs::read_dir(fleet.runtime_dir()).unwrap() {
+        set_mode(&entry.unwrap().path(), 0o777);
+    }
+    // This executable may lie in a folder that only root may enter.
+    let folder = tempfile::tempdir().unwrap();
+    set_mode(folder.path(), 0o755);
+    let copy = folder.path().join("client");
+    std::fs::copy(std::env::current_exe().unwrap(), &copy).unwrap();
+    let mut foreign = std::process::Command::new(&copy);
+    foreign.args(["--ignored", "--exact", "unload::client_of_another_user", "--nocapture"]);
+    foreign.env(RUNTIME_DIR, fleet.runtime_dir()).uid(OTHER_USER).gid(OTHER_USER).current_dir("/");
+    let output = foreign.output().unwrap();
+    assert!(output.status.success() && text(&output).0.contains("1 passed"), "{:?}", text(&output));
+    fleet.stop();
+}
+
+/// Where [`client_of_another_user`] finds the fleet.
+const RUNTIME_DIR: &str = "BALLAST_TEST_RUNTIME_DIR";
+
+#[test]
+#[ignore = "started as another user by sockets_of_a_fleet_refuse_another_user_whatever_their_modes"]
+fn client_of_another_user() {
+    let directory = service::RuntimeDir::at(std::env::var_os(RUNTIME_DIR).unwrap());
+    runtime().block_on(async {
+        let refused = async |socket: std::path::PathBuf, call: &str| {
+            let answer = match service::grpc::connect(&socket).await {
+                Err(_) => return,
+                Ok(channel) => match call {
+                    "weights" => {
+                        WeightServerClient::new(channel).get_status(GetStatusRequest {}).await.map(drop)
+                    }
+                    "worker" => WorkerClient::new(channel).stats(StatsRequest {}).await.map(drop),
+                    _ => {
+                        let request = proto::fleet::v1::GetStatusRequest { memory: false };
+                        FleetClient::new(channel).get_status(request).await.map(drop)
+                    }
+                },
+            };
+            answer.expect_err(call);
+        };
+        refused(directory.weights_admin_socket(), "weights").await;
+        refused(directory.worker_socket(0), "worker").await;
+        refused(directory.supervisor_socket(), "fleet").await;
+    });
+}
