@@ -37,6 +37,7 @@ use std::sync::Arc;
 
 pub use checked::{
     DeviceAccess, DeviceInfo, DeviceUuid, DriverApi, DriverError, ErrorCode, LaunchConfig, MemoryInfo,
+    TensorLayout, TensorMap,
 };
 pub use open::OpenDriverError;
 pub use safe::{

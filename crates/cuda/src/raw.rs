@@ -15,7 +15,8 @@ use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute,
     CUgraph, CUgraphExec, CUlaunchConfig, CUmemAccessDesc, CUmemAllocationGranularity_flags,
     CUmemAllocationHandleType, CUmemAllocationProp, CUmemGenericAllocationHandle, CUmodule, CUstream,
-    CUstreamCaptureMode, CUuuid,
+    CUstreamCaptureMode, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave,
+    CUtensorMapL2promotion, CUtensorMapSwizzle, CUuuid,
 };
 
 use crate::OpenDriverError;
@@ -130,4 +131,5 @@ functions! {
     set_function_attribute = "cuFuncSetAttribute", (CUfunction, CUfunction_attribute, c_int);
     launch = "cuLaunchKernelEx", (*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void);
     occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor", (*mut c_int, CUfunction, c_int, usize);
+    encode_tensor_map = "cuTensorMapEncodeTiled", (*mut CUtensorMap, CUtensorMapDataType, c_uint, *mut c_void, *const u64, *const u64, *const c_uint, *const c_uint, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 }

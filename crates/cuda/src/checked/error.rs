@@ -136,6 +136,7 @@ pub enum DriverCall {
     FuncSetAttribute,
     LaunchKernelEx,
     OccupancyMaxActiveBlocksPerMultiprocessor,
+    TensorMapEncodeTiled,
 }
 
 impl fmt::Display for DriverCall {

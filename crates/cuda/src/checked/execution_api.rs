@@ -49,6 +49,28 @@ pub struct LaunchConfig {
     pub overlaps_predecessor: bool,
 }
 
+/// A tensor of 32-bit elements in device memory, and the boxes of it that kernels copy. The first dimension is the fastest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TensorLayout {
+    /// A multiple of 16.
+    pub address: u64,
+    /// Elements in each dimension.
+    pub extents: [u64; 3],
+    /// Bytes from one element of the second and of the third dimension to the next. Multiples of
+    /// 16.
+    pub strides: [u64; 2],
+    /// Elements of a box in each dimension, at most 256.
+    pub box_extents: [u32; 3],
+    /// Whether the copy puts 16-byte vector `p` of row `r` of a box at place `p ^ (r % 8)`. The
+    /// first dimension of such a box has 32 elements.
+    pub swizzled: bool,
+}
+
+/// The driver's encoding of a [`TensorLayout`], a parameter of kernels. Its address is a multiple of
+/// 64 on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TensorMap(pub [u64; 16]);
+
 /// A handle is valid from the call that returns it until the call that destroys it. Methods that
 /// take a handle are unsafe: the handle has to be valid, and of this driver.
 pub trait ExecutionApi {
@@ -188,6 +210,9 @@ pub trait ExecutionApi {
         block: u32,
         shared_bytes: u32,
     ) -> Result<u32, DriverError>;
+
+    /// Encodes a layout. Refuses one that the copy engine cannot read. Touches no memory.
+    fn encode_tensor_map(&self, layout: &TensorLayout) -> Result<TensorMap, DriverError>;
 
     /// # Safety
     /// A function of a loaded module and a valid stream. `arguments` are as many as the kernel has

@@ -22,6 +22,7 @@ pub use driver_api::{
 pub use error::{DriverCall, DriverError, ErrorCode};
 pub use execution_api::{
     ExecutionApi, LaunchConfig, RawEvent, RawFunction, RawGraph, RawGraphExec, RawModule, RawStream,
+    TensorLayout, TensorMap,
 };
 pub(crate) use retry::retry_unsupported;
 pub use retry::{UNSUPPORTED_ATTEMPTS, UNSUPPORTED_PAUSE};

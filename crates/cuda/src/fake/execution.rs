@@ -11,7 +11,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use super::{FIRST_ADDRESS, FakeDriver, FakeMapping, FakeMemory, FakeState, GAP};
 use crate::checked::{
     DeviceAccess, DriverCall, DriverError, ErrorCode, ExecutionApi, LaunchConfig, RawEvent, RawFunction,
-    RawGraph, RawGraphExec, RawModule, RawStream,
+    RawGraph, RawGraphExec, RawModule, RawStream, TensorLayout, TensorMap,
 };
 
 impl FakeState {
@@ -199,6 +199,10 @@ impl ExecutionApi for FakeDriver {
 
     unsafe fn blocks_per_multiprocessor(&self, _: RawFunction, _: u32, _: u32) -> Result<u32, DriverError> {
         unsupported(DriverCall::OccupancyMaxActiveBlocksPerMultiprocessor)
+    }
+
+    fn encode_tensor_map(&self, _: &TensorLayout) -> Result<TensorMap, DriverError> {
+        unsupported(DriverCall::TensorMapEncodeTiled)
     }
 
     unsafe fn launch(

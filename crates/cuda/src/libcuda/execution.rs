@@ -6,13 +6,14 @@ use std::ffi::{CStr, c_int, c_uint, c_void};
 
 use cudarc::driver::sys::{
     self, CUevent, CUevent_flags, CUevent_wait_flags, CUfunction, CUfunction_attribute, CUgraph, CUgraphExec,
-    CUmodule, CUstream, CUstream_flags, CUstreamCaptureMode,
+    CUmodule, CUstream, CUstream_flags, CUstreamCaptureMode, CUtensorMap, CUtensorMapDataType,
+    CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle,
 };
 
 use super::{LibCuda, check};
 use crate::checked::{
     DriverCall, DriverError, ErrorCode, ExecutionApi, LaunchConfig, RawEvent, RawFunction, RawGraph,
-    RawGraphExec, RawModule, RawStream,
+    RawGraphExec, RawModule, RawStream, TensorLayout, TensorMap,
 };
 
 /// Handles are pointers into the driver; outside of this crate's two lowest layers they are
@@ -251,6 +252,35 @@ impl ExecutionApi for LibCuda {
         };
         check(DriverCall::OccupancyMaxActiveBlocksPerMultiprocessor, status)?;
         Ok(blocks.max(0).cast_unsigned())
+    }
+
+    fn encode_tensor_map(&self, layout: &TensorLayout) -> Result<TensorMap, DriverError> {
+        let mut map = CUtensorMap { opaque: [0; 16] };
+        let element_steps: [c_uint; 3] = [1; 3];
+        let swizzle = match layout.swizzled {
+            true => CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            false => CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+        };
+        // SAFETY: the driver reads three extents, box extents and steps and two strides, and writes
+        // one map. It does not read the tensor.
+        let status = unsafe {
+            (self.functions.encode_tensor_map)(
+                &mut map,
+                CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT32,
+                layout.extents.len() as c_uint,
+                std::ptr::without_provenance_mut(layout.address as usize),
+                layout.extents.as_ptr(),
+                layout.strides.as_ptr(),
+                layout.box_extents.as_ptr(),
+                element_steps.as_ptr(),
+                CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                swizzle,
+                CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        };
+        check(DriverCall::TensorMapEncodeTiled, status)?;
+        Ok(TensorMap(map.opaque))
     }
 
     unsafe fn launch(
