@@ -184,3 +184,5 @@ CHECK_SIGNATURE(attention_merge, AttentionMerge);
 MERGE_KERNEL(_q8_0, QuantizePer32<ActivationFormat::Q8_0>)
 MERGE_KERNEL(_q8_1, QuantizePer32<ActivationFormat::Q8_1>)
 MERGE_KERNEL(_q8_k, QuantizePer256)
+MERGE_KERNEL(_f16, RoundToF16)
+MERGE_KERNEL(_bf16, RoundToBF16)

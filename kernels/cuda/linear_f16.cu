@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Products with F16 weights. linear/floats.cuh has the arithmetic, linear/matmul.cuh the order of
-// sums and the limits.
+// Products with F16 weights. linear/float_matmul.cuh has the order of sums and the limits.
 
-#include "linear/floats.cuh"
+#include "linear/float_kernels.cuh"
 
-#include "linear/kernels.cuh"
-
-FLOAT_KERNELS(f16, F16)
+FLOAT_MATMULS(f16, F16)

@@ -4,8 +4,8 @@
 //
 //   rms_norm              one thread block per row
 //   add_rms_norm          x += y first: the residual sum and the norm of the next layer in one pass
-//   *_q8_0, _q8_1, _q8_k  also quantize the row into activation tiles while its values are in
-//                         registers
+//   *_q8_0, _q8_1, _q8_k, also quantize the row into activation tiles while its values are in
+//   *_f16, _bf16          registers
 //   rms_norm_heads        one warp per head, in place
 //   add_residual          x += y alone
 //
@@ -144,6 +144,8 @@ NORM_KERNELS(, NoQuantizer)
 NORM_KERNELS(_q8_0, WithQuantizer<QuantizePer32<ActivationFormat::Q8_0>>)
 NORM_KERNELS(_q8_1, WithQuantizer<QuantizePer32<ActivationFormat::Q8_1>>)
 NORM_KERNELS(_q8_k, WithQuantizer<QuantizePer256>)
+NORM_KERNELS(_f16, WithQuantizer<RoundToF16>)
+NORM_KERNELS(_bf16, WithQuantizer<RoundToBF16>)
 
 // `heads` counts the heads of all rows; a head is `head_dim` values of `x`.
 extern "C" __global__ void __launch_bounds__(32 * NORM_HEADS)

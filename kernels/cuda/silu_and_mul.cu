@@ -4,8 +4,8 @@
 //
 //   silu_and_mul           four values per thread
 //   silu_and_mul_scalar    one value per thread, if their number is no multiple of four
-//   *_q8_0, _q8_1, _q8_k   also quantize the rows into activation tiles, as quantize.cu does, while
-//                          the values are in registers; a warp per token and 256 columns
+//   *_q8_0, _q8_1, _q8_k,  also quantize the rows into activation tiles, as quantize.cu does, while
+//   *_f16, _bf16           the values are in registers; a warp per token and 256 columns
 //
 // Limit: bytes, 12 per value.
 
@@ -79,3 +79,5 @@ CHECK_SIGNATURE(silu_and_mul_scalar, SiluAndMulScalar);
 SILU_KERNEL(_q8_0, QuantizePer32<ActivationFormat::Q8_0>)
 SILU_KERNEL(_q8_1, QuantizePer32<ActivationFormat::Q8_1>)
 SILU_KERNEL(_q8_k, QuantizePer256)
+SILU_KERNEL(_f16, RoundToF16)
+SILU_KERNEL(_bf16, RoundToBF16)

@@ -123,7 +123,7 @@ pub(crate) fn build_engine<R: DeviceRuntime>(
         }
     };
     let (context_length, vocab_size) = (model.context_length(), model.vocab_size());
-    let fingerprint = backend::fingerprint(manifest.digest, runtime, &compute, &config.kv_type)?;
+    let fingerprint = backend::fingerprint(&manifest, runtime, &compute, &config.kv_type)?;
     let engine = match drafter {
         None => Engine::new(model, compute, &engine_config)?,
         Some(drafter) => Engine::with_drafter(model, drafter, compute, &engine_config)?,

@@ -10,7 +10,7 @@ pub(crate) mod host;
 
 use handoff::AttachModelError;
 use handoff::attach::{AttachedModel, GrantedModel};
-use memory::manifest::TensorEntry;
+use memory::manifest::{Manifest, TensorEntry};
 use ops::{Backend, KvTypes, OpError, Weight};
 use prefix::{Fingerprint, FingerprintError};
 use quant::DType;
@@ -82,14 +82,21 @@ pub enum TensorImportError {
 /// Everything beside the request that decides a worker's tokens. A stream can be resumed on any
 /// worker with an equal fingerprint.
 pub(crate) fn fingerprint<R: DeviceRuntime>(
-    digest: [u8; 32],
+    manifest: &Manifest,
     runtime: &R,
     compute: &R::Compute,
     kv_types: &KvTypes,
 ) -> Result<Fingerprint, FingerprintError> {
     // A fingerprint's alphabet has neither ',' nor '='.
     let kv = kv_types.to_string().replace(',', "+").replace('=', ".");
-    Fingerprint::new(digest, R::LAYOUT, &runtime.isa(compute))?.with("kv", &kv)
+    let fingerprint = Fingerprint::new(manifest.digest, R::LAYOUT, &runtime.isa(compute))?.with("kv", &kv)?;
+    // Earlier versions did not round activations to the type of 16-bit float weights.
+    let is_float16 =
+        |tensor: &TensorEntry| [DType::F16, DType::BF16].iter().any(|dtype| dtype.id() == tensor.dtype);
+    if manifest.tensors.iter().any(is_float16) {
+        return fingerprint.with("activations", "rounded");
+    }
+    Ok(fingerprint)
 }
 
 /// Checks a tensor of the manifest and joins it with its data.

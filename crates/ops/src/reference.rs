@@ -35,7 +35,8 @@ pub struct Reference {
 }
 
 impl Reference {
-    /// Activations are rounded to int8 blocks before they meet quantized weights.
+    /// Activations are rounded to int8 blocks before they meet quantized weights, and to the
+    /// weights' type before they meet F16 and BF16.
     pub fn new() -> Self {
         Self::default()
     }

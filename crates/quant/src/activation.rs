@@ -50,7 +50,7 @@ impl Activations {
         format.row_bytes(x.len() as u64)?;
         Ok(match format {
             DType::F32 => Some(Self::F32(x.to_vec())),
-            DType::F16 => Some(Self::F16(x.iter().map(|&x| f16::from_f32(x)).collect())),
+            DType::F16 => Some(Self::F16(x.iter().map(|&x| saturated_f16(x)).collect())),
             DType::BF16 => Some(Self::BF16(x.iter().map(|&x| bf16::from_f32(x)).collect())),
             DType::Q8_0 => Some(Self::Q8_0(quantize_row_q8_0(x)?)),
             DType::Q8_1 => Some(Self::Q8_1(quantize_row_q8_1(x)?)),
@@ -81,6 +81,12 @@ impl Activations {
             Self::Q8_K(blocks) => 256 * blocks.len(),
         }
     }
+}
+
+/// The nearest f16, ties to even. Values beyond the range become the largest f16 of their sign, so
+/// that no finite activation becomes infinite.
+pub fn saturated_f16(x: f32) -> f16 {
+    f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
 }
 
 /// Quantizes blocks of 32 values: d = largest magnitude / 127, halves round away from zero.

@@ -47,7 +47,7 @@ mod plain;
 mod row;
 
 pub use activation::{
-    Activations, BlockQ8_1, BlockQ8_K, quantize_row_q8_0, quantize_row_q8_1, quantize_row_q8_k,
+    Activations, BlockQ8_1, BlockQ8_K, quantize_row_q8_0, quantize_row_q8_1, quantize_row_q8_k, saturated_f16,
 };
 pub use block::BlockFormat;
 pub use dot::dot;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Instantiates the kernels of one weight type: QUANT_KERNELS(q4_k, Q4_K), or FLOAT_KERNELS for
-// 16-bit floats.
+// Instantiates the kernels of one quantised weight type: QUANT_KERNELS(q4_k, Q4_K).
 
 #pragma once
 
@@ -22,7 +21,7 @@
     }                                                                                       \
     CHECK_SIGNATURE(matmul_##NAME##_##TOKENS, LinearMatmul);
 
-// QUANT_MATMULS and FLOAT_MATMULS are in abi/linear.cuh, which the build writes from MatmulShape in
+// QUANT_MATMULS is in abi/linear.cuh, which the build writes from MatmulShape in
 // kernels/src/cuda/abi/linear.rs. So launcher and kernels have the same shapes.
 #define QUANT_KERNELS(NAME, FORMAT) \
     MATVEC_KERNEL(NAME, FORMAT, 1)  \
@@ -30,5 +29,3 @@
     MATVEC_KERNEL(NAME, FORMAT, 3)  \
     MATVEC_KERNEL(NAME, FORMAT, 4)  \
     QUANT_MATMULS(NAME, FORMAT)
-
-#define FLOAT_KERNELS(NAME, FORMAT) FLOAT_MATMULS(NAME, FORMAT)

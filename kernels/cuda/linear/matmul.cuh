@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // out[t][r] = sum_k weights[r][k] * x[t][k] + bias[r] on the tensor cores. Used for more tokens
-// than matvec.cuh takes, and for 16-bit floats at any number of tokens. `out` is f32
-// [tokens][rows]. Weights are tiles (rows, if they are floats); `x` is activation tiles (tile.cuh).
-// A block has WM x WN x WK warps; each computes MT row tiles by NT activation tiles.
+// than matvec.cuh takes. `out` is f32 [tokens][rows]. Weights are tiles; `x` is activation tiles
+// (tile.cuh). A block has WM x WN x WK warps; each computes MT row tiles by NT activation tiles.
 //
 //                    activation tiles
 //                    (8 tokens x 256 columns)
@@ -15,7 +14,7 @@
 //    columns)                                WK warps share each place of this grid of warps:
 //   +----------+     +---------+---------+   warp wk computes column tile WK * step + wk.
 //   | MT  wm0  |     | wm0 wn0 | wm0 wn1 |
-//   +----------+     +---------+---------+   mma.m16n8k32 (s8) or m16n8k16 (s8, f16, bf16).
+//   +----------+     +---------+---------+   mma.m16n8k32 or m16n8k16 (s8).
 //   | MT  wm1  |     | wm1 wn0 | wm1 wn1 |   A fragments are weights, B fragments activations,
 //   +----------+     +---------+---------+   both by ldmatrix. Lane 4 g + t holds C[g][2t],
 //                                            C[g][2t+1], C[g+8][2t] and C[g+8][2t+1].
@@ -39,10 +38,10 @@
 //   512 tokens   Q4_K 265 to 290, Q8_0 220 to 235, Q6_K 190 to 200 TOPS; instructions are issued in
 //                60% of cycles, tensor cores are busy in 25%
 //   32 tokens    Q8_0 2.1, Q4_K 1.3 TB/s of weights
-//   8 tokens     Q8_0 3.4, Q4_K 2.5 TB/s of weights; BF16 4.0
+//   8 tokens     Q8_0 3.4, Q4_K 2.5 TB/s of weights
 //
-// BF16 reached 1.8 TB/s when one warp started all copies: the copies of a warp's lanes start one
-// after the other, some 50 ns each. Tried, and within 5% of 16 warps of 32 x 32: warps of 32 x 64
+// One warp that starts all copies is slower: the copies of a warp's lanes start one after the other,
+// some 50 ns each. Tried, and within 5% of 16 warps of 32 x 32: warps of 32 x 64
 // (8 a block, 255 registers), and two blocks of 128 x 64 a multiprocessor.
 
 #pragma once
@@ -58,11 +57,7 @@ struct BlockShape {
     static constexpr int ROW_TILES = MT * WM;
     static constexpr int ACT_TILES = NT * WN;
     static constexpr int ACT_TILE_BYTES = act_tile_bytes(Format::ACTIVATION);
-    // Rows of floats are as in the file, and are copied one by one. 16 bytes between them in shared
-    // memory spread them over the banks.
-    static constexpr bool ROWS = parts_of(Format::ACTIVATION) > 0;
-    static constexpr int ROW_STRIDE = WK * Format::TILE_BYTES + 16;
-    static constexpr int TILE_STRIDE = ROWS ? TILE_ROWS * ROW_STRIDE : WK * Format::TILE_BYTES;
+    static constexpr int TILE_STRIDE = WK * Format::TILE_BYTES;
     static constexpr int ACT_TILE_STRIDE = WK * ACT_TILE_BYTES;
     static constexpr int STAGE = ROW_TILES * TILE_STRIDE + ACT_TILES * ACT_TILE_STRIDE;
     // Values that wait to be added, if more than one warp contributes to an element.
@@ -88,12 +83,10 @@ __device__ void multiply(const LinearParams &params, int stages) {
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    // A thread makes one copy per stage: WK * 256 columns of a row of floats, of a tile of quants,
-    // or of an activation tile. Copies are dealt to the warps in turn, because the copies of a
+    // A thread makes one copy per stage: WK * 256 columns of a row tile or of an activation tile. Copies are dealt to the warps in turn, because the copies of a
     // warp's lanes start one after the other. Tiles beyond the matrix or the tokens are not copied;
     // what is computed from them is not stored.
-    constexpr int WARPS = WM * WN * WK,
-                  WEIGHT_COPIES = Block::ROWS ? Block::ROW_TILES * TILE_ROWS : Block::ROW_TILES;
+    constexpr int WARPS = WM * WN * WK, WEIGHT_COPIES = Block::ROW_TILES;
     static_assert(WEIGHT_COPIES + Block::ACT_TILES <= Block::THREADS);
     int own_copy = lane * WARPS + warp;
     int next_output_tile = first_output_tile, next_step = 0, next_stage = 0, weight_copies_here = 0,
@@ -105,24 +98,15 @@ __device__ void multiply(const LinearParams &params, int stages) {
             RowTile row_tile = find_row_tile<Block::ROW_TILES>(params, next_output_tile / token_groups);
             int act_tile = next_output_tile % token_groups * Block::ACT_TILES, copy = own_copy;
             act_tiles_here = min(Block::ACT_TILES, act_tiles - act_tile);
-            if constexpr (Block::ROWS) {
-                weight_copies_here =
-                    min(WEIGHT_COPIES, params.rows[row_tile.matrix] - row_tile.first * TILE_ROWS);
-                from = params.weights[row_tile.matrix] +
-                       (static_cast<size_t>(row_tile.first) * TILE_ROWS + copy) * params.cols * 2;
-            } else {
-                weight_copies_here = min(WEIGHT_COPIES, row_tiles(params, row_tile.matrix) - row_tile.first);
-                from = params.weights[row_tile.matrix] +
-                       static_cast<size_t>(row_tile.first + copy) * col_tiles * Format::TILE_BYTES;
-            }
+            weight_copies_here = min(WEIGHT_COPIES, row_tiles(params, row_tile.matrix) - row_tile.first);
+            from = params.weights[row_tile.matrix] +
+                   static_cast<size_t>(row_tile.first + copy) * col_tiles * Format::TILE_BYTES;
             if (own_copy >= WEIGHT_COPIES)
                 from = params.act_tiles + static_cast<size_t>(act_tile + copy - WEIGHT_COPIES) * col_tiles *
                                               Block::ACT_TILE_BYTES;
         }
         int cols = min(WK, col_tiles - next_step * WK);
-        int weight_copy_bytes = Block::ROWS
-                                    ? min(WK * TILE_COLS, params.cols - next_step * WK * TILE_COLS) * 2
-                                    : cols * Format::TILE_BYTES;
+        int weight_copy_bytes = cols * Format::TILE_BYTES;
         uint64_t *barrier = barriers + next_stage;
         uint8_t *stage = shared + next_stage * Block::STAGE;
         if (own_copy == 0)
@@ -130,9 +114,8 @@ __device__ void multiply(const LinearParams &params, int stages) {
                                         act_tiles_here * cols * Block::ACT_TILE_BYTES);
         if (own_copy < WEIGHT_COPIES) {
             if (own_copy < weight_copies_here)
-                bulk_copy(stage + own_copy * (Block::ROWS ? Block::ROW_STRIDE : Block::TILE_STRIDE), from,
-                          weight_copy_bytes, barrier);
-            from += WK * (Block::ROWS ? TILE_COLS * 2 : Format::TILE_BYTES);
+                bulk_copy(stage + own_copy * Block::TILE_STRIDE, from, weight_copy_bytes, barrier);
+            from += WK * Format::TILE_BYTES;
         } else {
             int act_tile = own_copy - WEIGHT_COPIES;
             if (act_tile < act_tiles_here)
@@ -182,14 +165,8 @@ __device__ void multiply(const LinearParams &params, int stages) {
                             value;
                     }
                 };
-                if constexpr (Block::ROWS) {
-                    int valid = params.cols - (step * WK + wk) * TILE_COLS;
-                    Format::template products<MT, NT>(tile, Block::TILE_STRIDE, act_tile,
-                                                      Block::ACT_TILE_STRIDE, valid, accumulate);
-                } else {
-                    Format::template products<MT, NT>(tile, Block::TILE_STRIDE, act_tile,
-                                                      Block::ACT_TILE_STRIDE, accumulate);
-                }
+                Format::template products<MT, NT>(tile, Block::TILE_STRIDE, act_tile, Block::ACT_TILE_STRIDE,
+                                                  accumulate);
             }
             __syncthreads();
             load_next_stage();

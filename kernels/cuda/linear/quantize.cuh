@@ -6,11 +6,14 @@
 //   Q8_0, Q8_1  per 32 values: d = largest magnitude / 127, ties away from zero; d and d * sum are
 //               rounded to f16
 //   Q8_K        per 256 values: the value of largest magnitude becomes -127, ties to even
+//   F16, BF16   each value: the nearest, ties to even; F16 saturates at 65,504
 //
 // Lane l has values 8 l to 8 l + 7; columns beyond the row are zero. The code is not in
 // quantize.cu, because kernels that compute activations also quantize them.
 
 #pragma once
+
+#include <cuda_bf16.h>
 
 #include "tile.cuh"
 
@@ -104,3 +107,27 @@ struct QuantizePer256 {
                 max == 0 ? 0.0f : 1.0f / inverse;
     }
 };
+
+template <bool IS_BF16>
+struct RoundTo16 {
+    static constexpr ActivationFormat ACTIVATION = IS_BF16 ? ActivationFormat::BF16 : ActivationFormat::F16;
+    static constexpr float F16_MAX = 65504.0f;
+
+    static __device__ uint16_t round(float x) {
+        if constexpr (IS_BF16) return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+        // NaN stays NaN.
+        x = x > F16_MAX ? F16_MAX : x < -F16_MAX ? -F16_MAX : x;
+        return __half_as_ushort(__float2half_rn(x));
+    }
+
+    static __device__ void store(const float (&v)[8], const ActTileRow &row) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) words[i] = round(v[2 * i]) | uint32_t(round(v[2 * i + 1])) << 16;
+        *reinterpret_cast<uint4 *>(row.act_tile + act16_tile_offset(row.token, threadIdx.x % 32)) = {
+            words[0], words[1], words[2], words[3]};
+    }
+};
+
+using RoundToF16 = RoundTo16<false>;
+using RoundToBF16 = RoundTo16<true>;

@@ -27,15 +27,9 @@ __device__ inline float half_to_float(uint32_t bits) {
 }
 
 // What weights of a type are multiplied with: Q8_0, quants of 8 bits with a scale per 32 values;
-// Q8_1, the same with a scaled sum beside it; Q8_K, a scale per 256 values with sums per 16.
-// Weights of 16-bit floats take sums of such floats.
-enum class ActivationFormat { Q8_0, Q8_1, Q8_K, F16X2, BF16X3 };
-
-// How many 16-bit floats a value is the sum of. Two f16 have 22 bits (scaled by a power of two per
-// 256 values), three bf16 have 24.
-__host__ __device__ constexpr int parts_of(ActivationFormat scaling) {
-    return scaling == ActivationFormat::F16X2 ? 2 : scaling == ActivationFormat::BF16X3 ? 3 : 0;
-}
+// Q8_1, the same with a scaled sum beside it; Q8_K, a scale per 256 values with sums per 16; F16 and
+// BF16, values rounded to the weights' type.
+enum class ActivationFormat { Q8_0, Q8_1, Q8_K, F16, BF16 };
 
 // An activation tile:
 //
@@ -44,25 +38,21 @@ __host__ __device__ constexpr int parts_of(ActivationFormat scaling) {
 //     Q8_1     the same, then scaled sums f32[8 blocks][8 tokens]
 //     Q8_K     then scales f32[8 tokens], sums i16[8 tokens][16]
 //
-//   *X2, *X3   first parts of all values, 512 bytes a token, vectors in the same places; then the
-//              second parts, and the third
-//     F16X2    then the factor of each token's sums, f32[8 tokens]
+//   F16, BF16  [4 units of 64 columns][8 tokens][128 bytes]; vector p of token n is at place p ^ n,
+//              as wgmma and ldmatrix read it
 constexpr int ACT_TILE_QUANT_BYTES = ACT_TILE_TOKENS * TILE_COLS;
-constexpr int ACT_TILE_PART_BYTES = ACT_TILE_QUANT_BYTES * 2;
-__host__ __device__ constexpr int act_tile_bytes(ActivationFormat scaling) {
-    if (parts_of(scaling) > 0)
-        return parts_of(scaling) * ACT_TILE_PART_BYTES +
-               (scaling == ActivationFormat::F16X2 ? ACT_TILE_TOKENS * 4 : 0);
-    return ACT_TILE_QUANT_BYTES + (scaling == ActivationFormat::Q8_0   ? 256
-                                   : scaling == ActivationFormat::Q8_1 ? 512
-                                                                       : 32 + 256);
+__host__ __device__ constexpr int act_tile_bytes(ActivationFormat format) {
+    return format == ActivationFormat::Q8_0   ? ACT_TILE_QUANT_BYTES + 256
+           : format == ActivationFormat::Q8_1 ? ACT_TILE_QUANT_BYTES + 512
+           : format == ActivationFormat::Q8_K ? ACT_TILE_QUANT_BYTES + 32 + 256
+                                              : ACT_TILE_QUANT_BYTES * 2;
 }
 
-// Offset of vector `p` of a token's quants in an activation tile; below, of a part's 16-bit floats.
+// Offset of vector `p` of a token's quants in an activation tile; below, of its 16-bit floats.
 __device__ inline int act_tile_offset(int token, int p) { return token * TILE_COLS + ((p ^ token) * 16); }
 
 __device__ inline int act16_tile_offset(int token, int p) {
-    return token * TILE_COLS * 2 + ((p ^ token) * 16);
+    return p / 8 * 1024 + token * 128 + ((p % 8 ^ token) * 16);
 }
 
 // An activation row: one token's part of an activation tile, as matvec.cuh keeps it in shared

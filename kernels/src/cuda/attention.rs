@@ -246,6 +246,8 @@ impl AttentionKernels {
             kernel_name!("attention", "attention_merge_q8_0"),
             kernel_name!("attention", "attention_merge_q8_1"),
             kernel_name!("attention", "attention_merge_q8_k"),
+            kernel_name!("attention", "attention_merge_f16"),
+            kernel_name!("attention", "attention_merge_bf16"),
         ]);
         // SAFETY: as above. 256 columns hold whole heads, and the plan merges every row.
         unsafe { launch_kernel(&self.floats, name, stream, launch, &arguments) }

@@ -301,11 +301,13 @@ impl ExpertKernels {
             cols: cols as i32,
             act_tiles,
         };
-        let name = quantized.select([
+        let names = [
             kernel_name!("experts", "expert_quantize_q8_0"),
             kernel_name!("experts", "expert_quantize_q8_1"),
             kernel_name!("experts", "expert_quantize_q8_k"),
-        ]);
+        ];
+        let dtype = quantized.format;
+        let name = quantized.select_quants(names).ok_or(OpError::Type { op: OP, dtype })?;
         // SAFETY: a warp reads 256 values of the row of a slot's pair, and writes the slot's part
         // of an activation tile. The pair is below `pairs` by this function's contract.
         unsafe { launch_kernel(&self.routing_kernels, name, stream, launch, &arguments) }

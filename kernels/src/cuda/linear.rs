@@ -11,12 +11,14 @@ use ops::OpError;
 use quant::DType;
 use quant::layout::{TILE_COLS, TILE_ROWS, Tiles};
 
+use super::abi::float_linear::FloatMatmul;
 use super::abi::linear::{
     LINEAR_F32_TOKENS, LINEAR_F32_WARPS, LinearF32, LinearMatmul, LinearMatvec, LinearParams,
     MATVEC_TILES_PER_STAGE, MATVEC_WARPS,
 };
 pub use super::abi::linear::{MATRICES_MAX, MatmulShape};
 use super::error::device_error;
+use super::float_linear::{FloatShape, STAGES_MIN, float_kernel_name, float_maps};
 use super::launch::{KernelName, kernel_name, launch_kernel};
 use super::module::image;
 use super::quantize::{QuantizedActivations, activation_bytes};
@@ -43,30 +45,21 @@ pub enum LinearMethod {
     Matvec(usize),
     /// linear/matmul.cuh, on the tensor cores.
     Matmul(MatmulShape),
+    /// linear/float_matmul.cuh, for weights of 16-bit floats.
+    FloatMatmul(FloatShape),
     /// linear_f32.cu. Each warp computes one row.
     Scalar,
 }
 
 impl MatmulShape {
-    /// All shapes for which a type has kernels.
-    pub fn all(dtype: DType) -> Vec<Self> {
-        let small = (dtype == DType::BF16).then_some(Self::BF16_SMALL);
-        Self::for_type(dtype).iter().copied().chain(small).collect()
+    /// All shapes, by ascending number of tokens.
+    pub fn all() -> [Self; 4] {
+        Self::QUANTS
     }
 
-    /// The usual shapes, by ascending number of tokens.
-    fn for_type(dtype: DType) -> &'static [Self; 4] {
-        if is_float16(dtype) { &Self::FLOATS } else { &Self::QUANTS }
-    }
-
-    /// Bytes of a pipeline stage. For weights of 16-bit floats, `tile_bytes` is 0: shared memory
-    /// holds their rows with 16 bytes of padding.
+    /// Bytes of a pipeline stage.
     fn stage_bytes(&self, tile_bytes: usize, act_tile_bytes: usize) -> usize {
-        let tiles = match tile_bytes {
-            0 => TILE_ROWS * (self.depth() * TILE_COLS * 2 + 16),
-            tile_bytes => self.depth() * tile_bytes,
-        };
-        self.row_tiles() * tiles + self.act_tiles() * self.depth() * act_tile_bytes
+        self.depth() * (self.row_tiles() * tile_bytes + self.act_tiles() * act_tile_bytes)
     }
 
     /// Bytes of the partial sums that are not added yet: two buffers of f32.
@@ -80,10 +73,6 @@ impl MatmulShape {
 /// x 12288: two tokens take 10.3 us by matvec and 12.6 by matmul, four take 12.6 and 12.6. 12288 x
 /// 4096: two take 12.0 and 12.1, four take 15.8 and 12.1.
 const MATVEC_TOKENS_MAX: usize = 3;
-/// If a matrix gives every multiprocessor this many blocks, BF16 uses BF16_SMALL for up to 8
-/// tokens. Measured on an H200: 4096 x 151936 takes 318 us with BF16_SMALL and 445 with the usual
-/// shape, 4096 x 12288 takes 28 and 41. 4096 x 4096 has too few blocks: it takes 26 and 15.
-const BF16_SMALL_WAVES: usize = 2;
 /// Bytes of the copies in flight. 40 KiB per multiprocessor hide the latency of an H200's memory,
 /// and two blocks share a multiprocessor. Four times as many bytes changed no time by more than
 /// 10%.
@@ -123,19 +112,15 @@ impl LinearKernels {
         if dtype == DType::F32 {
             return LinearMethod::Scalar;
         }
-        if tokens <= MATVEC_TOKENS_MAX && !is_float16(dtype) {
+        if is_float16(dtype) {
+            let rows = row_tiles * TILE_ROWS;
+            return LinearMethod::FloatMatmul(FloatShape::fastest(&self.device, rows, tokens));
+        }
+        if tokens <= MATVEC_TOKENS_MAX {
             return LinearMethod::Matvec(tokens);
         }
         let multiprocessors = self.device.multiprocessors() as usize;
-        let small = MatmulShape::BF16_SMALL;
-        let small_blocks = row_tiles.div_ceil(small.row_tiles());
-        if dtype == DType::BF16
-            && tokens <= small.tokens()
-            && small_blocks >= BF16_SMALL_WAVES * multiprocessors
-        {
-            return LinearMethod::Matmul(small);
-        }
-        let [narrow @ .., wide, large] = MatmulShape::for_type(dtype);
+        let [narrow @ .., wide, large] = &MatmulShape::QUANTS;
         // A large block does the most work per byte that it loads. Large blocks are faster if at
         // least half of the multiprocessors get a block and each block is at least half full.
         let blocks = row_tiles.div_ceil(large.row_tiles()) * tokens.div_ceil(large.tokens());
@@ -161,7 +146,7 @@ impl LinearKernels {
             // If rows are too long for the device's shared memory, a shape with smaller blocks is
             // used.
             Err(OpError::Shape { what: NO_SHARED_MEMORY, .. }) => {
-                let smaller = LinearMethod::Matmul(MatmulShape::for_type(first_dtype)[1]);
+                let smaller = LinearMethod::Matmul(MatmulShape::QUANTS[1]);
                 self.launch_with(stream, smaller, x, products)
             }
             result => result,
@@ -208,6 +193,25 @@ impl LinearKernels {
                 // SAFETY: as above, for linear/matmul.cuh.
                 unsafe { launch_kernel(family, name, stream, launch, &LinearMatmul { params, stages }) }
                     .map_err(device_error(OP))
+            }
+            LinearMethod::FloatMatmul(shape) => {
+                let name = float_kernel_name(dtype, shape).ok_or_else(|| no_kernel(shape.tokens()))?;
+                let (stages, shared_bytes) = shape.pipeline(self.device.shared_bytes_max(), x.tokens);
+                if stages < STAGES_MIN {
+                    let (found, expected) = (stages.max(0) as usize, STAGES_MIN as usize);
+                    return Err(OpError::Shape { op: OP, what: "pipeline stages", found, expected });
+                }
+                let rows = products.iter().map(|product| product.shape.rows());
+                let output_tiles = shape.count_tiles(rows, x.tokens);
+                let launch = self
+                    .persistent_launch(family, name, output_tiles, shape.warps(), shared_bytes)
+                    .map_err(device_error(OP))?;
+                let maps = float_maps(&self.device, shape, x, products).map_err(device_error(OP))?;
+                let token_rows = shape.token_rows(x.tokens) as i32;
+                let arguments = FloatMatmul { params, maps, stages, token_rows };
+                // SAFETY: as above, for linear/float_matmul.cuh. The maps cover whole weights and
+                // activation tiles.
+                unsafe { launch_kernel(family, name, stream, launch, &arguments) }.map_err(device_error(OP))
             }
         }
     }
@@ -449,9 +453,6 @@ fn matvec_name(dtype: DType, tokens: usize) -> Option<KernelName<LinearMatvec>> 
 }
 
 fn matmul_name(dtype: DType, shape: MatmulShape) -> Option<KernelName<LinearMatmul>> {
-    if shape == MatmulShape::BF16_SMALL {
-        return (dtype == DType::BF16).then_some(of_type!("bf16", "matmul", "8_small"));
-    }
     macro_rules! names {
         ($($dtype:ident = $type:literal),*; $($tokens:literal = $suffix:literal),*) => {
             names!(@types [$($dtype = $type),*] [$($tokens = $suffix),*])
@@ -468,9 +469,6 @@ fn matmul_name(dtype: DType, shape: MatmulShape) -> Option<KernelName<LinearMatm
                 _ => None,
             }
         };
-    }
-    if is_float16(dtype) {
-        return names!(F16 = "f16", BF16 = "bf16"; 8 = "8", 16 = "16", 32 = "32", 64 = "64");
     }
     names!(
         Q8_0 = "q8_0", Q4_0 = "q4_0", Q4_1 = "q4_1", Q5_0 = "q5_0", Q5_1 = "q5_1", Q2_K = "q2_k",

@@ -17,6 +17,7 @@ pub mod checksum;
 pub mod embed;
 mod error;
 pub mod experts;
+pub mod float_linear;
 pub mod gather;
 pub mod kv_write;
 mod launch;

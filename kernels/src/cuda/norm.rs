@@ -53,6 +53,8 @@ impl NormKernels {
                 kernel_name!("norm", "rms_norm_q8_0"),
                 kernel_name!("norm", "rms_norm_q8_1"),
                 kernel_name!("norm", "rms_norm_q8_k"),
+                kernel_name!("norm", "rms_norm_f16"),
+                kernel_name!("norm", "rms_norm_bf16"),
             ]),
         };
         // SAFETY: block r reads and writes `cols` values at r * cols, inside `x` and `out` by the
@@ -95,6 +97,8 @@ impl NormKernels {
                 kernel_name!("norm", "add_rms_norm_q8_0"),
                 kernel_name!("norm", "add_rms_norm_q8_1"),
                 kernel_name!("norm", "add_rms_norm_q8_k"),
+                kernel_name!("norm", "add_rms_norm_f16"),
+                kernel_name!("norm", "add_rms_norm_bf16"),
             ]),
         };
         // SAFETY: as for `rows`, except that the kernel also writes `x`.

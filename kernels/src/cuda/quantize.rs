@@ -17,8 +17,8 @@ use super::{Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream}
 
 const OP: &str = "quantize";
 
-/// The length of F16 and BF16 weight rows is a multiple of this number of values, because bulk
-/// copies move whole runs of 16 values.
+/// The length of F16 and BF16 weight rows is a multiple of this number of values: the depth of a
+/// tensor-core step.
 pub const FLOAT16_ROW_STEP: usize = 16;
 
 /// Activations in the format that [`super::linear::LinearKernels`] takes.
@@ -34,9 +34,7 @@ pub struct QuantizedActivations<'a> {
 pub fn activation_bytes(format: DType, tokens: usize, cols: usize) -> Option<usize> {
     let act_tile = match format {
         DType::F32 => return tokens.checked_mul(cols)?.checked_mul(4),
-        // A value is the sum of two f16 (with one scale per token), or of three bf16.
-        DType::F16 => ACT_TILE_TOKENS * (TILE_COLS * 2 * 2 + 4),
-        DType::BF16 => ACT_TILE_TOKENS * TILE_COLS * 3 * 2,
+        DType::F16 | DType::BF16 => ACT_TILE_TOKENS * TILE_COLS * 2,
         DType::Q8_0 => ACT_TILE_TOKENS * (TILE_COLS + 8 * 4),
         DType::Q8_1 => ACT_TILE_TOKENS * (TILE_COLS + 8 * 4 + 8 * 4),
         DType::Q8_K => ACT_TILE_TOKENS * (TILE_COLS + 4 + 16 * 2),

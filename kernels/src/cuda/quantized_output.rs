@@ -6,33 +6,37 @@
 use quant::DType;
 
 use super::launch::KernelName;
-use super::quantize::activation_bytes;
+use super::quantize::{FLOAT16_ROW_STEP, activation_bytes};
 use super::{CudaError, DeviceViewMut};
 
 /// Activation tiles for the rows that a kernel writes.
 pub struct QuantizedOutput<'a> {
-    /// Q8_0, Q8_1 or Q8_K.
+    /// Q8_0, Q8_1, Q8_K, F16 or BF16.
     pub format: DType,
     pub act_tiles: DeviceViewMut<'a, u8>,
 }
 
-/// A quantized row consists of whole blocks of this many values.
+/// A row of quants consists of whole blocks of this many values.
 const BLOCK: usize = 32;
 
 impl QuantizedOutput<'_> {
     /// Whether kernels can quantize into this format.
     pub(super) fn supports(format: DType) -> bool {
-        matches!(format, DType::Q8_0 | DType::Q8_1 | DType::Q8_K)
+        matches!(format, DType::Q8_0 | DType::Q8_1 | DType::Q8_K | DType::F16 | DType::BF16)
     }
 
     /// Returns the address of the activation tiles, if they have room for `rows` rows of `cols`
     /// values.
     pub(super) fn address(&self, rows: usize, cols: usize) -> Result<u64, CudaError> {
         let expected = activation_bytes(self.format, rows, cols).unwrap_or(usize::MAX);
+        let block = match self.format {
+            DType::F16 | DType::BF16 => FLOAT16_ROW_STEP,
+            _ => BLOCK,
+        };
         for (what, found, expected) in [
             ("formats without a kernel", usize::from(!Self::supports(self.format)), 0),
             ("activation tiles of quantized rows", self.act_tiles.len(), expected),
-            ("values beyond whole blocks in a quantized row", cols % BLOCK, 0),
+            ("values beyond whole blocks in a quantized row", cols % block, 0),
         ] {
             if found != expected {
                 return Err(CudaError::Length { what, found, expected });
@@ -41,13 +45,27 @@ impl QuantizedOutput<'_> {
         Ok(self.act_tiles.address())
     }
 
-    /// Selects the kernel for the format from `names`, those of Q8_0, Q8_1 and Q8_K.
+    /// Selects the kernel for the format from `names`, those of Q8_0, Q8_1, Q8_K, F16 and BF16.
     /// [`Self::address`] has already refused other formats.
-    pub(super) fn select<A>(&self, names: [KernelName<A>; 3]) -> KernelName<A> {
+    pub(super) fn select<A>(&self, names: [KernelName<A>; 5]) -> KernelName<A> {
         match self.format {
             DType::Q8_0 => names[0],
             DType::Q8_1 => names[1],
-            _ => names[2],
+            DType::Q8_K => names[2],
+            DType::F16 => names[3],
+            _ => names[4],
+        }
+    }
+
+    /// As [`Self::select`], for kernels that round to quants alone: Q8_0, Q8_1 and Q8_K. None for
+    /// other formats.
+    pub(super) fn select_quants<A>(&self, names: [KernelName<A>; 3]) -> Option<KernelName<A>> {
+        let [q8_0, q8_1, q8_k] = names;
+        match self.format {
+            DType::Q8_0 => Some(q8_0),
+            DType::Q8_1 => Some(q8_1),
+            DType::Q8_K => Some(q8_k),
+            _ => None,
         }
     }
 }

@@ -93,6 +93,8 @@ impl SiluKernels {
             kernel_name!("silu_and_mul", "silu_and_mul_q8_0"),
             kernel_name!("silu_and_mul", "silu_and_mul_q8_1"),
             kernel_name!("silu_and_mul", "silu_and_mul_q8_k"),
+            kernel_name!("silu_and_mul", "silu_and_mul_f16"),
+            kernel_name!("silu_and_mul", "silu_and_mul_bf16"),
         ]);
         // SAFETY: a warp reads and writes 256 columns of one token, and writes its part of an
         // activation tile.

@@ -12,6 +12,7 @@ type TestFn = fn(&TestGpu) -> anyhow::Result<()>;
 pub(crate) const BENCHES: &[(&str, TestFn)] = &[
     ("attention", attention::bench),
     ("throughput", throughput::bench),
+    ("floats", throughput::floats),
     ("sampled", throughput::sampled),
     ("shortlist", shortlist::bench),
     ("memory", memory::bench),

@@ -95,9 +95,13 @@ pub(crate) fn rounded_rows_are_those_of_single_ops(gpu: &TestGpu) -> Result<()> 
     let mut pair = pair(gpu)?;
     let rows: &[usize] = if gpu.small { &[1, 5, 33] } else { &[1, 2, 4, 5, 33, 70, 139] };
     // One type for each format of quantized activations.
-    for (dtype, widths) in
-        [(DType::Q8_0, [32, 416, 1056]), (DType::Q5_1, [96, 480, 4128]), (DType::Q4_K, [256, 768, 4352])]
-    {
+    for (dtype, widths) in [
+        (DType::Q8_0, [32, 416, 1056]),
+        (DType::Q5_1, [96, 480, 4128]),
+        (DType::Q4_K, [256, 768, 4352]),
+        (DType::F16, [48, 416, 4112]),
+        (DType::BF16, [32, 912, 4352]),
+    ] {
         for (cols, &rows) in widths.into_iter().flat_map(|cols| rows.iter().map(move |rows| (cols, rows))) {
             compare(&mut pair, &format!("{rows} rows of {cols} for {dtype}"), |ops| {
                 rounded_rows(ops, dtype, rows, cols)

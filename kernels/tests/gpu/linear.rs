@@ -4,6 +4,7 @@
 
 use anyhow::{Context, ensure};
 use kernels::cuda::embed::EmbedKernels;
+use kernels::cuda::float_linear::FloatShape;
 use kernels::cuda::linear::{LinearKernels, LinearMethod, MatmulShape, MatrixProduct};
 use kernels::cuda::naive::NaiveKernels;
 use kernels::cuda::quantize::{QuantizeKernels, activation_bytes};
@@ -31,11 +32,14 @@ const TYPES: [DType; 10] = [
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 fn methods(dtype: DType, tokens: usize) -> Vec<LinearMethod> {
-    if dtype == DType::F32 {
-        return vec![LinearMethod::Scalar];
+    match dtype {
+        DType::F32 => vec![LinearMethod::Scalar],
+        DType::F16 | DType::BF16 => FloatShape::all().map(LinearMethod::FloatMatmul).to_vec(),
+        _ => {
+            let vector = (tokens <= 4).then_some(LinearMethod::Matvec(tokens));
+            vector.into_iter().chain(MatmulShape::all().map(LinearMethod::Matmul)).collect()
+        }
     }
-    let vector = (tokens <= 4 && TYPES.contains(&dtype)).then_some(LinearMethod::Matvec(tokens));
-    vector.into_iter().chain(MatmulShape::all(dtype).iter().copied().map(LinearMethod::Matmul)).collect()
 }
 
 struct LinearCase {
@@ -245,6 +249,7 @@ pub(crate) fn floats_are_near_the_reference(gpu: &TestGpu) -> anyhow::Result<()>
                 input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
                 let found = out.to_host(&gpu.stream)?;
                 for (t, x) in input.x.chunks_exact(cols).enumerate() {
+                    let x = &dequantized(&Activations::for_weight(dtype, x)?.context("no activation")?)?;
                     let norm = x.iter().map(|x| x * x).sum::<f32>().sqrt();
                     for (r, raw) in case.raw.chunks_exact(case.raw.len() / rows).enumerate() {
                         let mut weights = vec![0.0; cols];
@@ -254,8 +259,11 @@ pub(crate) fn floats_are_near_the_reference(gpu: &TestGpu) -> anyhow::Result<()>
                             (weights.iter().zip(x).fold(0.0, dot) + f64::from(case.bias[r])) as f32;
                         let found = found[t * rows + r];
                         // The tolerance is 2^-19 of the largest possible product. A row of weights
-                        // has norm sqrt(cols).
-                        let tolerance = 2e-6 * norm * (cols as f32).sqrt() + 1e-6;
+                        // has norm sqrt(cols). Each step of a chain of 16-bit floats also cuts the
+                        // sum off at 24 bits.
+                        let steps = if dtype == DType::F32 { 0.0 } else { (cols / 16) as f32 };
+                        let cut = steps * expected.abs() * f32::EPSILON / 2.0;
+                        let tolerance = 2e-6 * norm * (cols as f32).sqrt() + 1e-6 + cut;
                         ensure!(
                             (found - expected).abs() <= tolerance,
                             "{dtype} {cols} x {rows}, {tokens} tokens, {method:?}: row {r} of token {t} is {found}, expected {expected}"
@@ -275,7 +283,9 @@ fn dequantized(a: &Activations) -> anyhow::Result<Vec<f32>> {
         Activations::Q8_0(blocks) => blocks.iter().flat_map(|b| scaled(b.d.to_f32(), &b.qs)).collect(),
         Activations::Q8_1(blocks) => blocks.iter().flat_map(|b| scaled(b.d.to_f32(), &b.qs)).collect(),
         Activations::Q8_K(blocks) => blocks.iter().flat_map(|b| scaled(b.d, &b.qs)).collect(),
-        _ => anyhow::bail!("activations of {}", a.dtype()),
+        Activations::F32(x) => x.clone(),
+        Activations::F16(x) => x.iter().map(|x| x.to_f32()).collect(),
+        Activations::BF16(x) => x.iter().map(|x| x.to_f32()).collect(),
     })
 }
 
@@ -285,7 +295,7 @@ pub(crate) fn products_match_the_naive_kernel(gpu: &TestGpu) -> anyhow::Result<(
     let naive = NaiveKernels::new(&gpu.device);
     let mut rng = TestRng::new(19);
     let (cols, rows) = if gpu.small { (512, 24) } else { (4096, 1040) };
-    for dtype in TYPES {
+    for dtype in TYPES.into_iter().chain(FLOATS) {
         let case = LinearCase::new(gpu, &mut rng, dtype, cols, rows)?;
         let mut weights = vec![0.0; cols * rows];
         quant::decode(dtype, &case.raw, &mut weights)?;
@@ -506,6 +516,7 @@ pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
                         LinearMethod::Matvec(_) => "vector".to_owned(),
                         LinearMethod::Scalar => "plain".to_owned(),
                         LinearMethod::Matmul(shape) => format!("tiles {}", shape.tokens()),
+                        LinearMethod::FloatMatmul(shape) => format!("{}x{}", shape.tokens(), shape.rows()),
                     };
                     println!(
                         "{dtype:5} {cols:6} {rows:6} {tokens:6} {name:10} {:8.1} {:7.0} {:6.1}",

@@ -5,7 +5,7 @@
 use anyhow::ensure;
 use kernels::cuda::Buffer;
 use kernels::cuda::quantize::{ACT_TILE_TOKENS, QuantizeKernels, activation_bytes};
-use quant::DType;
+use quant::{Activations, DType};
 
 use crate::TestGpu;
 use crate::random::TestRng;
@@ -21,13 +21,22 @@ pub(crate) fn activations_are_those_of_the_host(gpu: &TestGpu) -> anyhow::Result
         (DType::Q8_1, 1024 + 96, 17),
         (DType::Q8_K, 256, 1),
         (DType::Q8_K, 4096, 19),
+        (DType::F16, 16, 1),
+        (DType::F16, 912, 21),
+        (DType::BF16, 4096, 9),
     ] {
         let mut x = random.values(cols * tokens);
         // A block of zeros, and two values of the largest magnitude with opposite signs.
-        x[..32].fill(0.0);
+        x[..16].fill(0.0);
         let last = x.len();
         x[last - 3] = 99.0;
         x[last - 7] = -99.0;
+        if format == DType::F16 {
+            // Beyond the range, at its end, below the smallest normal value and below the smallest.
+            for (at, value) in [1e5, -1e5, 65_519.0, 65_520.0, 3e-5, 1e-9].into_iter().enumerate() {
+                x[last - 8 - at] = value;
+            }
+        }
         let expected = panels(format, &x, tokens, cols)?;
         let device_x = Buffer::from_host(&gpu.stream, &x)?;
         let mut out = Buffer::<u8>::new(&gpu.device, activation_bytes(format, tokens, cols).unwrap_or(0))?;
@@ -73,6 +82,18 @@ fn panels(format: DType, x: &[f32], tokens: usize, cols: usize) -> anyhow::Resul
                     }
                     put(32 * b, scale_at(b), &block.d.to_f32().to_le_bytes());
                     put(32 * b, scale_at(b) + 256, &block.s.to_f32().to_le_bytes());
+                }
+            }
+            DType::F16 | DType::BF16 => {
+                let halves: Vec<u16> = match Activations::for_weight(format, x)? {
+                    Some(Activations::F16(x)) => x.iter().map(|x| x.to_bits()).collect(),
+                    Some(Activations::BF16(x)) => x.iter().map(|x| x.to_bits()).collect(),
+                    _ => anyhow::bail!("activations of {format}"),
+                };
+                for (value, half) in halves.iter().enumerate() {
+                    let (unit, vector) = (value % 256 / 64, value % 64 / 8);
+                    let at = unit * 1024 + slot * 128 + (vector ^ slot) * 16 + value % 8 * 2;
+                    put(value, at, &half.to_le_bytes());
                 }
             }
             _ => {

@@ -73,6 +73,8 @@ const HEAD_DIM: usize = 128;
 /// Decides the type of each tensor.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum QuantMix {
+    F16,
+    BF16,
     Q80,
     /// The choice of llama.cpp: half of the sensitive matrices are in Q6_K.
     Q4KM,
@@ -82,6 +84,8 @@ impl QuantMix {
     fn of(self, tensor: &str, layer: usize, layers: usize) -> DType {
         let more = layer < layers / 8 || layer >= 7 * layers / 8 || (layer - layers / 8) % 3 == 2;
         match self {
+            Self::F16 => DType::F16,
+            Self::BF16 => DType::BF16,
             Self::Q80 => DType::Q8_0,
             Self::Q4KM if tensor == "output" => DType::Q6_K,
             Self::Q4KM if more && (tensor == "attn_v" || tensor.starts_with("ffn_down")) => DType::Q6_K,
@@ -95,6 +99,14 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
         for (mix, name) in [(QuantMix::Q4KM, "Q4_K_M"), (QuantMix::Q80, "Q8_0")] {
             run(gpu, preset, mix, &format!("{} {name}", preset.name))?;
         }
+    }
+    Ok(())
+}
+
+pub(crate) fn floats(gpu: &TestGpu) -> Result<()> {
+    let preset = &MODEL_PRESETS[0];
+    for (mix, name) in [(QuantMix::F16, "F16"), (QuantMix::BF16, "BF16")] {
+        run(gpu, preset, mix, &format!("{} {name}", preset.name))?;
     }
     Ok(())
 }

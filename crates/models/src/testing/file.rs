@@ -48,10 +48,10 @@ impl ModelFile {
         Ok(table)
     }
 
-    /// Whether a weight has a type for which kernels round activations to int8.
-    pub fn is_quantized(&self) -> bool {
-        let mut types = self.header.tensors().iter().map(|tensor| tensor.dtype);
-        types.any(|dtype| !matches!(dtype, DType::F32 | DType::F16 | DType::BF16))
+    /// Whether activations are rounded before they meet some of the weights. Only F32 weights take
+    /// them as they are.
+    pub fn rounds_activations(&self) -> bool {
+        self.header.tensors().iter().any(|tensor| tensor.dtype != DType::F32)
     }
 
     fn heads(&self) -> impl Iterator<Item = TensorHead<'_>> {

@@ -18,12 +18,12 @@ use std::path::{Path, PathBuf};
 /// rounding edge goes to another side.
 const LLAMA_CPP_SHARE: f32 = 0.5;
 
-/// How the backend under test multiplies with quantized weights.
+/// How the backend under test multiplies with weights that are not F32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arithmetic {
     /// It decodes weights and does not round activations.
     Decoded,
-    /// It rounds activations to int8 blocks.
+    /// It rounds activations to the format of `DType::activation`.
     Rounded,
 }
 
@@ -96,7 +96,7 @@ impl Golden {
         B: Backend<Data: From<Bytes>>,
     {
         let file = self.file()?;
-        let rounded = arithmetic == Arithmetic::Rounded && file.is_quantized();
+        let rounded = arithmetic == Arithmetic::Rounded && file.rounds_activations();
         for kind in [KvType::F32, KvType::F16] {
             let bound = self.bound(kind, rounded)?;
             self.check_logits(&file, &make, kind, bound, rounded)

@@ -76,7 +76,7 @@ pub(super) fn product(
     Ok(())
 }
 
-/// As [`product`], with activations rounded to int8 blocks first if the weights are quantized.
+/// As [`product`], with activations first rounded to the format of [`DType::activation`].
 pub(super) fn rounded_product(
     weight: &Weight<Reference>,
     x: &HostTensor,
@@ -85,7 +85,7 @@ pub(super) fn rounded_product(
 ) -> Result<(), OpError> {
     const OP: &str = "linear";
     let dtype = weight.dtype;
-    if matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+    if dtype == DType::F32 {
         return product(weight, x, out, rows);
     }
     check(OP, weight)?;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Products with F32, F16 and BF16 weights: f32 fused multiply-adds, 16 lanes along the input
-//! dimension. Activations stay f32, as in `ops::Reference`.
+//! dimension. Activations are rounded to the weights' type first, as in `ops::Reference`.
 //!
 //! Limiting resource:
 //!
@@ -27,6 +27,20 @@ pub(super) fn product<E: Element>(
 ) {
     let outputs = groups.start * GROUP..(groups.end * GROUP).min(layer.n_out);
     isa.run(FloatProduct::<E> { layer, outputs, x, n_in, element: PhantomData });
+}
+
+/// Rounds values as `quant::Activations` does for F16 weights.
+pub(super) fn round_to_f16(x: &[f32], out: &mut [f32]) {
+    for (out, &x) in out.iter_mut().zip(x) {
+        *out = quant::saturated_f16(x).to_f32();
+    }
+}
+
+/// Rounds values as `quant::Activations` does for BF16 weights.
+pub(super) fn round_to_bf16(x: &[f32], out: &mut [f32]) {
+    for (out, &x) in out.iter_mut().zip(x) {
+        *out = half::bf16::from_f32(x).to_f32();
+    }
 }
 
 struct FloatProduct<'a, E> {

@@ -51,6 +51,9 @@ pub(in crate::cpu) struct LinearLayer<'a> {
 pub(in crate::cpu) struct ActivationBuffers {
     rounded32: Vec<Rounded32>,
     rounded256: Vec<Rounded256>,
+    /// Values rounded to F16 and to BF16.
+    rounded_f16: Vec<f32>,
+    rounded_bf16: Vec<f32>,
     /// The blocks of a single row, 16 blocks interleaved.
     lanes32: Vec<Lanes32>,
     lanes256: Vec<Lanes256>,
@@ -81,6 +84,9 @@ pub(in crate::cpu) fn kept_bytes(rows: usize, n_in: usize, threads: usize, dtype
     if rounded_to(DType::Q8_K) {
         row += n_in / 256 * size_of::<Rounded256>();
     }
+    row += [DType::F16, DType::BF16].into_iter().filter(|&format| rounded_to(format)).count()
+        * n_in
+        * size_of::<f32>();
     // Windows, and the padded rows that they may be made of.
     rows * row + threads * 2 * MANY_WINDOW_BYTES
 }
@@ -108,6 +114,12 @@ pub(in crate::cpu) fn multiply(
     if needs(DType::Q8_K) {
         round(pool, x, n_in, &mut input.rounded256, 256, |x, out| isa.run(Round { x, out }));
     }
+    if needs(DType::F16) {
+        round(pool, x, n_in, &mut input.rounded_f16, 1, float::round_to_f16);
+    }
+    if needs(DType::BF16) {
+        round(pool, x, n_in, &mut input.rounded_bf16, 1, float::round_to_bf16);
+    }
     if rows == 1 {
         lanes_of(&input.rounded32, &mut input.lanes32);
         lanes_of(&input.rounded256, &mut input.lanes256);
@@ -134,8 +146,8 @@ pub(in crate::cpu) fn multiply(
         let job = LinearPiece { isa, layer, groups: groups.clone(), rows, n_in };
         match layer.dtype {
             DType::F32 => float::product::<F32>(isa, layer, groups.clone(), x, n_in),
-            DType::F16 => float::product::<F16>(isa, layer, groups.clone(), x, n_in),
-            DType::BF16 => float::product::<Bf16>(isa, layer, groups.clone(), x, n_in),
+            DType::F16 => float::product::<F16>(isa, layer, groups.clone(), &input.rounded_f16, n_in),
+            DType::BF16 => float::product::<Bf16>(isa, layer, groups.clone(), &input.rounded_bf16, n_in),
             DType::Q8_0 => job.product::<Q8_0>(r32, &mut scratch),
             DType::Q4_0 => job.product::<Q4_0>(r32, &mut scratch),
             DType::Q4_1 => job.product::<Q4_1>(r32, &mut scratch),

@@ -7,8 +7,9 @@
 //!    blocks of a row. `t_b` is the block's f32 term, with the bits that `quant::dot` computes.
 //!    Therefore results have the bits of `quant::dot`, whatever the number of rows, threads or
 //!    instruction set.
-//! 2. Float weights: lane `k % 16` sums the products of columns `k` with fused multiply-adds, `k`
-//!    ascending. At the end, lanes 8, 4, 2 and 1 apart are added.
+//! 2. Float weights: activations are rounded to the weights' type. Lane `k % 16` sums the products
+//!    of columns `k` with fused multiply-adds, `k` ascending. At the end, lanes 8, 4, 2 and 1 apart
+//!    are added.
 //!
 //! # How it is computed
 //! Sixteen weight rows form a group, one lane each. A block of all 16 rows is transposed, so that

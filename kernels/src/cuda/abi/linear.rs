@@ -26,7 +26,7 @@ abi! {
     structs {
         /// Up to four matrices of one type that share their input.
         struct LinearParams [136 bytes] {
-            /// Tiles (layout 1 of quant), or rows of floats. They are 16-byte aligned.
+            /// Tiles (layout 1 of quant), 16-byte aligned. Not used for 16-bit floats.
             weights: [u64; MATRICES_MAX] as "const uint8_t *",
             /// f32 [tokens][rows].
             out: [u64; MATRICES_MAX] as "float *",
@@ -88,18 +88,6 @@ impl MatmulShape {
         Self::new([1, 2], [2, 2, 4]),
         Self::new([2, 4], [4, 4, 1]),
     ];
-    /// 16-bit floats use the tensor cores from one token on, so that all sums have one order. Their
-    /// stages are larger, so their blocks are smaller.
-    pub(crate) const FLOATS: [Self; 4] = [
-        Self::new([1, 1], [2, 1, 2]),
-        Self::new([1, 2], [2, 1, 2]),
-        Self::new([1, 4], [4, 1, 1]),
-        Self::new([1, 4], [4, 2, 1]),
-    ];
-    /// For BF16 and at most 8 tokens. Three of these blocks fit one multiprocessor. One block of
-    /// `FLOATS[0]` fills it with its large activation tiles.
-    pub(crate) const BF16_SMALL: Self = Self::new([1, 1], [2, 1, 1]);
-
     /// Tokens of a block. The kernel's name contains this number.
     pub const fn tokens(&self) -> usize {
         self.act_tiles() * ACT_TILE_TOKENS
@@ -130,26 +118,16 @@ impl MatmulShape {
     }
 }
 
-/// Returns macros that define the kernels of a type: `QUANT_MATMULS(q4_k, Q4_K)`,
-/// `FLOAT_MATMULS(f16, F16)`.
+/// Returns a macro that defines the kernels of a type: `QUANT_MATMULS(q4_k, Q4_K)`.
 #[allow(dead_code, reason = "for build.rs")]
 fn matmul_kernels() -> String {
-    let mut out = String::new();
-    for (name, shapes) in [("QUANT_MATMULS", MatmulShape::QUANTS), ("FLOAT_MATMULS", MatmulShape::FLOATS)] {
-        let _ = write!(
-            out,
-            "\n// MATMUL_KERNEL(name, tokens, format, MT, NT, WM, WN, WK)\n#define {name}(NAME, FORMAT)"
-        );
-        for shape in shapes {
-            let (tokens, arguments) = (shape.tokens(), shape.macro_arguments());
-            let _ = write!(out, " \\\n    MATMUL_KERNEL(NAME, {tokens}, FORMAT, {arguments})");
-        }
-        out.push('\n');
-    }
-    let (tokens, arguments) = (MatmulShape::BF16_SMALL.tokens(), MatmulShape::BF16_SMALL.macro_arguments());
-    let _ = write!(
-        out,
-        "\n#define BF16_SMALL_MATMUL(NAME, FORMAT) MATMUL_KERNEL(NAME, {tokens}_small, FORMAT, {arguments})\n"
+    let mut out = String::from(
+        "\n// MATMUL_KERNEL(name, tokens, format, MT, NT, WM, WN, WK)\n#define QUANT_MATMULS(NAME, FORMAT)",
     );
+    for shape in MatmulShape::QUANTS {
+        let (tokens, arguments) = (shape.tokens(), shape.macro_arguments());
+        let _ = write!(out, " \\\n    MATMUL_KERNEL(NAME, {tokens}, FORMAT, {arguments})");
+    }
+    out.push('\n');
     out
 }

@@ -26,24 +26,28 @@ mod table;
 pub(crate) mod attention;
 pub(crate) mod elementwise;
 pub(crate) mod experts;
+pub(crate) mod float_linear;
 pub(crate) mod kv;
 pub(crate) mod linear;
 pub(crate) mod naive;
 pub(crate) mod shortlist;
 pub(crate) mod tiles;
+pub(crate) mod wgmma;
 
 #[allow(unused_imports, reason = "build.rs writes headers, the crate launches kernels")]
 pub(crate) use header::{CudaType, FieldLayout, KernelArguments, SharedHeader};
 
 /// The generated headers.
 #[allow(dead_code, reason = "for build.rs and the tests")]
-pub(crate) const HEADERS: [SharedHeader; 8] = [
+pub(crate) const HEADERS: [SharedHeader; 10] = [
     attention::HEADER,
     elementwise::HEADER,
     experts::HEADER,
+    float_linear::HEADER,
     kv::HEADER,
     linear::HEADER,
     naive::HEADER,
     shortlist::HEADER,
     tiles::HEADER,
+    wgmma::HEADER,
 ];
