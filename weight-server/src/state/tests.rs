@@ -10,6 +10,7 @@ use handoff::manifest::MANIFEST_FORMAT;
 use memory::manifest::FileIdentity;
 
 mod devices;
+mod limits;
 mod random;
 mod returning;
 

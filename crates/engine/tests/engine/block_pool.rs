@@ -256,3 +256,43 @@ fn a_subscriber_that_missed_more_events_than_blocks_gets_a_snapshot() {
     assert!(pool.reset_prefix_cache());
     assert_eq!(pool.events_since(6).events, [KvCacheEvent::AllBlocksCleared]);
 }
+
+#[test]
+fn eviction_of_unused_blocks_keeps_the_used_ones_near_the_start() {
+    let mut pool = BlockPool::new(10);
+    let blocks: Vec<BlockId> = (0..10).map(|_| pool.allocate().unwrap()).collect();
+    assert_eq!(blocks, (1..=10).collect::<Vec<BlockId>>());
+    for (value, &block) in (0..10).zip(&blocks) {
+        pool.cache_insert(block, hash(value));
+    }
+    // Block 1 stays in use. Since the first call, only blocks 4 and 10 are used again.
+    blocks[1..].iter().for_each(|&block| pool.release(block));
+    pool.evict_unused();
+    assert_eq!(pool.cached_blocks(), 9, "all were used since the start");
+    for block in [blocks[3], blocks[9]] {
+        pool.retain(block);
+        pool.release(block);
+    }
+    pool.evict_unused();
+    // Three blocks are of use, so cached blocks stay up to block 6.
+    let found: Vec<bool> = (0..10).map(|value| pool.lookup(&hash(value)).is_some()).collect();
+    assert_eq!(found, [true, false, false, true, false, false, false, false, false, false]);
+    pool.check_integrity([&blocks[..1]].into_iter()).unwrap();
+}
+
+#[test]
+fn end_of_use_follows_blocks_in_use_and_cached_blocks() {
+    let mut pool = BlockPool::new(4);
+    assert_eq!(pool.in_use_end(), 1);
+    let [first, second, third] = [(); 3].map(|()| pool.allocate().unwrap());
+    assert_eq!(pool.in_use_end(), third + 1);
+    pool.release(third);
+    assert_eq!(pool.in_use_end(), second + 1);
+    pool.cache_insert(second, hash(1));
+    pool.release(second);
+    assert_eq!(pool.in_use_end(), second + 1, "cached");
+    pool.retain(second);
+    pool.cache_remove(second);
+    pool.release(second);
+    assert_eq!(pool.in_use_end(), first + 1);
+}

@@ -4,7 +4,7 @@
 
 use super::{add, add_as, limits, prompt, step};
 use engine::schedule::scheduler::Scheduler;
-use engine::schedule::sequence::SequenceKind;
+use engine::schedule::sequence::{NewSequence, SequenceKind};
 use engine::schedule::sequence_id::SequenceId;
 use engine::schedule::step_plan::SchedulerLimits;
 use prefix::Scope;
@@ -109,4 +109,35 @@ fn removal_in_every_state_gives_all_blocks_back() {
         (scheduler.running_count(), scheduler.waiting_count(), scheduler.pool().free_blocks()),
         (0, 0, 20)
     );
+}
+
+#[test]
+fn a_request_costs_its_prompt_and_its_expected_output() {
+    // (tokens of the prompt, tokens of the output): the tenant whose first request costs less is
+    // served first with its second.
+    for (less, more) in [((10, 1), (2, 12)), ((3, 3), (7, 1))] {
+        let mut scheduler = Scheduler::new(limits(), 100);
+        let mut add = |tenant, (rows, output): (usize, usize)| {
+            let tokens = prompt(tenant as u32, rows);
+            let (kind, scope) = (SequenceKind::Generate, &Scope::default());
+            scheduler.add(NewSequence { kind, priority: 0, tenant, tokens, tokens_max: rows + output, scope })
+        };
+        add(2, more);
+        add(1, less);
+        let (second_of_more, second_of_less) = (add(2, (1, 1)), add(1, (1, 1)));
+        let ahead = [second_of_less, second_of_more].map(|sequence_id| scheduler.waiting_ahead(sequence_id));
+        assert!(ahead[0] < ahead[1], "{less:?} {more:?}: {ahead:?}");
+    }
+}
+
+#[test]
+fn token_slots_count_running_sequences_only() {
+    let mut scheduler = Scheduler::new(SchedulerLimits { step_tokens: 6, running_max: 4, ..limits() }, 100);
+    assert_eq!(scheduler.token_slots(), (0, 0));
+    add(&mut scheduler, prompt(1, 5), 20);
+    add(&mut scheduler, prompt(2, 9), 20);
+    assert_eq!(scheduler.token_slots(), (0, 0), "both wait");
+    step(&mut scheduler);
+    // 5 rows in two blocks of 4; one row of the second sequence in one block.
+    assert_eq!(scheduler.token_slots(), (12, 6));
 }

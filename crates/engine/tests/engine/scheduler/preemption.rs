@@ -57,6 +57,29 @@ fn every_decode_moves_when_the_preempted_leader_had_followers_of_first_rank() {
 }
 
 #[test]
+fn a_leader_does_not_wait_for_a_follower_that_was_preempted() {
+    let small =
+        SchedulerLimits { block_tokens: 1, step_tokens: 5, running_max: 5, can_fork: true, ..limits() };
+    let mut scheduler = Scheduler::new(small, 31);
+    let add = |scheduler: &mut Scheduler, priority, tokens| {
+        add_as(scheduler, SequenceKind::Generate, priority, tokens, 30, &Scope::default())
+    };
+    for seed in [1, 2, 3] {
+        add(&mut scheduler, 1, prompt(seed, 1));
+    }
+    let leader = add(&mut scheduler, 0, prompt(4, 16));
+    step(&mut scheduler);
+    let follower = add(&mut scheduler, 2, prompt(4, 16));
+    let preempted = (0..40).any(|_| {
+        step(&mut scheduler);
+        let now = scheduler.sequence(follower).unwrap();
+        now.state == SequenceState::Waiting && scheduler.plan().preempted > 0
+    });
+    assert!(preempted, "the follower has the last rank");
+    assert_eq!(scheduler.sequence(leader).unwrap().followers, 0);
+}
+
+#[test]
 fn a_preempted_sequence_finds_its_own_blocks_again() {
     let mut scheduler = Scheduler::new(limits(), 7);
     let first = add(&mut scheduler, prompt(1, 8), 24);
