@@ -27,6 +27,7 @@ mod one_copy;
 mod quarantine;
 mod routing;
 mod structured;
+mod systemd;
 mod takeover;
 mod unload;
 mod workspace;

@@ -26,6 +26,12 @@ impl HttpClient {
         })
     }
 
+    /// Status of a GET; `None` while nothing listens.
+    pub(crate) fn try_get(&self, path: &str) -> Option<u16> {
+        let request = self.client.get(format!("{}{path}", self.url)).send();
+        self.runtime.block_on(request).ok().map(|reply| reply.status().as_u16())
+    }
+
     pub(crate) fn post(&self, path: &str, body: &Value) -> (u16, String) {
         self.runtime.block_on(async {
             let request = self.client.post(format!("{}{path}", self.url)).json(body);
