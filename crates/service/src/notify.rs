@@ -6,11 +6,17 @@
 //! Without `NOTIFY_SOCKET` every call succeeds and does nothing, so that a process also runs by
 //! hand. Each message is one datagram to the path instead of a connected socket. A successor that
 //! binds the path therefore gets the next message.
+//!
+//! The kernel queues some datagrams (net.unix.max_dgram_qlen, often 10). If the parent is stopped,
+//! the queue becomes full. Messages then wait in an outbox, and the caller goes on; only messages
+//! with descriptors, and barriers, wait for the parent.
+
+mod outbox;
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixDatagram;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::sys::socket::{ControlMessage, MsgFlags, UnixAddr, sendmsg};
@@ -18,13 +24,17 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::env;
 use crate::exit::{Exit, HasExit};
+use outbox::Outbox;
 
 /// SCM_RIGHTS takes at most 253 descriptors in a message (unix(7)).
 pub const FDS_PER_MESSAGE_MAX: usize = 253;
 /// FDNAME is at most 255 ASCII characters without colon or control character (sd_notify(3)).
 pub const FD_NAME_BYTES_MAX: usize = 255;
 /// A parent that does not read its queue for this long is stuck. The child continues without it.
+/// Applies to messages with descriptors.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
+/// How often a barrier looks for room in the parent's queue.
+const QUEUE_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 #[derive(Debug, thiserror::Error)]
 pub enum NotifyError {
@@ -40,10 +50,18 @@ pub enum NotifyError {
     FdName { name: String },
     #[error("{fds} descriptors in one message, more than {FDS_PER_MESSAGE_MAX}")]
     TooManyFds { fds: usize },
+    #[error("the parent does not read its notifications")]
+    FullQueue,
     #[error("the parent has not handled earlier messages within {waited:?}")]
     BarrierTimeout { waited: Duration },
     #[error("cannot wait for the parent to handle earlier messages")]
     Barrier(#[source] io::Error),
+}
+
+impl NotifyError {
+    fn is_full_queue(&self) -> bool {
+        matches!(self, NotifyError::FullQueue)
+    }
 }
 
 impl HasExit for NotifyError {
@@ -69,6 +87,7 @@ struct NotifyParent {
     path: String,
     /// The last status, which is repeated to a successor.
     status: Mutex<Option<String>>,
+    outbox: Mutex<Outbox>,
 }
 
 impl Notify {
@@ -96,7 +115,15 @@ impl Notify {
         let socket = UnixDatagram::unbound().map_err(NotifyError::Socket)?;
         socket.set_write_timeout(Some(SEND_TIMEOUT)).map_err(NotifyError::Socket)?;
         let path = path.to_owned();
-        Ok(Self { parent: Some(Arc::new(NotifyParent { socket, address, path, status: Mutex::default() })) })
+        Ok(Self {
+            parent: Some(Arc::new(NotifyParent {
+                socket,
+                address,
+                path,
+                status: Mutex::default(),
+                outbox: Mutex::default(),
+            })),
+        })
     }
 
     /// Whether there is a parent, and with it an FD store.
@@ -106,7 +133,7 @@ impl Notify {
 
     /// The sockets are bound: clients may connect.
     pub fn ready(&self) -> Result<(), NotifyError> {
-        self.send("READY=1", &[])
+        self.post("READY=1")
     }
 
     /// Sends a line that `ballast ps` and `systemctl status` show.
@@ -115,20 +142,20 @@ impl Notify {
         if let Some(parent) = &self.parent {
             *parent.status.lock().unwrap_or_else(PoisonError::into_inner) = Some(message.clone());
         }
-        self.send(&message, &[])
+        self.post(&message)
     }
 
     /// Repeats the last status to a new parent.
     pub(crate) fn repeat_status(&self) -> Result<(), NotifyError> {
         let Some(parent) = &self.parent else { return Ok(()) };
         let message = parent.status.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        message.map_or(Ok(()), |message| self.send(&message, &[]))
+        message.map_or(Ok(()), |message| self.post(&message))
     }
 
     /// The drain has begun. Succeeds if the parent is gone: its death may be the reason for the
     /// drain.
     pub fn stopping(&self) -> Result<(), NotifyError> {
-        match self.send("STOPPING=1", &[]) {
+        match self.post("STOPPING=1") {
             Err(NotifyError::Send { source, .. })
                 if matches!(source.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound) =>
             {
@@ -142,16 +169,20 @@ impl Notify {
     pub fn reloading(&self) -> Result<(), NotifyError> {
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
         let usec = now.tv_sec * 1_000_000 + now.tv_nsec / 1_000;
-        self.send(&format!("RELOADING=1\nMONOTONIC_USEC={usec}"), &[])
+        self.post(&format!("RELOADING=1\nMONOTONIC_USEC={usec}"))
     }
 
+    /// Without effect if the parent has not read earlier messages: they prove as much.
     pub fn watchdog(&self) -> Result<(), NotifyError> {
-        self.send("WATCHDOG=1", &[])
+        match self.try_send("WATCHDOG=1", &[]) {
+            Err(error) if error.is_full_queue() => Ok(()),
+            sent => sent,
+        }
     }
 
     /// Requests this much more time, from now, to become ready or to stop.
     pub fn extend_timeout(&self, by: Duration) -> Result<(), NotifyError> {
-        self.send(&format!("EXTEND_TIMEOUT_USEC={}", by.as_micros()), &[])
+        self.post(&format!("EXTEND_TIMEOUT_USEC={}", by.as_micros()))
     }
 
     /// Sends descriptors to the FD store under one name. They are stored when [`Notify::barrier`]
@@ -177,10 +208,12 @@ impl Notify {
             return Ok(());
         }
         let (ours, theirs) = io::pipe().map_err(NotifyError::Barrier)?;
-        self.send("BARRIER=1", &[theirs.as_raw_fd()])?;
+        let deadline = Instant::now() + timeout;
+        self.send_until(deadline, "BARRIER=1", &[theirs.as_raw_fd()]).map_err(|error| {
+            if error.is_full_queue() { NotifyError::BarrierTimeout { waited: timeout } } else { error }
+        })?;
         drop(theirs);
         // The parent closes its copy when it handles this message, which is end of file here.
-        let deadline = Instant::now() + timeout;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let timespec =
@@ -195,9 +228,81 @@ impl Notify {
         }
     }
 
-    /// Sends one datagram with descriptors. `supervision` sends its offers with it.
-    pub(crate) fn send(&self, message: &str, fds: &[RawFd]) -> Result<(), NotifyError> {
+    /// Sends a message without descriptors, or puts it into the outbox. Never waits.
+    fn post(&self, message: &str) -> Result<(), NotifyError> {
         let Some(parent) = &self.parent else { return Ok(()) };
+        let mut outbox = parent.outbox();
+        if outbox.is_empty() {
+            match parent.send(message, &[], MsgFlags::MSG_DONTWAIT) {
+                Err(error) if error.is_full_queue() => {}
+                sent => return sent,
+            }
+        }
+        outbox.add(message);
+        if !outbox.has_sender {
+            let sender = Arc::clone(parent);
+            let spawned =
+                std::thread::Builder::new().name("notify".to_owned()).spawn(move || sender.send_outbox());
+            // Without a thread the messages wait for the next one.
+            outbox.has_sender = spawned.is_ok();
+        }
+        Ok(())
+    }
+
+    /// Sends one datagram, or fails at once if the parent's queue is full. `supervision` sends its
+    /// offers with it.
+    pub(crate) fn try_send(&self, message: &str, fds: &[RawFd]) -> Result<(), NotifyError> {
+        self.parent.as_ref().map_or(Ok(()), |parent| parent.send(message, fds, MsgFlags::MSG_DONTWAIT))
+    }
+
+    /// Sends one datagram after all of the outbox.
+    fn send_until(&self, deadline: Instant, message: &str, fds: &[RawFd]) -> Result<(), NotifyError> {
+        loop {
+            let is_next = self.parent.as_ref().is_none_or(|parent| parent.outbox().is_empty());
+            let sent = if is_next { self.try_send(message, fds) } else { Err(NotifyError::FullQueue) };
+            match sent {
+                Err(error) if error.is_full_queue() && Instant::now() < deadline => {
+                    std::thread::sleep(QUEUE_POLL_INTERVAL);
+                }
+                sent => return sent,
+            }
+        }
+    }
+
+    /// Sends one datagram with descriptors. Waits for room in the parent's queue.
+    fn send(&self, message: &str, fds: &[RawFd]) -> Result<(), NotifyError> {
+        self.parent.as_ref().map_or(Ok(()), |parent| parent.send(message, fds, MsgFlags::empty()))
+    }
+}
+
+impl NotifyParent {
+    fn outbox(&self) -> MutexGuard<'_, Outbox> {
+        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends the outbox, however long the parent takes. The body of a thread.
+    fn send_outbox(&self) {
+        loop {
+            let message = {
+                let mut outbox = self.outbox();
+                let Some(message) = outbox.first().cloned() else {
+                    outbox.has_sender = false;
+                    return;
+                };
+                message
+            };
+            match self.send(&message, &[], MsgFlags::empty()) {
+                Err(error) if error.is_full_queue() => continue,
+                Err(error) => {
+                    tracing::debug!(cause = crate::exit::one_line(&error), "cannot send a notification")
+                }
+                Ok(()) => {}
+            }
+            self.outbox().remove(&message);
+        }
+    }
+
+    fn send(&self, message: &str, fds: &[RawFd], flags: MsgFlags) -> Result<(), NotifyError> {
         if fds.len() > FDS_PER_MESSAGE_MAX {
             return Err(NotifyError::TooManyFds { fds: fds.len() });
         }
@@ -206,18 +311,19 @@ impl Notify {
         let payload = [IoSlice::new(message.as_bytes())];
         loop {
             match sendmsg(
-                parent.socket.as_raw_fd(),
+                self.socket.as_raw_fd(),
                 &payload,
                 control,
-                MsgFlags::MSG_NOSIGNAL,
-                Some(&parent.address),
+                MsgFlags::MSG_NOSIGNAL | flags,
+                Some(&self.address),
             ) {
                 Ok(_) => return Ok(()),
                 Err(nix::Error::EINTR) => {}
+                Err(nix::Error::EAGAIN) => return Err(NotifyError::FullQueue),
                 Err(errno) => {
                     return Err(NotifyError::Send {
                         message: message.replace('\n', " "),
-                        path: parent.path.clone(),
+                        path: self.path.clone(),
                         source: errno.into(),
                     });
                 }
@@ -288,6 +394,32 @@ mod tests {
             });
             notify.barrier(Duration::from_secs(5)).unwrap();
         });
+    }
+
+    #[test]
+    fn a_parent_that_does_not_read_gets_the_latest_messages_later() {
+        let (_directory, socket, notify) = parent();
+        let fillers = (0..).take_while(|_| notify.try_send("X=1", &[]).is_ok()).count();
+        let started = Instant::now();
+        notify.status("one").unwrap();
+        notify.ready().unwrap();
+        (0..100).for_each(|_| notify.watchdog().unwrap());
+        notify.status("two").unwrap();
+        let barrier = notify.barrier(Duration::from_millis(20));
+        assert!(matches!(barrier, Err(NotifyError::BarrierTimeout { .. })), "{barrier:?}");
+        assert!(started.elapsed() < SEND_TIMEOUT, "a message waited for the parent");
+        (0..fillers).for_each(|_| assert_eq!(next(&socket), "X=1"));
+        let first = next(&socket);
+        // The sender may have had the first status in its hands already.
+        let (second, third) = match first.as_str() {
+            "STATUS=one" => ("STATUS=two", "READY=1"),
+            _ => ("READY=1", ""),
+        };
+        assert!(first.starts_with("STATUS="), "{first}");
+        assert_eq!(next(&socket), second);
+        if !third.is_empty() {
+            assert_eq!(next(&socket), third);
+        }
     }
 
     #[test]

@@ -160,7 +160,7 @@ impl AdoptionOffer {
     async fn offer_once(&self) -> Option<UnixStream> {
         let (ours, theirs) = StdUnixStream::pair().ok()?;
         // Until a successor binds the path, the send fails at once.
-        self.notify.send(&self.message, &[theirs.as_raw_fd()]).ok()?;
+        self.notify.try_send(&self.message, &[theirs.as_raw_fd()]).ok()?;
         drop(theirs);
         ours.set_nonblocking(true).ok()?;
         let mut ours = UnixStream::from_std(ours).ok()?;
