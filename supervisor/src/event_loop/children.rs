@@ -145,7 +145,10 @@ impl SupervisorLoop {
         };
         let started = ChildProcess::spawn(&child.spec, options);
         let watched = started.and_then(|process| {
-            names.record_child(name, process.pid)?;
+            if let Err(error) = names.record_child(name, process.pid) {
+                // The disk may be full. The child works without its record.
+                tracing::warn!(child = %name, %error, "cannot record the child: a successor of this supervisor would not take it over");
+            }
             watch_exit(&process, name.clone(), child.start_number, child.exits.clone())?;
             Ok(process)
         });
