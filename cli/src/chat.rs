@@ -16,7 +16,7 @@ use crate::cli_error::{CliError, CliResult};
 use crate::fleet_arguments::FleetArguments;
 use crate::generate::SamplingArguments;
 use crate::running_fleet::{RunningFleet, block_on};
-use crate::terminal::print_stdout;
+use crate::terminal::stream_stdout;
 
 #[derive(clap::Args)]
 pub(crate) struct ChatArguments {
@@ -54,9 +54,9 @@ async fn converse(fleet: &RunningFleet, arguments: &ChatArguments) -> CliResult 
     let mut lines = lines_of_stdin();
     loop {
         if std::io::stdin().is_terminal() {
-            print_stdout("> ")?;
+            stream_stdout("> ").await?;
         }
-        let Some(line) = lines.recv().await else { return print_stdout("\n") };
+        let Some(line) = lines.recv().await else { return stream_stdout("\n").await };
         if line.trim().is_empty() {
             continue;
         }
@@ -79,11 +79,11 @@ async fn answer(
     while let Some(frame) = frames.message().await.map_err(refused)? {
         match frame.frame {
             Some(Frame::Delta(piece)) => {
-                print_stdout(&piece.text)?;
                 text.push_str(&piece.text);
+                stream_stdout(piece.text).await?;
             }
             Some(Frame::Finished(_)) => {
-                print_stdout("\n")?;
+                stream_stdout("\n").await?;
                 return Ok(text);
             }
             Some(Frame::Started(_)) | None => {}

@@ -39,7 +39,8 @@ impl CliError {
 
     pub(crate) fn print(&self) {
         if !self.message.is_empty() {
-            eprintln!("ballast: {}", printable(&self.message.replace('\n', " ")));
+            let text = self.message.replace('\n', " ");
+            service::logging::print_line(&format!("ballast: {}", printable(&text)));
         }
     }
 

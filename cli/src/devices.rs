@@ -6,7 +6,7 @@
 //! to the GPU. A child process therefore does it and ends. Neither the supervisor nor the
 //! weight-server loads the driver.
 
-use std::io::{Read, Write};
+use std::io::Read;
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
@@ -17,8 +17,9 @@ use serde::{Deserialize, Serialize};
 use service::exit::one_line;
 use service::{ByteSize, Exit};
 
-use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::cli_error::{CliError, CliResult};
 use crate::gpu_support;
+use crate::terminal::print_stdout;
 
 /// A driver without persistence mode may take seconds to start, and longer with many GPUs.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -63,7 +64,7 @@ pub(crate) fn run(arguments: DevicesArguments) -> CliResult {
             .map_err(|error| CliError::new(Exit::Internal, format!("cannot write as JSON: {error}")))?,
         false => text(&seen),
     };
-    writeln!(std::io::stdout(), "{text}").with_context(|| "cannot write".to_owned())
+    print_stdout(&format!("{text}\n"))
 }
 
 fn text(seen: &GpuInventory) -> String {

@@ -12,13 +12,12 @@ mod host;
 mod peer;
 pub(crate) mod test_model;
 
-use std::io::Write;
-
 use serde_json::json;
 use service::Exit;
 
-use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::cli_error::{CliError, CliResult};
 use crate::gpu_support;
+use crate::terminal::print_stdout;
 use finding::{Finding, Verdict};
 
 pub(crate) use peer::{PeerArguments, run_peer};
@@ -35,7 +34,7 @@ pub(crate) fn run(arguments: DoctorArguments) -> CliResult {
     findings.extend(gpu_support::doctor_findings());
     let failed = findings.iter().filter(|finding| finding.verdict == Verdict::Failed).count();
     let text = if arguments.json { json_report(&findings) } else { text_report(&findings) };
-    std::io::stdout().write_all(text.as_bytes()).with_context(|| "cannot write".to_owned())?;
+    print_stdout(&text)?;
     match failed {
         0 => Ok(()),
         count => Err(CliError::new(

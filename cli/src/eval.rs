@@ -22,6 +22,7 @@ use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::fleet_arguments::FleetArguments;
 use crate::gguf_file;
 use crate::running_fleet::{RunningFleet, block_on};
+use crate::terminal::print_stdout;
 
 /// Most bytes of an input file, because files are read whole.
 const FILE_BYTES_MAX: u64 = 256 << 20;
@@ -238,6 +239,6 @@ impl Perplexity {
                  KV cache of type {types}, {token_bytes} bytes per token"
             ),
         };
-        writeln!(std::io::stdout(), "{line}").with_context(|| "cannot write".to_owned())
+        print_stdout(&format!("{line}\n"))
     }
 }

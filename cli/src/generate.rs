@@ -22,7 +22,7 @@ use crate::fleet_arguments::FleetArguments;
 use crate::prompts;
 use crate::running_fleet::{RunningFleet, block_on};
 use crate::summary::{GenerationRun, RunSummary};
-use crate::terminal::print_stdout;
+use crate::terminal::{print_stderr, stream_stdout};
 
 /// Most prompts in flight. One worker runs 64 and queues 256.
 const IN_FLIGHT_MAX: usize = 256;
@@ -118,8 +118,7 @@ pub(crate) fn run(arguments: GenerateArguments) -> CliResult {
                 RunSummary::collect(fleet, measured).await
             })
             .await?;
-        eprint!("{summary}");
-        Ok(())
+        print_stderr(&summary.to_string())
     })
 }
 
@@ -166,16 +165,16 @@ async fn print(
     // On a terminal the prompt is shown before its continuation. Programs get the continuation
     // alone.
     if !arguments.json && (several || std::io::stdout().is_terminal()) {
-        print_stdout(prompt)?;
+        stream_stdout(prompt).await?;
     }
     while let Some(progress) = progress.recv().await {
         match progress {
-            GenerationEvent::Text(text) if !arguments.json => print_stdout(&text)?,
+            GenerationEvent::Text(text) if !arguments.json => stream_stdout(text).await?,
             GenerationEvent::Text(_) => {}
             GenerationEvent::Done(done) => {
                 match arguments.json {
-                    true => print_stdout(&format!("{}\n", done.to_json(index)))?,
-                    false => print_stdout(if several { "\n\n" } else { "\n" })?,
+                    true => stream_stdout(format!("{}\n", done.to_json(index))).await?,
+                    false => stream_stdout(if several { "\n\n" } else { "\n" }).await?,
                 }
                 return Ok(Some(*done));
             }

@@ -28,6 +28,7 @@ mod inspect;
 mod model_config;
 mod plan;
 mod process;
+mod progress_bar;
 mod prompts;
 mod ps;
 mod resident_models;
@@ -43,6 +44,7 @@ use std::process::ExitCode;
 
 use arguments::{Cli, CliCommand};
 use clap::Parser;
+use cli_error::{CliError, CliResult};
 use service::Exit;
 
 fn main() -> ExitCode {
@@ -50,10 +52,18 @@ fn main() -> ExitCode {
     // starts.
     let mut raw = std::env::args_os().skip(1);
     if raw.next().is_some_and(|first| first == supervisor::shim::SUBCOMMAND) {
-        eprintln!("ballast: {}", service::exit::one_line(&supervisor::shim::exec(raw)));
-        return Exit::Internal.into();
+        let error = supervisor::shim::exec(raw);
+        return end(Err(CliError::new(Exit::Internal, service::exit::one_line(&error))));
     }
-    let outcome = match Cli::parse().command {
+    let outcome = match Cli::try_parse() {
+        Ok(cli) => run(cli.command),
+        Err(message) => terminal::print_usage(&message),
+    };
+    end(outcome)
+}
+
+fn run(command: CliCommand) -> CliResult {
+    match command {
         CliCommand::Serve(arguments) => serve::run(arguments),
         CliCommand::Generate(arguments) => generate::run(arguments),
         CliCommand::Chat(arguments) => chat::run(arguments),
@@ -79,12 +89,18 @@ fn main() -> ExitCode {
         CliCommand::Router(arguments) => process::router(arguments),
         CliCommand::Mps(arguments) => process::mps(arguments),
         CliCommand::Supervisor(arguments) => serve::run_supervisor(arguments),
-    };
-    match outcome {
-        Ok(()) => Exit::Ok.into(),
+    }
+}
+
+/// Prints the error, if there is one, and waits until the log is written.
+fn end(outcome: CliResult) -> ExitCode {
+    let exit = match outcome {
+        Ok(()) => Exit::Ok,
         Err(failure) => {
             failure.print();
-            failure.exit.into()
+            failure.exit
         }
-    }
+    };
+    service::logging::flush();
+    exit.into()
 }

@@ -40,7 +40,8 @@ pub(crate) fn mps(arguments: ProcessArguments) -> CliResult {
 /// Runs the loader. It gets its job on standard input, a socket to the weight-server, and reports
 /// errors there.
 pub(crate) fn loader() -> CliResult {
-    service::logging::init("loader", Level::INFO);
+    // The loader starts the log's thread within its sandbox.
+    service::logging::init_without_thread("loader", Level::INFO);
     Ok(weight_server::loader::run()?)
 }
 

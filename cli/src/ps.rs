@@ -6,7 +6,6 @@
 //! weights. If a process does not answer, the list lacks only its figures.
 
 use std::collections::HashMap;
-use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -20,8 +19,9 @@ use serde_json::json;
 use service::{ByteSize, RuntimeDir};
 use tonic::transport::Channel;
 
-use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::cli_error::{CliError, CliResult};
 use crate::running_fleet::{block_on, find_fleet};
+use crate::terminal::print_stdout;
 
 /// How long to wait for a process's figures.
 const ANSWER_WAIT: Duration = Duration::from_secs(2);
@@ -47,11 +47,11 @@ pub(crate) fn run(arguments: PsArguments) -> CliResult {
             .into_inner();
         let shown = FleetSnapshot {
             workers: workers(&directory).await,
-            generations: generations(&directory).await,
+            weight_server: weight_server(&directory).await,
             status,
         };
         let text = if arguments.json { shown.json_lines() } else { shown.table() };
-        std::io::stdout().write_all(text.as_bytes()).with_context(|| "cannot write".to_owned())
+        print_stdout(&text)
     })
 }
 
@@ -65,7 +65,7 @@ struct FleetSnapshot {
     status: Status,
     /// By name.
     workers: HashMap<String, StatsReply>,
-    generations: Vec<Generation>,
+    weight_server: weights::Status,
 }
 
 async fn workers(directory: &RuntimeDir) -> HashMap<String, StatsReply> {
@@ -82,11 +82,11 @@ async fn workers(directory: &RuntimeDir) -> HashMap<String, StatsReply> {
     workers
 }
 
-async fn generations(directory: &RuntimeDir) -> Vec<Generation> {
+async fn weight_server(directory: &RuntimeDir) -> weights::Status {
     let answer = async {
         let channel = service::grpc::connect(&directory.weights_admin_socket()).await.ok()?;
         let status = WeightServerClient::new(channel).get_status(weights::GetStatusRequest {}).await;
-        Some(status.ok()?.into_inner().generations)
+        Some(status.ok()?.into_inner())
     };
     tokio::time::timeout(ANSWER_WAIT, answer).await.ok().flatten().unwrap_or_default()
 }
@@ -104,6 +104,7 @@ impl FleetSnapshot {
             "memory": {"resident": memory.rss, "proportional": memory.pss, "anonymous": memory.anonymous, "swap": memory.swap},
             "stored_fds": status.stored_fds,
             "runtime_dir": status.runtime_dir,
+            "log_lines_lost": status.log_lines_lost,
         });
         let children = status.children.iter().map(|child| {
             json!({
@@ -121,14 +122,24 @@ impl FleetSnapshot {
                 "device_memory": self.workers.get(&child.name).map(device_memory_json),
                 "timeline_ms": self.workers.get(&child.name).map(timeline_json),
                 "ready_ms": self.workers.get(&child.name).map(|stats| stats.ready_ms),
+                "log_lines_lost": self.log_lines_lost(child),
             })
         });
-        let generations = self.generations.iter().map(generation_json);
+        let generations = self.weight_server.generations.iter().map(generation_json);
         std::iter::once(supervisor)
             .chain(children)
             .chain(generations)
             .map(|line| format!("{line}\n"))
             .collect()
+    }
+
+    /// The router reports its figure on /metrics.
+    fn log_lines_lost(&self, child: &Child) -> Option<u64> {
+        match child.role() {
+            Role::Worker => self.workers.get(&child.name).map(|stats| stats.log_lines_lost),
+            Role::WeightServer => Some(self.weight_server.log_lines_lost),
+            Role::Router | Role::Mps | Role::Unspecified => None,
+        }
     }
 
     fn table(&self) -> String {
@@ -169,7 +180,7 @@ impl FleetSnapshot {
             };
             text += &format!("model {}: {state}, {}\n", model.name, model.path);
         }
-        for generation in &self.generations {
+        for generation in &self.weight_server.generations {
             text += &format!(
                 "weights {}: {} on {}, {}, {}\n",
                 generation.model,

@@ -7,7 +7,6 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressStyle};
 use proto::v1::inference_client::InferenceClient;
 use service::runtime_dir::{ClaimedRuntimeDir, remove_dead_dirs};
 use service::{Exit, Notify, RuntimeDir, Shutdown};
@@ -20,6 +19,7 @@ use tonic::transport::Channel;
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::DeviceChoice;
 use crate::fleet_config::FleetConfig;
+use crate::progress_bar::{LoadProgressBar, LoadingModel};
 use crate::resident_models::ResidentModels;
 
 /// The start fails after this time without any progress: no byte loaded and no child's state
@@ -52,7 +52,7 @@ pub(crate) struct RunningFleet {
     models: HashMap<String, u32>,
     /// The device of each model, in the order of the configuration.
     pub(crate) devices: Vec<(String, DeviceChoice)>,
-    progress: ProgressBar,
+    progress: LoadProgressBar,
 }
 
 impl RunningFleet {
@@ -73,9 +73,7 @@ impl RunningFleet {
         let devices = sized.into_iter().map(|model| (model.name, model.choice)).collect();
         let models = plan.models.iter().map(|m| (m.name.clone(), m.workers)).collect();
         let fleet = FleetHandle::start(plan, claimed, notify, kept).await?;
-        let style = ProgressStyle::with_template("{msg} {wide_bar} {bytes} of {total_bytes}");
-        let progress = ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Ok(Self { fleet, shutdown, models, devices, progress })
+        Ok(Self { fleet, shutdown, models, devices, progress: LoadProgressBar::start() })
     }
 
     pub(crate) fn directory(&self) -> &RuntimeDir {
@@ -100,7 +98,7 @@ impl RunningFleet {
             outcome = work(&mut self) => outcome,
             () = requested => Err(CliError::interrupted()),
         };
-        self.progress.finish_and_clear();
+        self.progress.clear();
         self.stop().await;
         outcome
     }
@@ -140,9 +138,7 @@ impl RunningFleet {
                 event = events.recv() => match event {
                     Ok(FleetEvent::Model(ModelStatus { name, state: ModelState::Loading { done_bytes, total_bytes }, .. })) => {
                         last_change = Instant::now();
-                        self.progress.set_length(total_bytes);
-                        self.progress.set_position(done_bytes);
-                        self.progress.set_message(name);
+                        self.progress.show(LoadingModel { model: name, done: done_bytes, total: total_bytes });
                     }
                     Ok(_) | Err(RecvError::Lagged(_)) => {
                         last_change = Instant::now();
@@ -152,7 +148,7 @@ impl RunningFleet {
                 },
                 _ = poll.tick() => {
                     if self.is_served(&mut client).await {
-                        self.progress.finish_and_clear();
+                        self.progress.clear();
                         return Ok(());
                     }
                     if last_change.elapsed() > PROGRESS_WAIT {

@@ -4,19 +4,20 @@
 //! manager.
 
 use std::collections::HashMap;
-use std::io::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use service::logging::print_line;
 use service::{Exit, Notify};
 use supervisor::{ChildRole, ChildState, FleetEvent, ModelState, ModelStatus};
 use tokio::sync::broadcast::{self, error::RecvError};
 use tracing::Level;
 
-use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::cli_error::{CliError, CliResult};
 use crate::fleet_arguments::FleetArguments;
 use crate::fleet_config::FleetConfig;
 use crate::running_fleet::{RunningFleet, block_on};
+use crate::terminal::stream_stdout;
 
 /// By default the fleet is reachable from this machine only.
 const DEFAULT_LISTEN: &str = "127.0.0.1:8080";
@@ -59,8 +60,8 @@ pub(crate) fn run(arguments: ServeArguments) -> CliResult {
     let json = arguments.json;
     foreground(&config, Level::ERROR, async |fleet| {
         fleet.ready().await?;
-        announce(fleet, json).await?;
         tokio::spawn(report(fleet.fleet.events()));
+        tokio::spawn(announce(announcement(fleet, json).await?));
         Ok(())
     })
 }
@@ -79,11 +80,11 @@ async fn report(mut events: broadcast::Receiver<FleetEvent>) {
                     } else {
                         "restarted"
                     };
-                    eprintln!("{}: {end}; {then}", child.name);
+                    print_line(&format!("{}: {end}; {then}", child.name));
                 }
             }
             Ok(FleetEvent::Model(ModelStatus { name, state: ModelState::Failed(failure), .. })) => {
-                eprintln!("model {name}: {}", failure.text);
+                print_line(&format!("model {name}: {}", failure.text));
             }
             Ok(_) | Err(RecvError::Lagged(_)) => {}
             Err(RecvError::Closed) => return,
@@ -124,9 +125,19 @@ fn foreground(
     })
 }
 
-/// Prints where to send requests. Flushes at once, because another program may wait for this
-/// output.
-async fn announce(fleet: &RunningFleet, json: bool) -> CliResult {
+/// Prints where to send requests. The fleet serves, whether or not anybody reads this.
+async fn announce(text: String) {
+    if let Err(failure) = stream_stdout(text).await {
+        let cause = match failure.exit {
+            Exit::OutputClosed => "its reader closed it",
+            _ => failure.message(),
+        };
+        tracing::error!(cause, "standard output does not take the announcement of this fleet");
+    }
+}
+
+/// The text that says where to send requests.
+async fn announcement(fleet: &RunningFleet, json: bool) -> CliResult<String> {
     let status = fleet.status().await?;
     let url = format!("http://{}", status.http_address);
     let models: Vec<String> = status.models.iter().map(|m| m.name.clone()).collect();
@@ -152,6 +163,5 @@ async fn announce(fleet: &RunningFleet, json: bool) -> CliResult {
             )
         }
     };
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{text}").and_then(|()| out.flush()).with_context(|| "cannot write".to_owned())
+    Ok(format!("{text}\n"))
 }

@@ -1,27 +1,58 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Writes to standard output.
+//! The output of commands: the only place that writes to standard output, and what a command has to
+//! say on standard error. Errors are checked. Logs and error lines go through `service::logging`.
 
 use std::borrow::Cow;
-use std::io::{IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 
 use service::Exit;
 use service::printable::printable_lines;
 
 use crate::cli_error::{CliError, CliResult, IoContext};
 
-/// Writes to standard output and flushes, so that streamed text is visible at once. On a terminal,
-/// control characters are escaped: the text may come from a model or a file. Elsewhere the text
-/// stays as it is.
+/// Writes to standard output and flushes, so that another program sees the text at once. On a
+/// terminal, control characters are escaped: the text may come from a model or a file. Elsewhere the
+/// text stays as it is.
 pub(crate) fn print_stdout(text: &str) -> CliResult {
-    let mut out = std::io::stdout().lock();
+    print_to(io::stdout().lock(), text)
+}
+
+/// The same, for output to be read beside a result on standard output.
+pub(crate) fn print_stderr(text: &str) -> CliResult {
+    print_to(io::stderr().lock(), text)
+}
+
+/// The same as [`print_stdout`], for a command that must react while nobody reads its output. If
+/// the future is dropped, the text may still be written.
+pub(crate) async fn stream_stdout(text: impl Into<String>) -> CliResult {
+    let text = text.into();
+    match tokio::task::spawn_blocking(move || print_stdout(&text)).await {
+        Ok(printed) => printed,
+        Err(error) => Err(CliError::new(Exit::Internal, error.to_string())),
+    }
+}
+
+/// Prints a message of the argument parser: help and version as output, errors as errors.
+pub(crate) fn print_usage(message: &clap::Error) -> CliResult {
+    let is_error = message.use_stderr();
+    match message.print() {
+        _ if is_error => Err(CliError::new(Exit::Usage, "")),
+        printed => checked(printed),
+    }
+}
+
+fn print_to(mut out: impl Write + IsTerminal, text: &str) -> CliResult {
     let text = match out.is_terminal() {
         true => printable_lines(text).into(),
         false => Cow::Borrowed(text),
     };
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        // The reader closed the pipe, as `head` does. That is no error.
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Err(CliError::new(Exit::Ok, "")),
-        written => written.with_context(|| "cannot write".to_owned()),
+    checked(out.write_all(text.as_bytes()).and_then(|()| out.flush()))
+}
+
+fn checked(written: io::Result<()>) -> CliResult {
+    match written {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(CliError::new(Exit::OutputClosed, "")),
+        written => written.with_context(|| "cannot write the output".to_owned()),
     }
 }

@@ -2,14 +2,14 @@
 
 //! `ballast tokenize`: prints the token ids of texts. It reads only the header of the model file.
 
-use std::io::Write;
 use std::path::PathBuf;
 
 use service::Exit;
 use service::exit::one_line;
 use text::EncodeOptions;
 
-use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::cli_error::{CliError, CliResult};
+use crate::terminal::print_stdout;
 use crate::{gguf_file, prompts};
 
 #[derive(clap::Args)]
@@ -40,7 +40,6 @@ pub(crate) fn run(arguments: TokenizeArguments) -> CliResult {
     let tokenizer = gguf_file::tokenizer(&arguments.model, &model)?;
     let special = !arguments.no_special;
     let options = EncodeOptions { add_special: special, parse_special: special };
-    let mut out = std::io::BufWriter::new(std::io::stdout().lock());
     for (index, text) in texts.iter().enumerate() {
         let tokens = tokenizer.encode(text, options).map_err(|error| {
             CliError::new(Exit::Usage, format!("text {}: {}", index + 1, one_line(&error)))
@@ -49,7 +48,7 @@ pub(crate) fn run(arguments: TokenizeArguments) -> CliResult {
             true => serde_json::json!({ "tokens": tokens }).to_string(),
             false => tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(" "),
         };
-        writeln!(out, "{line}").with_context(|| "cannot write".to_owned())?;
+        print_stdout(&format!("{line}\n"))?;
     }
-    out.flush().with_context(|| "cannot write".to_owned())
+    Ok(())
 }

@@ -53,6 +53,7 @@ pub(crate) fn render(registry: &WorkerRegistry, admission: &AdmissionController)
     page.line(format_args!("ballast:num_streams {}", admission.streams()));
     page.render_workers(&models);
     page.render_admission(&models, admission);
+    page.render_lost_log_lines(&models);
     page.text
 }
 
@@ -93,6 +94,17 @@ impl MetricsPage {
                     ));
                 }
             }
+        }
+    }
+
+    /// The router's own log, and those of the workers.
+    fn render_lost_log_lines(&mut self, models: &[ModelSnapshot]) {
+        self.line(format_args!("# TYPE ballast:log_lines_lost_total counter"));
+        let router = service::logging::lost_lines();
+        self.line(format_args!("ballast:log_lines_lost_total{{process=\"router\"}} {router}"));
+        for worker in models.iter().flat_map(|snapshot| &snapshot.workers) {
+            let (name, lost) = (escape(&worker.name), worker.report.log_lines_lost);
+            self.line(format_args!("ballast:log_lines_lost_total{{process=\"{name}\"}} {lost}"));
         }
     }
 

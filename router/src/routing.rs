@@ -100,6 +100,7 @@ pub(crate) struct WorkerReport {
     pub(crate) evictions: u64,
     pub(crate) forks: u64,
     pub(crate) deferred_logits: u64,
+    pub(crate) log_lines_lost: u64,
     /// KV cache gauges, for metrics.
     pub(crate) kv_cached_tokens: u64,
     pub(crate) kv_unfilled_tokens: u64,

@@ -158,6 +158,7 @@ impl WorkerLink {
                 evictions: stats.evictions,
                 forks: stats.forks,
                 deferred_logits: stats.deferred_logits,
+                log_lines_lost: stats.log_lines_lost,
                 kv_cached_tokens: stats.kv_cached_tokens,
                 kv_unfilled_tokens: stats.kv_unfilled_tokens,
                 kv_mapped_bytes: stats.kv_mapped_bytes.unwrap_or(0),

@@ -85,6 +85,7 @@ impl FleetService for FleetApi {
             models: status.models.into_iter().map(wire::Model::from).collect(),
             stored_fds: u32::try_from(status.stored_fds).unwrap_or(u32::MAX),
             http_address: status.http_address,
+            log_lines_lost: service::logging::lost_lines(),
         }))
     }
 

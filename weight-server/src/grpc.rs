@@ -345,6 +345,7 @@ impl From<StatusSnapshot> for wire::Status {
             violations: snapshot.violations,
             fd_store: snapshot.fd_store,
             adoption_notes: snapshot.adoption_notes,
+            log_lines_lost: service::logging::lost_lines(),
         }
     }
 }

@@ -300,6 +300,7 @@ async fn run_watchdog<J: Send + 'static, R: 'static>(pool: Weak<WorkerPool<J, R>
         if !pool.shared.tick() {
             tracing::error!("more than {LOST_THREADS_MAX} threads are lost, the process aborts");
             // A panic beyond the limit aborts the process too.
+            service::logging::flush();
             std::process::abort();
         }
     }

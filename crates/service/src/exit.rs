@@ -26,10 +26,12 @@ pub enum Exit {
     AddressInUse = 6,
     /// Ctrl-C ended a command before its result was complete (128 + SIGINT, as shells count).
     Interrupted = 130,
+    /// The reader of a command's output closed it, as `head` does (128 + SIGPIPE, as shells count).
+    OutputClosed = 141,
 }
 
 impl Exit {
-    pub const ALL: [Exit; 8] = [
+    pub const ALL: [Exit; 9] = [
         Exit::Ok,
         Exit::Internal,
         Exit::Usage,
@@ -38,6 +40,7 @@ impl Exit {
         Exit::PeerLost,
         Exit::AddressInUse,
         Exit::Interrupted,
+        Exit::OutputClosed,
     ];
 
     pub const fn code(self) -> u8 {
@@ -107,7 +110,7 @@ mod tests {
     #[test]
     fn codes_are_the_documented_ones() {
         let codes: Vec<u8> = Exit::ALL.iter().map(|e| e.code()).collect();
-        assert_eq!(codes, [0, 1, 2, 3, 4, 5, 6, 130]);
+        assert_eq!(codes, [0, 1, 2, 3, 4, 5, 6, 130, 141]);
         assert_eq!(Exit::from_code(3), Some(Exit::ModelRefused));
         assert_eq!(Exit::from_code(101), None);
     }

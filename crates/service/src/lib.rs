@@ -15,6 +15,7 @@
 //! grpc::bind(path)                    binds the sockets first
 //! notify.ready()                      then sends READY=1
 //! exit::Exit                          the exit code says why the process ended
+//! logging::flush()                    the last lines are written, if stderr takes them
 //! ```
 
 #![forbid(unsafe_code)]

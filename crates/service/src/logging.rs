@@ -5,47 +5,96 @@
 //!
 //! Under systemd the journal records time and unit. Lines then begin with a syslog priority `<N>`
 //! instead of a time (sd-daemon(3)). No level logs prompts or generated text.
+//!
+//! A broken or stalled stderr costs lines, and nothing else (decision 0019):
+//!
+//! 1. Logging never waits, fails or panics. It appends to a bounded queue; one thread writes.
+//! 2. If the queue is full or a write fails, lines are lost and counted. Once a write works again,
+//!    a line says how many.
+//! 3. [`flush`] and the panic hook wait a bounded time, so the last lines are written if stderr
+//!    takes them.
+
+mod line_prefix;
+mod line_queue;
+mod log_output;
+mod log_writer;
+mod panic_hook;
 
 use std::fmt;
-use std::io::IsTerminal;
+use std::sync::OnceLock;
+use std::time::Duration;
 
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::Writer;
-use tracing_subscriber::fmt::time::{FormatTime, Uptime};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::env;
+use line_prefix::LinePrefix;
+use log_writer::LogWriter;
+
+/// Longest wait for stderr at the end of a process. A reader that is there takes microseconds.
+const FLUSH_WAIT: Duration = Duration::from_secs(1);
+
+static LOG: LogWriter = LogWriter::new();
+static PREFIX: OnceLock<LinePrefix> = OnceLock::new();
 
 /// Starts logging for this process. `BALLAST_LOG` overrides `default_level`. A second call does
 /// nothing.
 pub fn init(role: &str, default_level: Level) {
+    init_without_thread(role, default_level);
+    start_thread();
+}
+
+/// The first part of [`init`], for a process that enters a sandbox: lines wait in the queue until
+/// [`start_thread`]. A thread from before a sandbox would stay outside of it.
+pub fn init_without_thread(role: &str, default_level: Level) {
     let filter = match std::env::var(env::LOG) {
         Ok(directives) if !directives.is_empty() => EnvFilter::new(directives),
         _ => EnvFilter::new(default_level.to_string()),
     };
-    let journal = std::env::var_os("JOURNAL_STREAM").is_some() && !std::io::stderr().is_terminal();
-    let format = RoleFormat { role: role.to_owned(), journal, uptime: Uptime::default() };
+    let prefix = PREFIX.get_or_init(|| LinePrefix::new(role));
+    panic_hook::install();
     let installed = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_writer(|| &LOG)
         .with_ansi(false)
-        .event_format(format)
+        // Its own reports are eprintln!, which panics if stderr is broken.
+        .log_internal_errors(false)
+        .event_format(EventLine { prefix })
         .try_init();
     // Only a test harness that runs the code of several processes in one process calls this twice.
     drop(installed);
 }
 
-/// Formats `   0.123s  INFO worker-0 text key=value`, or `<6>worker-0 text key=value` for the
-/// journal.
-struct RoleFormat {
-    role: String,
-    journal: bool,
-    uptime: Uptime,
+/// Starts the thread that writes to stderr, unless it runs. Without a thread lines wait in the
+/// queue.
+pub fn start_thread() {
+    LOG.start_thread();
 }
 
-impl<S, N> FormatEvent<S, N> for RoleFormat
+/// Adds a line without prefix, for a person who started this process.
+pub fn print_line(text: &str) {
+    LOG.push(format!("{text}\n").as_bytes());
+}
+
+/// Waits until stderr has taken all lines so far, but not for long.
+pub fn flush() {
+    LOG.flush(FLUSH_WAIT);
+}
+
+/// Lines of this process that stderr did not take.
+pub fn lost_lines() -> u64 {
+    LOG.lost_lines()
+}
+
+/// Formats an event as the prefix and `text key=value`.
+struct EventLine {
+    prefix: &'static LinePrefix,
+}
+
+impl<S, N> FormatEvent<S, N> for EventLine
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
     N: for<'a> FormatFields<'a> + 'static,
@@ -56,23 +105,8 @@ where
         mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
-        let level = *event.metadata().level();
-        if self.journal {
-            write!(writer, "<{}>{} ", syslog_priority(level), self.role)?;
-        } else {
-            self.uptime.format_time(&mut writer)?;
-            write!(writer, " {level:>5} {} ", self.role)?;
-        }
+        self.prefix.write(*event.metadata().level(), &mut writer)?;
         context.field_format().format_fields(writer.by_ref(), event)?;
         writeln!(writer)
-    }
-}
-
-fn syslog_priority(level: Level) -> u8 {
-    match level {
-        Level::ERROR => 3,
-        Level::WARN => 4,
-        Level::INFO => 6,
-        Level::DEBUG | Level::TRACE => 7,
     }
 }

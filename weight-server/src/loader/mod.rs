@@ -95,6 +95,7 @@ pub fn run() -> Result<(), LoaderError> {
     let profile = target.sandbox_profile();
     let job = loader_job(job, files, target);
     sandbox::enter(profile).map_err(LoaderError::Sandbox)?;
+    service::logging::start_thread();
     let prepared = match job.prepare() {
         Ok(prepared) => prepared,
         Err(error) => return report_failure(&connection, &error),

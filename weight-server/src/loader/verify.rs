@@ -59,6 +59,7 @@ fn verify(connection: &Connection, job: &wire::VerifyJob) -> Result<wire::Verifi
     let compute_checksums = open_for_checksums(&job.device)?;
     let profile = if job.device == HOST_DEVICE { SandboxProfile::Host } else { SandboxProfile::Gpu };
     sandbox::enter(profile).map_err(LoaderError::Sandbox)?;
+    service::logging::start_thread();
     let mut collector = FdCollector::new(job.fds)?;
     while !collector.is_complete() {
         match receive_command(connection)? {
