@@ -13,6 +13,7 @@ mod fuzz;
 mod gpu_bundle;
 mod language;
 mod nightly;
+mod output;
 mod sources;
 
 const USAGE: &str = "usage: cargo xtask <tidy|gpu-bundle|nightly>

@@ -38,6 +38,7 @@ pub(crate) fn check() -> Result<Vec<String>> {
     for file in files.iter().filter(|f| is_source(f)) {
         let text = std::fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
         findings.extend(check_source(file, &text));
+        findings.extend(crate::output::check_source(file, &text));
         findings.extend(missing_portable_sibling(file));
     }
     findings.extend(crate::language::check(&files)?);
