@@ -21,6 +21,7 @@ mod hostile_clients;
 mod hostile_returns;
 mod http;
 mod kv_types;
+mod logs;
 mod model_text;
 mod mps;
 mod one_copy;

@@ -116,6 +116,8 @@ pub(crate) struct ServedFleet {
     pub(crate) http: String,
     pub(crate) grpc: String,
     directory: tempfile::TempDir,
+    /// Another path of the runtime directory, if the fleet is in a mount namespace of its own.
+    seen_at: Option<PathBuf>,
 }
 
 /// A process, from one line of `ballast ps --json`.
@@ -146,11 +148,21 @@ impl ServedFleet {
         let ready = first_json_line(&mut supervisor);
         let url =
             |name: &str| ready[name].as_str().unwrap_or_else(|| panic!("no {name} in {ready}")).to_owned();
-        ServedFleet { supervisor, http: url("http"), grpc: url("grpc"), directory }
+        ServedFleet { supervisor, http: url("http"), grpc: url("grpc"), directory, seen_at: None }
+    }
+
+    /// A fleet whose announcement the test cannot read. It has no addresses.
+    pub(crate) fn without_announcement(directory: tempfile::TempDir, supervisor: Child) -> ServedFleet {
+        ServedFleet { supervisor, http: String::new(), grpc: String::new(), directory, seen_at: None }
+    }
+
+    /// Uses this path for the runtime directory from now on.
+    pub(crate) fn seen_from(&mut self, path: PathBuf) {
+        self.seen_at = Some(path);
     }
 
     pub(crate) fn runtime_dir(&self) -> &Path {
-        self.directory.path()
+        self.seen_at.as_deref().unwrap_or(self.directory.path())
     }
 
     pub(crate) fn processes(&self) -> Vec<FleetProcess> {
