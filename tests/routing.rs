@@ -60,11 +60,11 @@ fn streams_by_number(fleet: &ServedFleet, count: usize) -> Vec<usize> {
 
 #[test]
 fn packed_streams_fill_one_worker_up_to_its_bound_before_the_next() {
-    let fleet = fleet(&["--routing", "packed", "--kv-tokens", "2048"]);
+    // A worker with steps of 4 tokens runs 4 sequences.
+    let fleet = fleet(&["--routing", "packed", "--step-tokens", "4"]);
     let requests = requests(6);
     let mut found = Vec::new();
     generate_and_look(&fleet, &requests[..4], || found.push(streams_by_number(&fleet, 4)));
-    // 420 tokens each, and 7/8 of the KV cache are 1,792 tokens.
     generate_and_look(&fleet, &requests, || found.push(streams_by_number(&fleet, 6)));
     assert_eq!(found, [[4, 0, 0, 0], [4, 2, 0, 0]]);
     fleet.stop();

@@ -19,6 +19,9 @@ use super::{PrefixHash, RouterTime, StreamDemand, WorkerProfile, WorkerReport};
 /// Expected output of a stream, if it may be longer. A client that names no maximum asks for the
 /// rest of the context and takes some hundred tokens.
 const EXPECTED_OUTPUT_TOKENS: u64 = 512;
+/// A shorter backlog says nothing about the rate, since the fixed times of steps and messages count
+/// more. It is one step with many prompt rows.
+const PREFILL_BACKLOG_MIN: u64 = 2048;
 /// A prompt behind a longer backlog goes to another worker.
 const PREFILL_WAIT_MAX: Duration = Duration::from_secs(4);
 /// Weight of the newest sample in the prefill rate.
@@ -49,7 +52,7 @@ pub(super) struct WorkerLoad {
     steps: u64,
     /// When the counter of steps last changed, or the worker had nothing to do.
     stepped_at: RouterTime,
-    /// Whether there was a backlog at the last report.
+    /// Whether there was a long backlog at the last report.
     had_backlog: bool,
     /// Number of the choice that last chose this worker.
     pub(super) last_chosen: u64,
@@ -91,12 +94,13 @@ impl WorkerLoad {
         let computed = report.prompt_tokens_computed.saturating_sub(self.prompt_tokens_computed);
         let seconds = now.saturating_sub(self.reported_at).as_secs_f64();
         // Without a backlog at both ends, the worker may have waited for prompts.
-        if self.had_backlog && self.prefill_backlog > 0 && computed > 0 && seconds > 0.0 {
+        let has_backlog = self.prefill_backlog >= PREFILL_BACKLOG_MIN;
+        if self.had_backlog && has_backlog && computed > 0 && seconds > 0.0 {
             let sample = computed as f64 / seconds;
             let rate = self.prefill_rate.unwrap_or(sample);
             self.prefill_rate = Some(rate + PREFILL_RATE_WEIGHT * (sample - rate));
         }
-        self.had_backlog = self.prefill_backlog > 0;
+        self.had_backlog = has_backlog;
         self.prompt_tokens_computed = report.prompt_tokens_computed;
         self.reported_at = now;
     }
@@ -149,10 +153,10 @@ impl WorkerLoad {
         let used = self.expected_kv_tokens.max(self.kv_used_tokens);
         let total = self.profile.kv_tokens;
         let fits_kv = total == 0 || self.streams() == 0 || used + kv_tokens <= total - total / 8;
+        let backlog = self.prefill_backlog + prefill_tokens;
         let fits_prefill = self.prefill_backlog == 0
-            || self.prefill_rate.is_none_or(|rate| {
-                (self.prefill_backlog + prefill_tokens) as f64 <= rate * PREFILL_WAIT_MAX.as_secs_f64()
-            });
+            || backlog <= PREFILL_BACKLOG_MIN
+            || self.prefill_rate.is_none_or(|rate| backlog as f64 <= rate * PREFILL_WAIT_MAX.as_secs_f64());
         fits_kv && fits_prefill
     }
 
