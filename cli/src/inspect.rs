@@ -282,7 +282,6 @@ mod tests {
         assert_eq!(control, None, "{text:?}");
         for part in [
             "  \\u{1b}[2J.key = \"\\u001b]0;x\\u{9b}\"\n",
-            "\nc\\u{1b}[31m",
             "m.gguf\n",
             refused,
             "chats would be refused: no template\n",
