@@ -60,6 +60,7 @@ pub(super) fn run(
     let (identity, file) = (file_identity_from_wire(identity), File::from(file));
     set_limits().map_err(LoaderError::Limits)?;
     sandbox::enter(SandboxProfile::Host).map_err(LoaderError::Sandbox)?;
+    service::logging::start_thread();
     // The loader, which reads all files of the model, reports a header that is not valid.
     let Ok(header) = Header::read(PositionedReader { file, position: 0 }, identity.bytes) else {
         return send_frame(connection, loader_frame::Kind::TextChecked(wire::TextChecked::default()), &[]);
