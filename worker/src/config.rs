@@ -62,6 +62,10 @@ pub struct WorkerConfig {
     /// full.
     #[serde(default = "draft_depth")]
     pub draft_depth: usize,
+    /// The longest time that one step may take. A worker whose step takes longer ends and is started
+    /// again.
+    #[serde(default = "step_timeout", with = "service::duration")]
+    pub step_timeout: Duration,
     /// How long streams may continue after the request to stop. The router resumes aborted streams
     /// on other workers.
     #[serde(default = "drain", with = "service::duration")]
@@ -173,6 +177,7 @@ impl WorkerConfig {
             queue_max: queue_max(),
             draft: DraftSource::default(),
             draft_depth: draft_depth(),
+            step_timeout: step_timeout(),
             drain: drain(),
         }
     }
@@ -193,6 +198,12 @@ fn queue_max() -> usize {
 /// With the demo models, a larger depth rarely increases the accepted tokens per step.
 pub fn draft_depth() -> usize {
     8
+}
+
+/// The slowest step known, 2,048 prompt tokens of an 8B model on two cores of a busy host, takes
+/// about a minute.
+pub fn step_timeout() -> Duration {
+    Duration::from_secs(180)
 }
 
 /// Shorter than the time that the supervisor gives a stopping worker.

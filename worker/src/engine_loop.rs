@@ -30,6 +30,7 @@ use tokio::sync::{Semaphore, watch};
 
 use crate::backend::MeasureBackend;
 use crate::startup_timeline::{LazyInit, PostReadyStages, StartupTimeline};
+use crate::step_watchdog::StepCounter;
 use crate::token_channel::{ChannelFull, FlowControl, StreamAbort, StreamItem, TokenChannel};
 
 mod command;
@@ -67,6 +68,7 @@ pub(crate) struct EngineLoop<B: Backend> {
     commands: Receiver<EngineCommand>,
     is_wake_queued: Arc<AtomicBool>,
     snapshot: watch::Sender<EngineSnapshot>,
+    steps: StepCounter,
     streams: HashMap<RequestId, TokenChannel>,
     outputs: Vec<EngineOutput>,
     is_draining: bool,
@@ -106,6 +108,7 @@ pub(crate) fn engine_loop<B: Backend>(
         // one.
         kv_log: RandomState::new().hash_one(std::process::id()),
         kv_subscribers: Arc::new(Semaphore::new(KV_SUBSCRIBERS_MAX)),
+        steps: StepCounter::default(),
     };
     let engine_loop = EngineLoop {
         engine,
@@ -115,6 +118,7 @@ pub(crate) fn engine_loop<B: Backend>(
         commands,
         is_wake_queued,
         snapshot,
+        steps: handle.steps.clone(),
         streams: HashMap::new(),
         outputs: Vec::new(),
         is_draining: false,
@@ -142,7 +146,10 @@ impl<B: Backend> EngineLoop<B> {
             }
             self.apply_flow_control();
             self.expire_prefixes(self.epoch.elapsed());
-            let was_empty = self.step()?;
+            self.steps.begin_step();
+            let stepped = self.step();
+            self.steps.end_step();
+            let was_empty = stepped?;
             if was_empty && self.engine.has_work() && !self.wait_while_paused() {
                 return Ok(());
             }

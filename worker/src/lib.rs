@@ -23,6 +23,7 @@
 //! | `grammar_compiler`, `grammar_denylist` | compiles grammars before requests are queued |
 //! | `grammar_constraint` | computes the next token bitmask while the engine steps |
 //! | `worker_pool`, `panic_isolation` | threads whose jobs may panic or hang |
+//! | `step_watchdog` | ends a worker whose step does not end |
 //! | `draft_vocabulary` | whether one model can draft for another |
 //! | `memory_plan`, `workspace` | device memory of a worker, computed before its start |
 //! | `process_memory`, `startup_timeline` | private memory; duration of each startup stage |
@@ -53,13 +54,14 @@ mod reservation;
 mod run;
 mod run_error;
 mod startup_timeline;
+mod step_watchdog;
 mod token_channel;
 mod wire;
 mod worker_pool;
 mod workspace;
 
 pub use attach_error::WorkerAttachError;
-pub use config::{ComputeDevice, DraftSource, WorkerConfig, draft_depth};
+pub use config::{ComputeDevice, DraftSource, WorkerConfig, draft_depth, step_timeout};
 pub use draft_vocabulary::DraftVocabularyError;
 pub use memory_plan::MemoryPlan;
 pub use run::{run, serve};

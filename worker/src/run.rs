@@ -28,6 +28,7 @@ use crate::gpu;
 use crate::grpc::WorkerService;
 use crate::run_error::WorkerRunError;
 use crate::startup_timeline::StartupTimeline;
+use crate::step_watchdog::wait_for_hung_step;
 
 /// Longest attach token.
 const ATTACH_TOKEN_BYTES_MAX: u64 = 256;
@@ -145,9 +146,16 @@ async fn serve_when_ready(
             attach.as_secs_f64() * 1e3,
             timeline.since_start().as_secs_f64() * 1e3,
         );
+        let (steps, timeout) = (engine.handle.steps(), service.config.step_timeout);
         service.start_serving(engine).await;
-        notify.status(&text)?;
-        futures::future::try_join_all(leases.into_iter().map(watch_lease)).await?;
+        // A stopped supervisor reads no status.
+        if let Err(error) = notify.status(&text) {
+            tracing::debug!(%error, "cannot report the status to the supervisor");
+        }
+        tokio::select! {
+            lost = futures::future::try_join_all(leases.into_iter().map(watch_lease)) => drop(lost?),
+            () = wait_for_hung_step(steps, timeout) => return Err(WorkerRunError::StepHangs { timeout }),
+        }
     }
     std::future::pending().await
 }

@@ -3,6 +3,7 @@
 //! Why a worker process ends, and the exit code for it.
 
 use std::io;
+use std::time::Duration;
 
 use service::Exit;
 use service::exit::{HasExit, exit_for_io_error};
@@ -41,6 +42,10 @@ pub enum WorkerRunError {
     Integrity(#[source] engine::IntegrityError),
     #[error("the weights are damaged, this worker ends and attaches them again: {text}")]
     Quarantined { text: String },
+    #[error(
+        "a step has not ended within {timeout:?}, this worker ends and starts again; `step-timeout` sets the limit"
+    )]
+    StepHangs { timeout: Duration },
     #[error("the engine's thread ended without an error")]
     EngineLost,
 }
@@ -61,6 +66,7 @@ impl HasExit for WorkerRunError {
             | WorkerRunError::Serve(_)
             | WorkerRunError::Engine { .. }
             | WorkerRunError::Integrity(_)
+            | WorkerRunError::StepHangs { .. }
             | WorkerRunError::EngineLost => Exit::Internal,
         }
     }

@@ -12,6 +12,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
 use super::command::{EngineCommand, EngineSnapshot, SubmitError, SubmitReply, send_command};
 use super::kv_subscriber::KvEventSubscriber;
+use crate::step_watchdog::StepCounter;
 use crate::token_channel::{StreamItem, TOKEN_CAPACITY, score_capacity, token_channel};
 
 /// Keeps the engine loop running. The engine loop ends when all handles are dropped.
@@ -25,6 +26,7 @@ pub(crate) struct EngineHandle {
     pub(super) next_request_id: AtomicU64,
     pub(super) kv_log: u64,
     pub(super) kv_subscribers: Arc<Semaphore>,
+    pub(super) steps: StepCounter,
 }
 
 /// Wakes the engine loop when a mask is ready. Does not keep the engine loop running.
@@ -53,6 +55,11 @@ impl EngineWaker {
 }
 
 impl EngineHandle {
+    /// Shows whether the engine's thread advances.
+    pub(crate) fn steps(&self) -> StepCounter {
+        self.steps.clone()
+    }
+
     pub(crate) fn waker(&self) -> EngineWaker {
         EngineWaker { commands: Arc::downgrade(&self.commands), is_wake_queued: self.is_wake_queued.clone() }
     }
