@@ -28,6 +28,7 @@ mod one_copy;
 mod quarantine;
 mod routing;
 mod structured;
+mod supervision;
 mod systemd;
 mod takeover;
 mod unload;

@@ -6,7 +6,7 @@ use clap::{Parser, Subcommand};
 
 use crate::{
     bench, chat, devices, doctor, eval, file_tools, fleet_commands, generate, inspect, plan, process, ps,
-    serve, tokenize,
+    serve, tokenize, worker_lifecycle,
 };
 
 /// Serve GGUF models: one copy of the weights in shared memory, many worker processes
@@ -55,8 +55,10 @@ pub(crate) enum CliCommand {
     AddWorker(fleet_commands::AddWorkerArguments),
     /// Drain a worker of a running fleet and remove it
     RemoveWorker(fleet_commands::ChildArguments),
-    /// Restart a process of a running fleet
-    Restart(fleet_commands::ChildArguments),
+    /// Take a worker of a running fleet out of service: its requests finish, then it stops
+    Drain(worker_lifecycle::DrainArguments),
+    /// Restart a process of a running fleet, or all workers one after the other
+    Restart(worker_lifecycle::RestartArguments),
     /// Empty the prefix caches of all workers of a running fleet
     ResetPrefixCache(fleet_commands::FleetSelector),
     /// Run the process that holds the weights (started by the supervisor)

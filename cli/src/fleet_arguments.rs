@@ -10,6 +10,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use ops::KvTypes;
 use router::{RoutingConfig, RoutingMode};
 use service::ByteSize;
+use service::runtime_dir::WORKERS_MAX;
 
 use crate::device_choice::DeviceOption;
 use crate::fleet_config::{FleetConfig, GpuSharingConfig};
@@ -21,7 +22,7 @@ const LOOKUP: &str = "lookup";
 #[derive(Args, Clone, Debug)]
 pub(crate) struct FleetArguments {
     /// Worker processes; all share one copy of the weights
-    #[arg(long, value_name = "N", default_value_t = DEFAULT_WORKERS, value_parser = clap::value_parser!(u32).range(1..=256))]
+    #[arg(long, value_name = "N", default_value_t = DEFAULT_WORKERS, value_parser = clap::value_parser!(u32).range(1..=i64::from(WORKERS_MAX)))]
     workers: u32,
     /// Directory of the fleet's sockets [default: a new one]
     #[arg(long, value_name = "DIR")]
@@ -98,6 +99,7 @@ impl WorkerArguments {
             step_tokens: self.step_tokens,
             draft: self.draft.as_deref().map(model_name),
             draft_depth: None,
+            step_timeout: worker::step_timeout(),
             pack: !self.no_pack,
         }
     }
@@ -114,6 +116,7 @@ impl FleetArguments {
             routing: RoutingConfig { mode: self.routing },
             gpu: GpuSharingConfig::default(),
             router: router::RouterLimits::default(),
+            supervision: supervisor::SupervisionConfig::default(),
             models: std::iter::once(self.worker.model(model, self.workers))
                 .chain(self.worker.draft_model())
                 .collect(),

@@ -11,6 +11,7 @@ use proto::weights::v1::weight_server_client::WeightServerClient;
 use proto::worker::v1::ResetPrefixCacheRequest;
 use proto::worker::v1::worker_client::WorkerClient;
 use service::Exit;
+use service::runtime_dir::WORKERS_MAX;
 
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::DeviceOption;
@@ -30,7 +31,7 @@ pub(crate) struct LoadArguments {
     #[arg(long)]
     name: Option<String>,
     /// Number of workers
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=256))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=i64::from(WORKERS_MAX)))]
     workers: u32,
     #[command(flatten)]
     worker: WorkerArguments,
@@ -156,13 +157,6 @@ pub(crate) fn remove_worker(arguments: ChildArguments) -> CliResult {
     let name = arguments.name;
     call_supervisor(&arguments.fleet, &format!("cannot remove {name}"), async |client| {
         client.remove_worker(wire::RemoveWorkerRequest { name: name.clone() }).await.map(drop)
-    })
-}
-
-pub(crate) fn restart(arguments: ChildArguments) -> CliResult {
-    let name = arguments.name;
-    call_supervisor(&arguments.fleet, &format!("cannot restart {name}"), async |client| {
-        client.restart_child(wire::RestartChildRequest { name: name.clone() }).await.map(drop)
     })
 }
 

@@ -7,12 +7,14 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use memory::manifest::HOST_DEVICE;
 use serde::{Deserialize, Serialize};
+use service::runtime_dir::WORKERS_MAX;
 use service::{ByteSize, Exit, RuntimeDir};
 use supervisor::mps::MpsConfig;
-use supervisor::{ChildRole, FleetSpec, ModelSpec, WorkerSlot};
+use supervisor::{ChildRole, FleetSpec, ModelSpec, SupervisionConfig, WorkerSlot};
 use toml::{Table, Value};
 
 use crate::cli_error::{CliError, CliResult, IoContext};
@@ -21,6 +23,9 @@ use crate::devices::{self, GpuInfo, GpuInventory};
 use crate::model_config::{FleetModelConfig, to_toml_table};
 use crate::resident_models::ResidentModels;
 use crate::sized_model::SizedModel;
+
+/// A shorter limit would end healthy workers of a busy machine.
+const STEP_TIMEOUT_MIN: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -47,6 +52,9 @@ pub(crate) struct FleetConfig {
     /// Limits of the router on requests, connections and memory.
     #[serde(default)]
     pub(crate) router: router::RouterLimits,
+    /// When the supervisor replaces a process.
+    #[serde(default)]
+    pub(crate) supervision: SupervisionConfig,
     #[serde(default)]
     pub(crate) models: Vec<FleetModelConfig>,
 }
@@ -82,6 +90,19 @@ impl FleetConfig {
         };
         config.admission.check().map_err(|error| invalid(&error))?;
         config.router.check().map_err(|error| invalid(&error))?;
+        config.supervision.check().map_err(|error| invalid(&error))?;
+        if let Some(short) = config.models.iter().find(|model| model.step_timeout < STEP_TIMEOUT_MIN) {
+            let (name, timeout) = (&short.name, short.step_timeout);
+            let text = format!(
+                "`step-timeout` of {name:?} is {timeout:?}, it must be at least {STEP_TIMEOUT_MIN:?}"
+            );
+            return Err(invalid(&text));
+        }
+        let workers: u64 = config.models.iter().map(|model| u64::from(model.workers)).sum();
+        if workers > u64::from(WORKERS_MAX) {
+            let text = format!("the models have {workers} workers, a fleet may have {WORKERS_MAX}");
+            return Err(invalid(&text));
+        }
         let named = |model: &FleetModelConfig| config.models.iter().filter(|m| m.name == model.name).count();
         if let Some(twice) = config.models.iter().find(|m| named(m) > 1) {
             let text = format!("configuration {}: two models have the name {:?}", path.display(), twice.name);
@@ -159,6 +180,7 @@ impl FleetConfig {
             http_address: listen.map(|address| address.to_string()).unwrap_or_default(),
             log,
             models,
+            supervision: self.supervision,
             complete_worker_config: Arc::new(worker),
         })
     }
@@ -350,6 +372,7 @@ mod tests {
             routing: router::RoutingConfig::default(),
             gpu: GpuSharingConfig::default(),
             router: router::RouterLimits::default(),
+            supervision: SupervisionConfig::default(),
             models: Vec::new(),
         };
         let id = |table: &Table| table.get("id").and_then(Value::as_str).map(str::to_owned);

@@ -39,6 +39,7 @@ mod summary;
 mod synth;
 mod terminal;
 mod tokenize;
+mod worker_lifecycle;
 
 use std::process::ExitCode;
 
@@ -81,7 +82,8 @@ fn run(command: CliCommand) -> CliResult {
         CliCommand::Unload(arguments) => fleet_commands::unload(arguments),
         CliCommand::AddWorker(arguments) => fleet_commands::add_worker(arguments),
         CliCommand::RemoveWorker(arguments) => fleet_commands::remove_worker(arguments),
-        CliCommand::Restart(arguments) => fleet_commands::restart(arguments),
+        CliCommand::Drain(arguments) => worker_lifecycle::drain(arguments),
+        CliCommand::Restart(arguments) => worker_lifecycle::restart(arguments),
         CliCommand::ResetPrefixCache(place) => fleet_commands::reset_prefix_cache(place),
         CliCommand::WeightServer(arguments) => process::weight_server(arguments),
         CliCommand::Loader => process::loader(),

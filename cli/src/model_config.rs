@@ -3,6 +3,7 @@
 //! `[[models]]` in `ballast.toml`: the configuration of one model of a fleet.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use ops::KvTypes;
 use serde::{Deserialize, Serialize};
@@ -42,6 +43,9 @@ pub(crate) struct FleetModelConfig {
     pub(crate) draft: Option<String>,
     /// Most draft tokens per step.
     pub(crate) draft_depth: Option<u32>,
+    /// The longest time that one step may take.
+    #[serde(default = "worker::step_timeout", with = "service::duration")]
+    pub(crate) step_timeout: Duration,
     #[serde(default = "packed")]
     pub(crate) pack: bool,
 }

@@ -69,17 +69,18 @@ struct FleetSnapshot {
 }
 
 async fn workers(directory: &RuntimeDir) -> HashMap<String, StatsReply> {
-    let mut workers = HashMap::new();
+    let mut calls = tokio::task::JoinSet::new();
     for (index, socket) in directory.worker_sockets().unwrap_or_default() {
-        let answer = async {
-            let channel = service::grpc::connect(&socket).await.ok()?;
-            Some(WorkerClient::new(channel).stats(StatsRequest {}).await.ok()?.into_inner())
-        };
-        if let Ok(Some(stats)) = tokio::time::timeout(ANSWER_WAIT, answer).await {
-            workers.insert(format!("worker-{index}"), stats);
-        }
+        calls.spawn(async move {
+            let answer = async {
+                let channel = service::grpc::connect(&socket).await.ok()?;
+                Some(WorkerClient::new(channel).stats(StatsRequest {}).await.ok()?.into_inner())
+            };
+            let stats = tokio::time::timeout(ANSWER_WAIT, answer).await.ok()??;
+            Some((format!("worker-{index}"), stats))
+        });
     }
-    workers
+    calls.join_all().await.into_iter().flatten().collect()
 }
 
 async fn weight_server(directory: &RuntimeDir) -> weights::Status {
@@ -116,6 +117,8 @@ impl FleetSnapshot {
                 "uptime_ms": child.uptime_ms,
                 "status": child.status_text,
                 "last_termination": child.last_termination,
+                "consecutive_crashes": child.consecutive_crashes,
+                "next_start_ms": child.next_start_ms,
                 "model": child.model,
                 "memory": child.memory.map(memory_json),
                 "device": self.workers.get(&child.name).map(|stats| stats.device.clone()),
@@ -153,7 +156,7 @@ impl FleetSnapshot {
             let weights = child.memory.filter(|m| m.weights_resident > 0);
             let weights = weights.map_or_else(String::new, |m| ByteSize(m.weights_resident).rounded());
             let stats = self.workers.get(&child.name).filter(|stats| !stats.device.is_empty());
-            let words = if child.pid == 0 { &child.last_termination } else { &child.status_text };
+            let words = status_words(child);
             text += &format!(
                 "{:<14} {:>8} {:<12} {:>9} {:>10} {:>10} {:>10} {:>10} {:>10}  {words}\n",
                 child.name,
@@ -284,6 +287,19 @@ fn integrity(generation: &Generation) -> &'static str {
     }
 }
 
+/// What the process last said, or why there is none and when it starts again.
+fn status_words(child: &Child) -> String {
+    let wait = child.next_start_ms.map(|ms| ms.div_ceil(1000));
+    match (child.pid, wait) {
+        (0, Some(seconds)) => format!(
+            "{}; crashed {} times in a row, next start in {seconds} s",
+            child.last_termination, child.consecutive_crashes
+        ),
+        (0, None) => child.last_termination.clone(),
+        _ => child.status_text.clone(),
+    }
+}
+
 fn uptime(milliseconds: u64) -> String {
     let seconds = Duration::from_millis(milliseconds).as_secs();
     match seconds {
@@ -307,6 +323,7 @@ fn state(child: &Child) -> &'static str {
     match child.state() {
         ChildState::Starting => "starting",
         ChildState::Running => "ready",
+        ChildState::Draining => "draining",
         ChildState::Stopping => "stopping",
         ChildState::BackingOff => "backing-off",
         ChildState::Failed => "failed",

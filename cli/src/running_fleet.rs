@@ -11,7 +11,8 @@ use proto::v1::inference_client::InferenceClient;
 use service::runtime_dir::{ClaimedRuntimeDir, remove_dead_dirs};
 use service::{Exit, Notify, RuntimeDir, Shutdown};
 use supervisor::{
-    ChildRole, ChildState, ChildStatus, FleetEvent, FleetHandle, FleetStatus, ModelState, ModelStatus,
+    BackoffReason, ChildRole, ChildState, ChildStatus, FleetEvent, FleetHandle, FleetStatus, ModelState,
+    ModelStatus,
 };
 use tokio::sync::broadcast::error::RecvError;
 use tonic::transport::Channel;
@@ -125,8 +126,19 @@ impl RunningFleet {
         }
     }
 
-    /// Waits until the router serves every model with all its workers.
+    /// Waits until the router serves every model with all its workers. A fault of an adopted fleet
+    /// is reported only: its other processes serve.
     pub(crate) async fn ready(&mut self) -> CliResult {
+        match self.wait_until_served().await {
+            Err(failure) if self.fleet.has_adopted() && failure.exit != Exit::Interrupted => {
+                tracing::error!(reason = failure.message(), "the adopted fleet is not complete");
+                Ok(())
+            }
+            outcome => outcome,
+        }
+    }
+
+    async fn wait_until_served(&mut self) -> CliResult {
         let mut events = self.fleet.events();
         let mut client = self.client()?;
         self.check_all().await?;
@@ -210,7 +222,11 @@ impl RunningFleet {
 fn check_child(child: &ChildStatus) -> CliResult {
     let Some(last_termination) = &child.last_termination else { return Ok(()) };
     let exit = last_termination.exit().unwrap_or(Exit::Internal);
-    let hopeless = matches!(child.state, ChildState::Failed(_))
+    let is_failed = matches!(
+        child.state,
+        ChildState::BackingOff { reason: BackoffReason::CrashLoop | BackoffReason::PermanentError(_), .. }
+    );
+    let hopeless = is_failed
         || matches!(exit, Exit::Usage | Exit::ModelRefused | Exit::AddressInUse | Exit::OutOfResources);
     if !hopeless {
         return Ok(());

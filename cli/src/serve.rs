@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use service::logging::print_line;
 use service::{Exit, Notify};
-use supervisor::{ChildRole, ChildState, FleetEvent, ModelState, ModelStatus};
+use supervisor::{ChildRole, ChildStatus, FleetEvent, ModelState, ModelStatus};
 use tokio::sync::broadcast::{self, error::RecvError};
 use tracing::Level;
 
@@ -73,14 +73,8 @@ async fn report(mut events: broadcast::Receiver<FleetEvent>) {
         match events.recv().await {
             Ok(FleetEvent::Child(child)) => {
                 let before = told.insert(child.name.clone(), child.crashes).unwrap_or(0);
-                let given_up = matches!(child.state, ChildState::Failed(_));
                 if let (true, Some(end)) = (child.crashes > before, &child.last_termination) {
-                    let then = if given_up {
-                        "not restarted again; run `ballast restart` to retry"
-                    } else {
-                        "restarted"
-                    };
-                    print_line(&format!("{}: {end}; {then}", child.name));
+                    print_line(&format!("{}: {end}; {}", child.name, restart_text(&child)));
                 }
             }
             Ok(FleetEvent::Model(ModelStatus { name, state: ModelState::Failed(failure), .. })) => {
@@ -88,6 +82,16 @@ async fn report(mut events: broadcast::Receiver<FleetEvent>) {
             }
             Ok(_) | Err(RecvError::Lagged(_)) => {}
             Err(RecvError::Closed) => return,
+        }
+    }
+}
+
+fn restart_text(child: &ChildStatus) -> String {
+    match child.next_start_in {
+        None => "restarted".to_owned(),
+        Some(wait) => {
+            let crashes = child.consecutive_crashes;
+            format!("crashed {crashes} times in a row, next start in {} s", wait.as_secs_f64().ceil())
         }
     }
 }
@@ -115,7 +119,7 @@ fn foreground(
         let outcome = fleet.finish(async |fleet| {
             started(fleet).await?;
             fleet.ended().await;
-            Ok(())
+            fleet.fleet.take_loss().map_or(Ok(()), |loss| Err(loss.into()))
         });
         match outcome.await {
             // Stopping on request is a success.

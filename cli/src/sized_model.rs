@@ -136,6 +136,7 @@ impl SizedModel {
             // Every running sequence needs at least one row in every step.
             worker.running_max = worker.running_max.min(worker.step_tokens);
         }
+        worker.step_timeout = config.step_timeout;
         worker.draft = config.draft.clone().map_or_else(DraftSource::default, DraftSource::from);
         worker.draft_depth = config.draft_depth.map_or(worker.draft_depth, |depth| depth as usize);
         let unfit = |error: EngineConfigError| {

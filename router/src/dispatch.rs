@@ -25,6 +25,8 @@ use crate::worker_search::WorkerSearch;
 const ADMISSION_WAIT: Duration = Duration::from_secs(60);
 /// How often a resumed choice asks again while every worker is busy.
 const BUSY_RETRY: Duration = Duration::from_millis(100);
+/// The wait for a worker is divided into steps, so that a pause of this process is not counted.
+const WAIT_STEP: Duration = Duration::from_secs(1);
 
 /// A full worker's queue moves within seconds, and a lost worker restarts within one second.
 pub(crate) const RETRY_AFTER: Duration = Duration::from_secs(1);
@@ -147,7 +149,7 @@ impl Dispatcher {
             };
             let request = LoggedRequest { request_id: &call.request_id, model: &call.model.name };
             let output_tokens = progress.output().len();
-            let status = match tokio::time::timeout(ADMISSION_WAIT, admission).await {
+            let status = match service::patience::timeout(ADMISSION_WAIT, admission).await {
                 Ok(Ok((Some(Ok(WorkerFrame::Admitted)), frames))) => {
                     return Ok(OpenStream { placed, stay, frames });
                 }
@@ -201,12 +203,13 @@ impl Dispatcher {
         cause: String,
     ) -> Result<OpenStream, ChoiceError> {
         let mut changes = self.registry.subscribe();
-        let give_up = Instant::now() + WAIT_FOR_WORKER;
+        let mut waited = Duration::ZERO;
         loop {
             changes.mark_unchanged();
+            let began = Instant::now();
             let wait = match self.open_stream(call, progress, deadline, None).await {
                 Ok(stream) => return Ok(stream),
-                Err(RequestRefusal::NoWorker) => WAIT_FOR_WORKER,
+                Err(RequestRefusal::NoWorker) => WAIT_STEP,
                 Err(RequestRefusal::Overloaded { .. } | RequestRefusal::TenantLimit { .. }) => BUSY_RETRY,
                 Err(RequestRefusal::DeadlineExceeded) => return Err(ChoiceError::DeadlineExceeded),
                 Err(RequestRefusal::Quarantined(QuarantineEntry { losses, .. })) => {
@@ -214,13 +217,15 @@ impl Dispatcher {
                 }
                 Err(refusal) => return Err(ChoiceError::WorkerError { detail: refusal.to_string() }),
             };
-            let wake = give_up.min(Instant::now() + wait);
+            let asked = Instant::now();
             tokio::select! {
                 // The sender lives as long as the registry.
                 _ = changes.changed() => {}
-                () = tokio::time::sleep_until(wake) => {}
+                () = tokio::time::sleep(wait) => {}
             }
-            if Instant::now() >= give_up {
+            // If this process was stopped meanwhile, only one step counts.
+            waited += asked.duration_since(began) + asked.elapsed().min(WAIT_STEP);
+            if waited >= WAIT_FOR_WORKER {
                 return Err(ChoiceError::NoWorker { detail: cause });
             }
         }

@@ -7,6 +7,7 @@ use std::fmt::Write as _;
 
 use crate::admission::{ClassStats, PriorityClass};
 use crate::admission_control::AdmissionController;
+use crate::fleet_watch::ProcessReport;
 use crate::registry::{ModelSnapshot, WorkerRegistry, WorkerSnapshot};
 
 /// Maximum number of tenants of a model with a line of their own: those with the most waiting
@@ -46,7 +47,11 @@ const CLASS_GAUGES: [(&str, ClassValue); 2] =
     [("num_requests_queued", |c| c.waiting_requests), ("num_permits_held", |c| c.held_permits)];
 
 /// The metrics in the Prometheus text format.
-pub(crate) fn render(registry: &WorkerRegistry, admission: &AdmissionController) -> String {
+pub(crate) fn render(
+    registry: &WorkerRegistry,
+    admission: &AdmissionController,
+    processes: &[ProcessReport],
+) -> String {
     let models = registry.snapshot();
     let mut page = MetricsPage::default();
     page.line(format_args!("# TYPE ballast:num_streams gauge"));
@@ -54,6 +59,7 @@ pub(crate) fn render(registry: &WorkerRegistry, admission: &AdmissionController)
     page.render_workers(&models);
     page.render_admission(&models, admission);
     page.render_lost_log_lines(&models);
+    page.render_processes(processes);
     page.text
 }
 
@@ -108,6 +114,16 @@ impl MetricsPage {
         }
     }
 
+    fn render_processes(&mut self, processes: &[ProcessReport]) {
+        for (name, kind, value) in PROCESS_METRICS {
+            self.line(format_args!("# TYPE ballast:{name} {kind}"));
+            for process in processes {
+                let (label, value) = (escape(&process.name), value(process));
+                self.line(format_args!("ballast:{name}{{process=\"{label}\"}} {value}"));
+            }
+        }
+    }
+
     fn render_admission(&mut self, models: &[ModelSnapshot], admission: &AdmissionController) {
         let stats: Vec<_> = models
             .iter()
@@ -140,6 +156,15 @@ impl MetricsPage {
     }
 }
 
+type ProcessValue = fn(&ProcessReport) -> u32;
+
+/// Name, type and value of the metrics that each process of the fleet has.
+const PROCESS_METRICS: [(&str, &str, ProcessValue); 3] = [
+    ("process_up", "gauge", |p| u32::from(p.is_running)),
+    ("process_failed", "gauge", |p| u32::from(p.is_failed)),
+    ("process_restarts_total", "counter", |p| p.restarts),
+];
+
 /// Escapes a label value of the Prometheus text format.
 fn escape(value: &str) -> String {
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
@@ -159,7 +184,7 @@ mod tests {
     fn a_registry_without_workers_gives_no_worker_lines() {
         let registry = WorkerRegistry::new(crate::config::RoutingMode::default());
         let limits = AdmissionConfig::default().limits(10);
-        let text = render(&registry, &AdmissionController::new(registry.clone(), limits));
+        let text = render(&registry, &AdmissionController::new(registry.clone(), limits), &[]);
         assert!(text.contains("ballast:num_streams 0\n"), "{text}");
         assert!(!text.contains("engine="), "{text}");
     }

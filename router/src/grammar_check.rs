@@ -127,7 +127,8 @@ impl GrammarChecker {
         let mut refusal = None;
         let place = |tried: &[WorkerId]| registry.choose_worker(model, tried);
         while let Some((mut worker, stay)) = workers.next(place, |worker| worker.id).await? {
-            let answer = tokio::time::timeout(CHECK_WAIT, worker.client.check_grammar(call.clone())).await;
+            let answer =
+                service::patience::timeout(CHECK_WAIT, worker.client.check_grammar(call.clone())).await;
             match answer {
                 Ok(Ok(_)) => {
                     stay.record_output(1);

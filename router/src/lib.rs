@@ -23,6 +23,7 @@
 //!                                           |-- text_stream    detokenizes, finds stop strings
 //!                                           \-- failover       what to do after a loss (pure)
 //!
+//! fleet_watch   how the processes are, for /ready and metrics
 //! discovery --> worker_link  one task per worker: registers it, removes it
 //!                    \-----> registry  workers that serve now --> routing  chooses a worker (pure)
 //! ```
@@ -38,6 +39,7 @@ mod dispatch;
 mod dry_breakers;
 mod error;
 mod failover;
+mod fleet_watch;
 mod gauges;
 mod generate;
 mod grammar_check;

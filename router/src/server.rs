@@ -21,6 +21,7 @@ use crate::config::RouterConfig;
 use crate::discovery;
 use crate::dispatch::Dispatcher;
 use crate::error::RouterError;
+use crate::fleet_watch::FleetWatch;
 use crate::generate::Generator;
 use crate::grammar_check::GrammarChecker;
 use crate::grpc::InferenceService;
@@ -105,6 +106,8 @@ impl Router {
             links.clone(),
         ));
 
+        let fleet = FleetWatch::default();
+        let watched = tokio::spawn(fleet.clone().run(RuntimeDir::at(&config.runtime_dir), links.clone()));
         let admission = tokio::spawn(generator.admission.clone().run(links.clone()));
         let (health, health_service) = service::grpc::health();
         health.set_service_status(HEALTH_SERVICE, tonic_health::ServingStatus::NotServing).await;
@@ -128,7 +131,7 @@ impl Router {
             .into_axum_router()
             .layer(middleware::from_fn_with_state(grpc_bodies, limit_request_body));
 
-        let app = AppState::new(generator, metrics, budget);
+        let app = AppState::new(generator, metrics, budget, fleet);
         let health_routes = http::health_routes(app.clone());
         let http_routes =
             http::routes(app).layer(middleware::from_fn_with_state(http_bodies, limit_request_body));
@@ -150,8 +153,9 @@ impl Router {
         };
         links.cancel();
         reporter.abort();
-        // Both end with their token.
+        // All end with their token.
         drop(discovery.await);
+        drop(watched.await);
         drop(admission.await);
         served
     }

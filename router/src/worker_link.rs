@@ -128,7 +128,7 @@ impl WorkerLink {
             return Ok(());
         }
         let WorkerMetadata { name, device, capacity, model } =
-            tokio::time::timeout(CALL_TIMEOUT, self.read_metadata(client))
+            service::patience::timeout(CALL_TIMEOUT, self.read_metadata(client))
                 .await
                 .map_err(|_| LinkError::Timeout { call: "GetMetadata" })??;
         tracing::info!(worker = %name, model = model.name(), "worker registered");
@@ -232,7 +232,7 @@ async fn with_timeout<T>(
     call: &'static str,
     answer: impl Future<Output = Result<tonic::Response<T>, Status>>,
 ) -> Result<tonic::Response<T>, LinkError> {
-    tokio::time::timeout(CALL_TIMEOUT, answer)
+    service::patience::timeout(CALL_TIMEOUT, answer)
         .await
         .map_err(|_| LinkError::Timeout { call })?
         .map_err(|status| LinkError::Call { call, source: Box::new(status) })

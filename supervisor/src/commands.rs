@@ -2,6 +2,9 @@
 
 //! The commands that the event loop accepts from outside, and the error that refuses one.
 
+use std::time::Duration;
+
+use service::runtime_dir::WORKERS_MAX;
 use tokio::sync::oneshot;
 
 use crate::spec::ModelSpec;
@@ -22,6 +25,10 @@ pub enum CommandError {
     NameTaken { name: String },
     #[error("{name:?} cannot be started: {why}")]
     StartFailed { name: String, why: String },
+    #[error(
+        "{present} workers run, and {more} more would exceed the {WORKERS_MAX} that one fleet may have: remove some, or start a second fleet"
+    )]
+    TooManyWorkers { present: usize, more: u32 },
     #[error("model {name:?} cannot be unloaded: {why}")]
     UnloadFailed { name: String, why: String },
     #[error("the fleet is stopping")]
@@ -35,6 +42,14 @@ pub(crate) enum FleetCommand {
     Status(oneshot::Sender<FleetStatus>),
     Restart {
         name: String,
+        /// The time in which a worker may finish its streams before it stops.
+        drain: Option<Duration>,
+        reply: CommandReply<()>,
+    },
+    /// Lets a worker finish its streams, at most `grace`, and stops it. Replies after its exit.
+    Drain {
+        name: String,
+        grace: Duration,
         reply: CommandReply<()>,
     },
     AddWorker {

@@ -17,16 +17,17 @@ mod takeover;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::Arc;
-use std::time::Instant;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use service::exit::{Exit, HasExit, exit_for_io_error};
 use service::grpc::{BindError, ConnectError};
 use service::listen::{InheritedFd, ListenError};
 use service::notify::NotifyError;
-use service::runtime_dir::ClaimedRuntimeDir;
-use service::{Notify, config};
+use service::runtime_dir::{ClaimedRuntimeDir, RuntimeDirError};
+use service::{Notify, RunningClock, config};
 use tokio::sync::{broadcast, mpsc};
 use tokio::task::{AbortHandle, JoinHandle};
 
@@ -35,14 +36,20 @@ use crate::attach_token::AttachToken;
 use crate::commands::{CommandError, CommandReply};
 use crate::events::SupervisorEvent;
 use crate::fd_store::FdStore;
-use crate::fleet::{CommandSender, EVENT_BROADCAST_CAPACITY, FleetHandle};
+use crate::fleet::{CommandSender, EVENT_BROADCAST_CAPACITY, FleetHandle, FleetLoss};
 use crate::grpc;
 use crate::model_record::recorded_models;
+use crate::notify_server::Checkpoint;
 use crate::process::ChildProcess;
 use crate::spec::{ChildSpec, FleetSpec, ModelSpec, WorkerSlot};
-use crate::state::{ChildEvent, ChildStateMachine};
+use crate::state::{ChildEvent, ChildState, ChildStateMachine};
 use crate::status::{ChildStatus, FleetEvent, LastTermination, ModelState, ModelStatus};
 use crate::weight_server_admin::WeightServerAdmin;
+
+/// How often the event loop reads its clock, at least.
+const HEARTBEAT: Duration = Duration::from_millis(500);
+/// If the event loop does not read its clock for longer, the process did not run.
+const PAUSE: Duration = Duration::from_secs(1);
 
 /// Events that wait for the loop. Senders wait when the queue is full.
 const EVENT_QUEUE_CAPACITY: usize = 256;
@@ -64,9 +71,9 @@ pub enum FleetStartError {
     #[error("cannot read the runtime directory")]
     RuntimeDir(#[source] io::Error),
     #[error(
-        "at most {limit} descriptors may be open (RLIMIT_NOFILE), a fleet needs {MIN_DESCRIPTORS}: raise the limit with `ulimit -n`"
+        "at most {limit} descriptors may be open (RLIMIT_NOFILE), this fleet needs {needed}: raise the limit with `ulimit -n`"
     )]
-    FewDescriptors { limit: u64 },
+    FewDescriptors { limit: u64, needed: u64 },
     #[error("cannot raise the limit of open descriptors (RLIMIT_NOFILE)")]
     DescriptorLimit(#[source] io::Error),
     #[error("cannot offer gRPC reflection")]
@@ -104,12 +111,16 @@ struct SupervisedChild {
     /// after it.
     token_registration: Option<AbortHandle>,
     forwarder: JoinHandle<()>,
-    /// Sends the start number of a process that exited to the task that forwards its notifications.
-    exits: mpsc::Sender<u64>,
+    /// To the task that forwards the notifications.
+    checkpoints: mpsc::Sender<Checkpoint>,
+    /// The current deadline has passed, and the notifications before that are being forwarded.
+    is_deadline_reported: bool,
     status_text: String,
     last_termination: Option<LastTermination>,
     /// The adopted process was started with another configuration.
     is_outdated: bool,
+    /// Callers that wait until the child has no process.
+    waits_for_stop: Vec<CommandReply<()>>,
     /// Set when the child is to be removed after it stopped, with the caller that waits for the
     /// removal.
     removed: Option<Option<CommandReply<()>>>,
@@ -123,6 +134,8 @@ struct ManagedModel {
     /// Digest of the resident weights. A weight-server that restarts has to hold these, whatever
     /// has become of the file.
     digest: Option<Bytes>,
+    /// The model was ready before: its workers stay, and a failed load is repeated for ever.
+    was_served: bool,
     task: Option<AbortHandle>,
     unloading: Option<CommandReply<()>>,
 }
@@ -130,16 +143,22 @@ struct ManagedModel {
 struct SupervisorLoop {
     spec: FleetSpec,
     directory: ClaimedRuntimeDir,
+    /// The directory was deleted, and this process cannot create it.
+    is_directory_damaged: bool,
+    loss: FleetLoss,
     children: BTreeMap<Arc<str>, SupervisedChild>,
     models: BTreeMap<String, ManagedModel>,
     fd_store: FdStore,
     admin: WeightServerAdmin,
     /// The supervisor's own parent. If it is systemd, it keeps a second copy of the FD store.
     parent: Notify,
+    reported_summary: String,
     commands: CommandSender,
     /// Compares what is resident in a new weight-server with `models`.
     sync_task: Option<AbortHandle>,
     stopping: bool,
+    /// Every deadline of a child is on this clock.
+    clock: RunningClock,
 }
 
 impl FleetHandle {
@@ -151,6 +170,7 @@ impl FleetHandle {
         parent: Notify,
         stored: Vec<InheritedFd>,
     ) -> Result<FleetHandle, FleetStartError> {
+        check_descriptors(spec.models.iter().map(|model| u64::from(model.workers)).sum())?;
         let names = directory.directory().clone();
         let (sender, receiver) = mpsc::channel(EVENT_QUEUE_CAPACITY);
         let commands =
@@ -160,14 +180,18 @@ impl FleetHandle {
         let mut event_loop = SupervisorLoop {
             spec,
             directory,
+            is_directory_damaged: false,
+            loss: FleetLoss::default(),
             children: BTreeMap::new(),
             models: BTreeMap::new(),
             fd_store: FdStore::default(),
             admin: WeightServerAdmin::new(channel),
             parent,
+            reported_summary: String::new(),
             commands: commands.clone(),
             sync_task: None,
             stopping: false,
+            clock: RunningClock::new(Instant::now(), PAUSE),
         };
         for InheritedFd { name, fd } in stored {
             if let Err(error) = event_loop.fd_store.store(&name, fd) {
@@ -182,6 +206,9 @@ impl FleetHandle {
         }
         event_loop.record_models();
         let living = LivingChildren::find(&names)?;
+        for model in event_loop.models.values_mut() {
+            model.was_served = !living.is_empty();
+        }
         for (spec, slot) in event_loop.spec.initial_children(&living.models_of_workers()) {
             event_loop.add_child(spec, slot)?;
         }
@@ -193,27 +220,23 @@ impl FleetHandle {
         }
         let served =
             grpc::serve(commands.clone(), names.clone(), api).map_err(FleetStartError::Reflection)?;
+        let loss = event_loop.loss.clone();
         let task = tokio::spawn(event_loop.run(receiver));
-        Ok(FleetHandle { commands, directory: names, tasks: vec![task, served] })
+        let has_adopted = !living.is_empty();
+        Ok(FleetHandle { commands, directory: names, has_adopted, loss, tasks: vec![task, served] })
     }
 }
 
 impl SupervisorLoop {
     async fn run(mut self, mut events: mpsc::Receiver<SupervisorEvent>) {
         while !(self.stopping && self.advance_shutdown()) {
-            let deadline = self.children.values().filter_map(|c| c.machine.deadline()).min();
-            let tick = async {
-                match deadline {
-                    Some(deadline) => tokio::time::sleep_until(deadline.into()).await,
-                    None => std::future::pending().await,
-                }
-            };
             tokio::select! {
                 // The event loop holds a sender itself, so the channel closes only after the loop
                 // ends.
                 Some(event) = events.recv() => self.handle(event),
-                () = tick => self.tick(),
+                () = tokio::time::sleep_until(self.next_tick().into()) => self.tick(),
             }
+            self.report_summary();
         }
         for child in self.children.values() {
             child.forwarder.abort();
@@ -221,19 +244,70 @@ impl SupervisorLoop {
         for model in self.models.values() {
             model.abort();
         }
-        self.directory.remove();
     }
 
+    /// Creates the runtime directory again if it was deleted. Stops the fleet if another supervisor
+    /// has claimed its path: children of both would answer there.
+    fn check_directory(&mut self) {
+        let restored = self.directory.restore();
+        let was_damaged = std::mem::replace(&mut self.is_directory_damaged, restored.is_err());
+        match restored {
+            Ok(false) => {}
+            Ok(true) => self.rewrite_files(),
+            Err(error @ RuntimeDirError::InUse { .. }) => {
+                tracing::error!(%error, "the runtime directory was deleted and claimed by another supervisor");
+                *self.loss.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                self.stopping = true;
+            }
+            Err(error) if !was_damaged => {
+                tracing::error!(%error, "the runtime directory was deleted and cannot be created again yet");
+            }
+            Err(_) => {}
+        }
+    }
+
+    /// Writes the files of a restored directory. The owners of the sockets bind them again.
+    fn rewrite_files(&self) {
+        let names = self.directory.directory();
+        tracing::warn!(directory = %names.path().display(), "the runtime directory was deleted, it is restored");
+        for (name, child) in &self.children {
+            let stored = config::store(&names.config(name), &child.spec.config);
+            let recorded = child.process.as_ref().map_or(Ok(()), |p| names.record_child(name, p.pid));
+            if stored.is_err() || recorded.is_err() {
+                tracing::error!(child = %name, ?stored, ?recorded, "cannot restore the files of the child");
+            }
+        }
+        self.record_models();
+    }
+
+    fn next_tick(&self) -> Instant {
+        let open = self.children.values().filter(|child| !child.is_deadline_reported);
+        let deadline = open.filter_map(|child| child.machine.deadline()).min();
+        let heartbeat = Instant::now() + HEARTBEAT;
+        deadline.map_or(heartbeat, |deadline| self.clock.monotonic(deadline).min(heartbeat))
+    }
+
+    /// Reports passed deadlines. The event loop acts on them after the notifications that the
+    /// children have sent before.
     fn tick(&mut self) {
-        let now = Instant::now();
-        let due: Vec<Arc<str>> = self
-            .children
-            .iter()
-            .filter(|(_, child)| child.machine.deadline().is_some_and(|d| d <= now))
-            .map(|(name, _)| name.clone())
-            .collect();
-        for name in due {
-            self.apply_event(&name, ChildEvent::Tick);
+        let paused_before = self.clock.paused();
+        let now = self.clock.advance(Instant::now());
+        let pause = self.clock.paused() - paused_before;
+        if !pause.is_zero() {
+            tracing::warn!(?pause, "this process did not run: all deadlines of children move");
+        }
+        self.check_directory();
+        for child in self.children.values_mut().filter(|child| !child.is_deadline_reported) {
+            if child.machine.deadline().is_some_and(|deadline| deadline <= now) {
+                child.is_deadline_reported = child.checkpoints.try_send(Checkpoint::DeadlinePassed).is_ok();
+            }
+        }
+    }
+
+    fn deadline_passed(&mut self, name: &Arc<str>) {
+        if let Some(child) = self.children.get_mut(name) {
+            child.is_deadline_reported = false;
+            self.apply_event(name, ChildEvent::Tick);
         }
     }
 
@@ -244,6 +318,10 @@ impl SupervisorLoop {
             }
             SupervisorEvent::ProcessExited { child, start_number } => {
                 self.process_exited(&child, start_number)
+            }
+            SupervisorEvent::DeadlinePassed { child } => self.deadline_passed(&child),
+            SupervisorEvent::WorkerDrained { child, start_number } => {
+                self.worker_drained(&child, start_number)
             }
             SupervisorEvent::TokenAllowed { child, start_number, refusal } => {
                 self.token_allowed(&child, start_number, refusal)
@@ -260,7 +338,7 @@ impl SupervisorLoop {
 
     fn publish_child(&self, name: &Arc<str>) {
         if let Some(child) = self.children.get(name) {
-            self.publish(FleetEvent::Child(child.status()));
+            self.publish(FleetEvent::Child(child.status(self.clock.now())));
         }
     }
 
@@ -268,16 +346,36 @@ impl SupervisorLoop {
         // An event without subscribers is dropped.
         let _: Result<usize, _> = self.commands.events.send(event);
     }
+
+    /// Tells the service manager in one line how the fleet is, if that has changed.
+    fn report_summary(&mut self) {
+        if !self.parent.has_parent() {
+            return;
+        }
+        let summary = self.status().summary();
+        if summary != self.reported_summary {
+            match self.parent.status(&summary) {
+                Ok(()) => self.reported_summary = summary,
+                Err(error) => tracing::debug!(%error, "cannot report the status to the service manager"),
+            }
+        }
+    }
 }
 
 impl SupervisedChild {
-    fn status(&self) -> ChildStatus {
+    fn status(&self, now: Instant) -> ChildStatus {
+        let next_start_in = match self.machine.state() {
+            ChildState::BackingOff { deadline, .. } => Some(deadline.saturating_duration_since(now)),
+            _ => None,
+        };
         ChildStatus {
             name: self.spec.name.clone(),
             role: self.spec.role,
             state: self.machine.state(),
             pid: self.process.as_ref().map_or(0, |p| p.pid),
             crashes: self.machine.crashes(),
+            consecutive_crashes: self.machine.consecutive_crashes(),
+            next_start_in,
             uptime: self.process.as_ref().map(|p| p.since.elapsed()).unwrap_or_default(),
             status_text: self.status_text.clone(),
             last_termination: self.last_termination.clone(),
@@ -293,7 +391,8 @@ impl ManagedModel {
 
     fn load(&mut self, admin: &WeightServerAdmin, commands: &CommandSender) {
         self.abort();
-        let load = admin.clone().load(self.spec.clone(), self.digest.clone(), commands.event_loop.clone());
+        let (digest, event_loop) = (self.digest.clone(), commands.event_loop.clone());
+        let load = admin.clone().load(self.spec.clone(), digest, self.was_served, event_loop);
         let task = tokio::spawn(load);
         self.task = Some(task.abort_handle());
     }
@@ -305,21 +404,34 @@ impl ManagedModel {
     }
 }
 
-/// Enough for the sockets and pipes of some dozen workers and of the embedding process. The FD
-/// store comes on top.
+/// Enough for the sockets and pipes of the supervisor and of the embedding process. Workers and the
+/// FD store come on top.
 const MIN_DESCRIPTORS: u64 = 256;
 
 /// Raises the soft limit of open descriptors to the hard limit. Call it before anything else is
 /// opened. The FD store may hold thousands of descriptors; the usual soft limit of 1024 exists for
 /// programs that use select(2).
 pub fn raise_descriptor_limit() -> Result<(), FleetStartError> {
-    use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let limit = |source: nix::Error| FleetStartError::DescriptorLimit(source.into());
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).map_err(limit)?;
     if hard < MIN_DESCRIPTORS {
-        return Err(FleetStartError::FewDescriptors { limit: hard });
+        return Err(FleetStartError::FewDescriptors { limit: hard, needed: MIN_DESCRIPTORS });
     }
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).map_err(limit)
+}
+
+/// A worker takes a notify socket, two pidfds and a liveness socket, and for a moment each the pipe
+/// of its token, a connection and the descriptors of its start.
+const DESCRIPTORS_PER_WORKER: u64 = 8;
+
+fn check_descriptors(workers: u64) -> Result<(), FleetStartError> {
+    let limit = |source: nix::Error| FleetStartError::DescriptorLimit(source.into());
+    let (soft, _) = getrlimit(Resource::RLIMIT_NOFILE).map_err(limit)?;
+    let needed = MIN_DESCRIPTORS + workers * DESCRIPTORS_PER_WORKER;
+    match soft < needed {
+        true => Err(FleetStartError::FewDescriptors { limit: soft, needed }),
+        false => Ok(()),
+    }
 }
 
 /// The caller may have gone away.

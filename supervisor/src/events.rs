@@ -29,6 +29,10 @@ pub(crate) enum SupervisorEvent {
         child: Arc<str>,
         start_number: u64,
     },
+    /// A deadline of the child passed, and all its notifications before that were forwarded.
+    DeadlinePassed {
+        child: Arc<str>,
+    },
     /// The weight-server accepted or refused the attach token of this start.
     TokenAllowed {
         child: Arc<str>,
@@ -40,6 +44,11 @@ pub(crate) enum SupervisorEvent {
         names: Vec<String>,
     },
     LeftoversUnloaded,
+    /// The worker of this start has drained, or did not answer.
+    WorkerDrained {
+        child: Arc<str>,
+        start_number: u64,
+    },
     ModelStateChanged {
         name: String,
         state: ModelState,

@@ -2,7 +2,10 @@
 
 //! The handle on a running fleet. It sends commands to the event loop and reads the fleet's status.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use service::RuntimeDir;
+use service::runtime_dir::RuntimeDirError;
 use tokio::sync::{broadcast, mpsc, oneshot};
 use tokio::task::JoinHandle;
 
@@ -42,16 +45,31 @@ impl CommandSender {
     }
 }
 
+/// Why the event loop stopped the fleet on its own.
+pub(crate) type FleetLoss = Arc<Mutex<Option<RuntimeDirError>>>;
+
 /// A running fleet. Dropping the handle does not stop the fleet; [`FleetHandle::stop`] does.
 pub struct FleetHandle {
     pub(crate) commands: CommandSender,
     pub(crate) directory: RuntimeDir,
+    pub(crate) has_adopted: bool,
+    pub(crate) loss: FleetLoss,
     pub(crate) tasks: Vec<JoinHandle<()>>,
 }
 
 impl FleetHandle {
     pub fn directory(&self) -> &RuntimeDir {
         &self.directory
+    }
+
+    /// Whether the fleet took over running children of a dead supervisor.
+    pub fn has_adopted(&self) -> bool {
+        self.has_adopted
+    }
+
+    /// Why the fleet stopped itself.
+    pub fn take_loss(&self) -> Option<RuntimeDirError> {
+        self.loss.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Subscribes to the events from now on.

@@ -19,7 +19,7 @@ use tonic::{Request, Response, Status};
 use crate::commands::{CommandError, FleetCommand};
 use crate::fleet::CommandSender;
 use crate::spec::{ChildRole, ModelSpec};
-use crate::state::ChildState;
+use crate::state::{BackoffReason, ChildState};
 use crate::status::{ChildStatus, FleetEvent, ModelState, ModelStatus};
 
 /// Events that wait for one client.
@@ -123,9 +123,20 @@ impl FleetService for FleetApi {
         &self,
         request: Request<wire::RestartChildRequest>,
     ) -> Result<Response<wire::RestartChildResponse>, Status> {
-        let name = request.into_inner().name;
-        self.commands.call(|reply| FleetCommand::Restart { name, reply }).await?;
+        let wire::RestartChildRequest { name, drain_ms } = request.into_inner();
+        let drain = drain_ms.map(Duration::from_millis);
+        self.commands.call(|reply| FleetCommand::Restart { name, drain, reply }).await?;
         Ok(Response::new(wire::RestartChildResponse {}))
+    }
+
+    async fn drain_worker(
+        &self,
+        request: Request<wire::DrainWorkerRequest>,
+    ) -> Result<Response<wire::DrainWorkerResponse>, Status> {
+        let wire::DrainWorkerRequest { name, grace_ms } = request.into_inner();
+        let grace = Duration::from_millis(grace_ms);
+        self.commands.call(|reply| FleetCommand::Drain { name, grace, reply }).await?;
+        Ok(Response::new(wire::DrainWorkerResponse {}))
     }
 
     type LoadModelStream = EventStream<wire::LoadModelEvent>;
@@ -247,6 +258,10 @@ impl From<ChildStatus> for wire::Child {
             last_termination: child.last_termination.map(|end| end.to_string()).unwrap_or_default(),
             model: child.model.unwrap_or_default(),
             memory: None,
+            consecutive_crashes: child.consecutive_crashes,
+            next_start_ms: child
+                .next_start_in
+                .map(|wait| u64::try_from(wait.as_millis()).unwrap_or(u64::MAX)),
         }
     }
 }
@@ -269,9 +284,10 @@ impl From<ChildState> for wire::ChildState {
             ChildState::Orphaned { .. } => wire::ChildState::Orphaned,
             ChildState::Starting { .. } => wire::ChildState::Starting,
             ChildState::Running { .. } => wire::ChildState::Running,
+            ChildState::Draining { .. } => wire::ChildState::Draining,
             ChildState::Stopping { .. } | ChildState::Killing { .. } => wire::ChildState::Stopping,
-            ChildState::BackingOff { .. } => wire::ChildState::BackingOff,
-            ChildState::Failed(_) => wire::ChildState::Failed,
+            ChildState::BackingOff { reason: BackoffReason::Crash, .. } => wire::ChildState::BackingOff,
+            ChildState::BackingOff { .. } => wire::ChildState::Failed,
         }
     }
 }
@@ -311,7 +327,9 @@ impl From<CommandError> for Status {
                 Status::invalid_argument(text)
             }
             CommandError::NameTaken { .. } => Status::already_exists(text),
-            CommandError::StartFailed { .. } => Status::resource_exhausted(text),
+            CommandError::StartFailed { .. } | CommandError::TooManyWorkers { .. } => {
+                Status::resource_exhausted(text)
+            }
             CommandError::UnloadFailed { .. } => Status::failed_precondition(text),
             CommandError::Stopping => Status::unavailable(text),
         }

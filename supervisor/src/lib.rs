@@ -12,8 +12,8 @@
 //! ```
 //!
 //! `state.rs` holds the state machine of one child. After its first crash a child restarts at once;
-//! later crashes add a growing backoff. A child that keeps crashing becomes `Failed`, which
-//! `ballast ps` shows.
+//! later crashes add a growing backoff of at most a minute. No child is given up; `ballast ps`
+//! shows a child in a crash loop as failed.
 //!
 //! A child notices the death of the supervisor as end of file on an inherited socket. A successor
 //! that starts on the same runtime directory within ten seconds adopts the children that still run.
@@ -26,6 +26,7 @@
 
 mod attach_token;
 mod commands;
+mod config;
 mod event_loop;
 mod events;
 mod fd_store;
@@ -41,13 +42,15 @@ mod spec;
 mod state;
 mod status;
 mod weight_server_admin;
+mod worker_drain;
 
 pub use commands::CommandError;
+pub use config::{SupervisionConfig, SupervisionConfigError};
 pub use event_loop::{FleetStartError, raise_descriptor_limit};
 pub use fleet::FleetHandle;
 pub use model_record::{RecordedModel, recorded_models};
 pub use spec::{ChildRole, ChildSpec, CompleteWorkerConfig, FleetSpec, ModelSpec, WorkerSlot};
-pub use state::{ChildState, FailureReason, Termination};
+pub use state::{BackoffReason, ChildState, Termination};
 pub use status::{
     ChildStatus, FleetEvent, FleetStatus, LastTermination, ModelFailure, ModelState, ModelStatus,
 };

@@ -8,7 +8,7 @@
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,6 +18,7 @@ use service::notify::FDS_PER_MESSAGE_MAX;
 use tokio::io::Interest;
 use tokio::net::UnixDatagram;
 use tokio::sync::mpsc;
+use tokio::time::MissedTickBehavior;
 
 use crate::events::SupervisorEvent;
 use crate::notification::{Notification, NotifyMessage};
@@ -26,37 +27,64 @@ use crate::notification::{Notification, NotifyMessage};
 /// bytes.
 const MAX_MESSAGE_BYTES: usize = 4096;
 
+/// How often the path of a socket is checked. Cleaners of /tmp delete old sockets.
+const PATH_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The socket of a child.
+#[derive(Debug)]
+pub(crate) struct NotifySocket {
+    socket: UnixDatagram,
+    path: PathBuf,
+}
+
 /// Binds the socket of a child. Replaces a socket file that a dead supervisor left.
-pub(crate) fn bind(path: &Path) -> io::Result<UnixDatagram> {
+pub(crate) fn bind(path: &Path) -> io::Result<NotifySocket> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
     let socket = UnixDatagram::bind(path)?;
     set_socket_passcred(&socket, true)?;
-    Ok(socket)
+    Ok(NotifySocket { socket, path: path.to_owned() })
+}
+
+impl NotifySocket {
+    fn is_deleted(&self) -> bool {
+        let found = std::fs::symlink_metadata(&self.path);
+        found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+    }
+}
+
+/// What the event loop learns only after the messages that are in the socket already.
+#[derive(Debug)]
+pub(crate) enum Checkpoint {
+    /// The process with this start number exited. Without its last messages, a descriptor that a
+    /// dying weight-server stored would be missing from what its successor inherits.
+    Exited { start_number: u64 },
+    /// A deadline of the child passed. A supervisor that was stopped finds the child's messages of
+    /// the meantime in the socket.
+    DeadlinePassed,
 }
 
 /// Forwards every datagram of one child to the event loop, in order. The task ends when the event
 /// loop is gone. If the event loop is busy, the child waits, and this process queues nothing.
-///
-/// Exits of the child's processes, each with its start number, pass through this task too. When a
-/// process has exited, its last messages are in the socket already, and they reach the event loop
-/// before the exit does. Otherwise a descriptor that a dying weight-server stored would be missing
-/// from what its successor inherits.
 pub(crate) async fn forward(
-    socket: UnixDatagram,
-    mut exits: mpsc::Receiver<u64>,
+    socket: NotifySocket,
+    mut checkpoints: mpsc::Receiver<Checkpoint>,
     child: Arc<str>,
     event_loop: mpsc::Sender<SupervisorEvent>,
 ) {
-    let to_driver = NotificationForwarder { socket, child, event_loop };
+    let mut forwarder = NotificationForwarder { socket, child, event_loop };
+    let mut check = tokio::time::interval(PATH_CHECK_INTERVAL);
+    check.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
+        let socket = &forwarder.socket.socket;
         let flow = tokio::select! {
-            received = to_driver.socket.async_io(Interest::READABLE, || receive(&to_driver.socket)) => {
-                to_driver.forward_received(received).await
+            received = socket.async_io(Interest::READABLE, || receive(socket)) => {
+                forwarder.forward_received(received).await
             }
-            Some(start_number) = exits.recv() => to_driver.report_exit(start_number).await,
+            Some(checkpoint) = checkpoints.recv() => forwarder.pass(checkpoint).await,
+            _ = check.tick() => forwarder.restore_path().await,
         };
         if flow.is_break() {
             return;
@@ -65,7 +93,7 @@ pub(crate) async fn forward(
 }
 
 struct NotificationForwarder {
-    socket: UnixDatagram,
+    socket: NotifySocket,
     child: Arc<str>,
     event_loop: mpsc::Sender<SupervisorEvent>,
 }
@@ -90,19 +118,44 @@ impl NotificationForwarder {
         ControlFlow::Continue(())
     }
 
-    async fn report_exit(&self, start_number: u64) -> ControlFlow<()> {
+    /// Forwards the messages that are in the socket now.
+    async fn drain(&self) -> ControlFlow<()> {
         loop {
-            match receive(&self.socket) {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+            match receive(&self.socket.socket) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return ControlFlow::Continue(()),
                 Err(error) if error.kind() != io::ErrorKind::Interrupted => {
                     tracing::error!(child = %self.child, %error, "cannot receive the last notifications");
-                    break;
+                    return ControlFlow::Continue(());
                 }
                 Err(_) => {}
                 received => self.forward_received(received).await?,
             }
         }
-        self.send(SupervisorEvent::ProcessExited { child: self.child.clone(), start_number }).await
+    }
+
+    /// Binds a deleted socket again. The child finds it with its next message.
+    async fn restore_path(&mut self) -> ControlFlow<()> {
+        if !self.socket.is_deleted() {
+            return ControlFlow::Continue(());
+        }
+        self.drain().await?;
+        // Fails while the directory is missing too. The event loop creates it again.
+        if let Ok(socket) = bind(&self.socket.path) {
+            tracing::warn!(child = %self.child, "the notify socket was deleted, it is bound again");
+            self.socket = socket;
+        }
+        ControlFlow::Continue(())
+    }
+
+    /// Forwards the messages that are in the socket now, then reports the checkpoint.
+    async fn pass(&self, checkpoint: Checkpoint) -> ControlFlow<()> {
+        self.drain().await?;
+        let child = self.child.clone();
+        self.send(match checkpoint {
+            Checkpoint::Exited { start_number } => SupervisorEvent::ProcessExited { child, start_number },
+            Checkpoint::DeadlinePassed => SupervisorEvent::DeadlinePassed { child },
+        })
+        .await
     }
 
     async fn send(&self, event: SupervisorEvent) -> ControlFlow<()> {
@@ -200,7 +253,7 @@ mod tests {
                 notify.ready().unwrap();
             }
             let (exit_sender, exits) = mpsc::channel(1);
-            exit_sender.send(7).await.unwrap();
+            exit_sender.send(Checkpoint::Exited { start_number: 7 }).await.unwrap();
             let (sender, mut receiver) = mpsc::channel(1);
             let task = tokio::spawn(forward(socket, exits, "x".into(), sender));
             for _ in 0..WORDS {

@@ -13,7 +13,7 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use command_fds::{CommandFdExt, FdMapping};
 use nix::sys::signal::{Signal as GroupSignal, killpg};
@@ -26,7 +26,7 @@ use crate::attach_token::AttachToken;
 use crate::mps::MPS_PIPE_DIRECTORY;
 use crate::shim;
 use crate::spec::ChildSpec;
-use crate::state::{RestartPolicy, Termination};
+use crate::state::Termination;
 
 /// What a new process gets: configuration, sockets, descriptors and token.
 pub(crate) struct SpawnOptions<'a> {
@@ -37,6 +37,8 @@ pub(crate) struct SpawnOptions<'a> {
     /// Where the CUDA driver finds MPS.
     pub(crate) mps_directory: Option<&'a Path>,
     pub(crate) log: tracing::Level,
+    /// The longest time between two WATCHDOG=1 messages of the process.
+    pub(crate) watchdog: Duration,
 }
 
 #[derive(Debug)]
@@ -74,8 +76,7 @@ impl ChildProcess {
         }
         command.env(env::NOTIFY_SOCKET, options.notify_socket);
         command.envs(options.mps_directory.map(|directory| (MPS_PIPE_DIRECTORY, directory)));
-        let watchdog = RestartPolicy::DEFAULT.watchdog.as_micros();
-        command.env(env::WATCHDOG_USEC, watchdog.to_string());
+        command.env(env::WATCHDOG_USEC, options.watchdog.as_micros().to_string());
 
         let mut mappings = Vec::with_capacity(options.inherited.len() + 2);
         let mut next = LISTEN_FDS_START;

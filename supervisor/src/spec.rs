@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::config::SupervisionConfig;
 use crate::mps::MpsConfig;
 use crate::state::RestartPolicy;
 
@@ -48,14 +49,20 @@ impl ChildRole {
     pub(crate) const STOP_ORDER: [ChildRole; 4] =
         [ChildRole::Router, ChildRole::Worker, ChildRole::Mps, ChildRole::WeightServer];
 
-    pub(crate) const fn policy(self) -> RestartPolicy {
+    pub(crate) fn policy(self, supervision: SupervisionConfig) -> RestartPolicy {
         let stop_grace = match self {
             // Open streams may finish. The router's own drain timeout is shorter.
             ChildRole::Router => Duration::from_secs(20),
             ChildRole::Worker => Duration::from_secs(10),
             ChildRole::WeightServer | ChildRole::Mps => Duration::from_secs(5),
         };
-        RestartPolicy { stop_grace, ..RestartPolicy::DEFAULT }
+        let max_backoff = match self {
+            // No worker can attach without it.
+            ChildRole::WeightServer => Duration::from_secs(5),
+            ChildRole::Router | ChildRole::Worker | ChildRole::Mps => RestartPolicy::DEFAULT.max_backoff,
+        };
+        let watchdog = supervision.watchdog;
+        RestartPolicy { stop_grace, max_backoff, watchdog, ..RestartPolicy::DEFAULT }
     }
 }
 
@@ -114,6 +121,7 @@ pub struct FleetSpec {
     /// The log level of the children, unless BALLAST_LOG sets another.
     pub log: tracing::Level,
     pub models: Vec<ModelSpec>,
+    pub supervision: SupervisionConfig,
     /// Called for every worker, also for those that are added while the fleet runs.
     pub complete_worker_config: CompleteWorkerConfig,
 }

@@ -10,22 +10,22 @@
 //!     | Exited          |  v                 v                          v
 //!  Stopping             | Killing (then: CountAsCrash)          Killing (then: Start)
 //!     ^                 |  | Exited
-//!     | Stop, Restart   |  v
+//!     | Stop, Restart   |  v              (Drain: from Running through Draining to Stopping)
 //!     |                 | crash: an exit that no command asked for
-//!  Starting, Running,   |  |            |                |
-//!  Orphaned             |  | first      | later          | too many, or a permanent exit code
-//!                       |  v            v                v
-//!                       '--+-------- BackingOff        Failed --Start, Restart--> Starting
-//!                           backoff over
+//!  Starting, Running,   |  |            |
+//!  Orphaned             |  | first      | later, or a permanent exit code
+//!                       |  v            v
+//!                       '--+-------- BackingOff
+//!                           backoff over, Start, Restart
 //! ```
 //!
 //! Events come from three sources:
-//! - commands: `Start`, `Stop`, `Restart`;
+//! - commands: `Start`, `Stop`, `Restart`, `Drain`;
 //! - the child, through the notify protocol: `Ready`, `WatchdogPing`, `WatchdogTrigger`,
 //!   `ExtendTimeout`, `OrphanAdopted`;
 //! - the kernel and the clock: `Exited`, `OrphanFound`, `Tick`.
 //!
-//! Actions: `Spawn` starts a process, `Terminate` sends SIGTERM, `Kill` sends SIGKILL. `Stopping`
+//! Actions: `Spawn` starts a process, `Drain` asks a worker to finish its streams, `Terminate` sends SIGTERM, `Kill` sends SIGKILL. `Stopping`
 //! turns into `Killing` when the grace period is over. `OrphanFound` takes a stopped child to
 //! Orphaned.
 //!
@@ -33,6 +33,7 @@
 //! 1. A process exists in Orphaned, Starting, Running, Stopping and Killing, and in no other state.
 //! 2. `Spawn` is returned only on entry into Starting.
 //! 3. Every state with a process has a deadline, or SIGKILL was sent to the process.
+//! 4. A crashed child always has a deadline for its next start: no crash is the last one.
 
 use std::time::{Duration, Instant};
 
@@ -49,22 +50,27 @@ pub(crate) struct RestartPolicy {
     pub(crate) watchdog: Duration,
     /// How long a successor waits until an orphan offers itself for adoption.
     pub(crate) adopt_timeout: Duration,
-    /// A child that was ready for this long counts as healthy. Its next crash counts as its first
-    /// one.
+    /// A child that was ready for this long, and for its last backoff, counts as healthy. Its next
+    /// crash counts as its first one.
     pub(crate) healthy_after: Duration,
     /// The backoff before the second restart in a row. It doubles with each further crash.
     pub(crate) initial_backoff: Duration,
     pub(crate) max_backoff: Duration,
-    /// The child becomes Failed after more consecutive crashes than this.
-    pub(crate) max_consecutive_crashes: u32,
+    /// More consecutive crashes are a crash loop, which no passing fault explains.
+    pub(crate) crash_loop_after: u32,
 }
 
 /// Upper bound of EXTEND_TIMEOUT_USEC: a child may ask for more time, but not without limit.
 const MAX_TIMEOUT_EXTENSION: Duration = Duration::from_secs(600);
+/// Upper bound of the grace of a drain. No stream of a router lasts longer.
+const MAX_DRAIN_GRACE: Duration = Duration::from_secs(24 * 3600);
+/// A drained worker answers within this time after its grace.
+const DRAIN_ANSWER: Duration = Duration::from_secs(5);
 
 impl RestartPolicy {
     /// The backoffs of six consecutive crashes take 6.2 seconds. That outlasts a short shortage of
-    /// memory, and the user still learns of a broken child soon.
+    /// memory, and the user still learns of a broken child soon. A start a minute costs little, and
+    /// a cured fault (a mount that came back, a freed device) is found within that minute.
     pub(crate) const DEFAULT: RestartPolicy = RestartPolicy {
         start_timeout: Duration::from_secs(30),
         stop_grace: Duration::from_secs(10),
@@ -72,8 +78,8 @@ impl RestartPolicy {
         adopt_timeout: Duration::from_secs(5),
         healthy_after: Duration::from_secs(5),
         initial_backoff: Duration::from_millis(200),
-        max_backoff: Duration::from_secs(30),
-        max_consecutive_crashes: 6,
+        max_backoff: Duration::from_secs(60),
+        crash_loop_after: 6,
     };
 
     /// The restart after the first crash has no backoff.
@@ -113,11 +119,15 @@ impl std::fmt::Display for Termination {
     }
 }
 
+/// Why a child waits for its next start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FailureReason {
-    /// The child crashed more often than the policy allows.
+pub enum BackoffReason {
+    /// A few crashes, which a restart may cure.
+    Crash,
+    /// The child crashed more often in a row than a passing fault explains.
     CrashLoop,
-    /// The exit code says that a restart fails in the same way.
+    /// The exit code says that a restart with the same input fails in the same way. The input may
+    /// change, so the child starts again nevertheless.
     PermanentError(Exit),
 }
 
@@ -133,13 +143,33 @@ pub enum AfterExit {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChildState {
     Stopped,
-    Orphaned { deadline: Instant },
-    Starting { deadline: Instant },
-    Running { since: Instant, watchdog_deadline: Instant },
-    Stopping { deadline: Instant, then: AfterExit },
-    Killing { then: AfterExit },
-    BackingOff { deadline: Instant },
-    Failed(FailureReason),
+    Orphaned {
+        deadline: Instant,
+    },
+    Starting {
+        deadline: Instant,
+    },
+    Running {
+        since: Instant,
+        watchdog_deadline: Instant,
+    },
+    /// A worker that takes no new requests and finishes its streams.
+    Draining {
+        deadline: Instant,
+        watchdog_deadline: Instant,
+        then: AfterExit,
+    },
+    Stopping {
+        deadline: Instant,
+        then: AfterExit,
+    },
+    Killing {
+        then: AfterExit,
+    },
+    BackingOff {
+        deadline: Instant,
+        reason: BackoffReason,
+    },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -148,6 +178,13 @@ pub(crate) enum ChildEvent {
     Start,
     Stop,
     Restart,
+    /// Let the running streams end before the process stops, at most `grace`.
+    Drain {
+        grace: Duration,
+        then: AfterExit,
+    },
+    /// The worker has drained, or cannot be asked.
+    Drained,
     /// A process of a dead supervisor is still alive.
     OrphanFound,
     /// The orphan offered itself for adoption.
@@ -166,6 +203,10 @@ pub(crate) enum ChildEvent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ChildAction {
     Spawn,
+    /// Asks the worker to take no new requests and to finish its streams.
+    Drain {
+        grace: Duration,
+    },
     /// Sends SIGTERM to the process.
     Terminate,
     /// Sends SIGKILL to the whole process group.
@@ -194,6 +235,11 @@ impl ChildStateMachine {
         self.crashes
     }
 
+    /// Counts the crashes since the child was healthy.
+    pub(crate) fn consecutive_crashes(&self) -> u32 {
+        self.consecutive_crashes
+    }
+
     /// Whether an exit of the process is expected.
     pub(crate) fn is_stopping(&self) -> bool {
         matches!(
@@ -205,7 +251,7 @@ impl ChildStateMachine {
     }
 
     pub(crate) fn has_process(&self) -> bool {
-        !matches!(self.state, ChildState::Stopped | ChildState::BackingOff { .. } | ChildState::Failed(_))
+        !matches!(self.state, ChildState::Stopped | ChildState::BackingOff { .. })
     }
 
     /// When the next Tick is due.
@@ -214,9 +260,10 @@ impl ChildStateMachine {
             ChildState::Orphaned { deadline }
             | ChildState::Starting { deadline }
             | ChildState::Stopping { deadline, .. }
-            | ChildState::BackingOff { deadline } => Some(deadline),
+            | ChildState::BackingOff { deadline, .. } => Some(deadline),
             ChildState::Running { watchdog_deadline, .. } => Some(watchdog_deadline),
-            ChildState::Stopped | ChildState::Killing { .. } | ChildState::Failed(_) => None,
+            ChildState::Draining { deadline, watchdog_deadline, .. } => Some(deadline.min(watchdog_deadline)),
+            ChildState::Stopped | ChildState::Killing { .. } => None,
         }
     }
 
@@ -225,18 +272,13 @@ impl ChildStateMachine {
             (ChildState::Stopped, ChildEvent::OrphanFound) => {
                 self.enter(ChildState::Orphaned { deadline: now + self.policy.adopt_timeout }, None)
             }
-            (
-                ChildState::Stopped | ChildState::BackingOff { .. },
-                ChildEvent::Start | ChildEvent::Restart,
-            ) => self.spawn(now),
-            (ChildState::Failed(_), ChildEvent::Start | ChildEvent::Restart) => {
+            (ChildState::Stopped, ChildEvent::Start | ChildEvent::Restart) => self.spawn(now),
+            (ChildState::BackingOff { .. }, ChildEvent::Start | ChildEvent::Restart) => {
                 self.consecutive_crashes = 0;
                 self.spawn(now)
             }
-            (ChildState::BackingOff { .. } | ChildState::Failed(_), ChildEvent::Stop) => {
-                self.enter(ChildState::Stopped, None)
-            }
-            (ChildState::BackingOff { deadline }, ChildEvent::Tick) if now >= deadline => self.spawn(now),
+            (ChildState::BackingOff { .. }, ChildEvent::Stop) => self.enter(ChildState::Stopped, None),
+            (ChildState::BackingOff { deadline, .. }, ChildEvent::Tick) if now >= deadline => self.spawn(now),
 
             (ChildState::Orphaned { .. }, ChildEvent::OrphanAdopted)
             | (ChildState::Starting { .. }, ChildEvent::Ready) => self.enter(
@@ -273,6 +315,37 @@ impl ChildStateMachine {
                 ChildState::Orphaned { .. } | ChildState::Starting { .. } | ChildState::Running { .. },
                 ChildEvent::Restart,
             ) => self.terminate(now, AfterExit::Start),
+            (ChildState::Running { watchdog_deadline, .. }, ChildEvent::Drain { grace, then }) => {
+                let grace = grace.min(MAX_DRAIN_GRACE);
+                let deadline = now + grace + DRAIN_ANSWER;
+                let state = ChildState::Draining { deadline, watchdog_deadline, then };
+                self.enter(state, Some(ChildAction::Drain { grace }))
+            }
+            (ChildState::Orphaned { .. } | ChildState::Starting { .. }, ChildEvent::Drain { then, .. }) => {
+                self.terminate(now, then)
+            }
+            (
+                ChildState::Stopped | ChildState::BackingOff { .. },
+                ChildEvent::Drain { then: AfterExit::Start, .. },
+            ) => self.spawn(now),
+            (ChildState::BackingOff { .. }, ChildEvent::Drain { .. }) => {
+                self.enter(ChildState::Stopped, None)
+            }
+            (ChildState::Draining { deadline, then, .. }, ChildEvent::WatchdogPing) => {
+                let watchdog_deadline = now + self.policy.watchdog;
+                self.enter(ChildState::Draining { deadline, watchdog_deadline, then }, None)
+            }
+            (ChildState::Draining { watchdog_deadline, then, .. }, ChildEvent::Tick)
+                if now >= watchdog_deadline =>
+            {
+                self.enter(ChildState::Killing { then }, Some(ChildAction::Kill))
+            }
+            (ChildState::Draining { deadline, then, .. }, ChildEvent::Tick) if now >= deadline => {
+                self.terminate(now, then)
+            }
+            (ChildState::Draining { then, .. }, ChildEvent::Drained) => self.terminate(now, then),
+            (ChildState::Draining { .. }, ChildEvent::Stop) => self.terminate(now, AfterExit::StayStopped),
+            (ChildState::Draining { .. }, ChildEvent::Restart) => self.terminate(now, AfterExit::Start),
             (ChildState::Stopping { deadline, .. }, ChildEvent::Stop) => {
                 self.enter(ChildState::Stopping { deadline, then: AfterExit::StayStopped }, None)
             }
@@ -293,15 +366,20 @@ impl ChildStateMachine {
                 self.enter(ChildState::Killing { then: AfterExit::Start }, None)
             }
 
-            (ChildState::Stopping { then, .. } | ChildState::Killing { then }, ChildEvent::Exited(end)) => {
-                match then {
-                    AfterExit::StayStopped => self.enter(ChildState::Stopped, None),
-                    AfterExit::Start => self.spawn(now),
-                    AfterExit::CountAsCrash => self.handle_crash(now, &end),
-                }
-            }
+            (
+                ChildState::Stopping { then, .. }
+                | ChildState::Killing { then }
+                | ChildState::Draining { then, .. },
+                ChildEvent::Exited(end),
+            ) => match then {
+                AfterExit::StayStopped => self.enter(ChildState::Stopped, None),
+                AfterExit::Start => self.spawn(now),
+                AfterExit::CountAsCrash => self.handle_crash(now, &end),
+            },
             (ChildState::Running { since, .. }, ChildEvent::Exited(end)) => {
-                if now.saturating_duration_since(since) >= self.policy.healthy_after {
+                let healthy_after =
+                    self.policy.healthy_after.max(self.policy.backoff(self.consecutive_crashes));
+                if now.saturating_duration_since(since) >= healthy_after {
                     self.consecutive_crashes = 0;
                 }
                 self.handle_crash(now, &end)
@@ -316,6 +394,8 @@ impl ChildStateMachine {
                 _,
                 ChildEvent::Start
                 | ChildEvent::Stop
+                | ChildEvent::Drain { .. }
+                | ChildEvent::Drained
                 | ChildEvent::OrphanFound
                 | ChildEvent::OrphanAdopted
                 | ChildEvent::Ready
@@ -358,213 +438,19 @@ impl ChildStateMachine {
             Termination::ExitCode(code) => Exit::from_code(*code).filter(|exit| exit.is_permanent()),
             _ => None,
         };
-        if let Some(exit) = permanent {
-            return self.enter(ChildState::Failed(FailureReason::PermanentError(exit)), None);
-        }
-        if self.consecutive_crashes > self.policy.max_consecutive_crashes {
-            return self.enter(ChildState::Failed(FailureReason::CrashLoop), None);
-        }
-        match self.policy.backoff(self.consecutive_crashes) {
+        let reason = match permanent {
+            Some(exit) => BackoffReason::PermanentError(exit),
+            None if self.consecutive_crashes > self.policy.crash_loop_after => BackoffReason::CrashLoop,
+            None => BackoffReason::Crash,
+        };
+        // An immediate restart is for a process that was lost by accident.
+        let backoff_steps = self.consecutive_crashes.max(if permanent.is_some() { 2 } else { 1 });
+        match self.policy.backoff(backoff_steps) {
             Duration::ZERO => self.spawn(now),
-            pause => self.enter(ChildState::BackingOff { deadline: now + pause }, None),
+            pause => self.enter(ChildState::BackingOff { deadline: now + pause, reason }, None),
         }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    const SIGKILL: Termination = Termination::Signal(9);
-
-    fn started(now: Instant) -> ChildStateMachine {
-        let mut machine = ChildStateMachine::new(RestartPolicy::DEFAULT);
-        assert_eq!(machine.handle(now, ChildEvent::Start), Some(ChildAction::Spawn));
-        machine
-    }
-
-    fn running(now: Instant) -> ChildStateMachine {
-        let mut machine = started(now);
-        assert_eq!(machine.handle(now, ChildEvent::Ready), None);
-        machine
-    }
-
-    #[test]
-    fn first_crash_restarts_at_once_and_later_ones_after_growing_backoff() {
-        let mut now = Instant::now();
-        let mut machine = running(now);
-        let mut backoffs_ms = Vec::new();
-        loop {
-            let action = machine.handle(now, ChildEvent::Exited(SIGKILL));
-            let pause = match machine.state() {
-                ChildState::Starting { .. } => Duration::ZERO,
-                ChildState::BackingOff { deadline } => deadline - now,
-                ChildState::Failed(cause) => {
-                    assert_eq!(cause, FailureReason::CrashLoop);
-                    break;
-                }
-                other => panic!("{other:?}"),
-            };
-            assert_eq!(action.is_some(), pause.is_zero());
-            backoffs_ms.push(pause.as_millis());
-            now += pause;
-            machine.handle(now, ChildEvent::Tick);
-        }
-        assert_eq!(backoffs_ms, [0, 200, 400, 800, 1600, 3200]);
-        assert_eq!(
-            machine.handle(now, ChildEvent::Restart),
-            Some(ChildAction::Spawn),
-            "a Restart command leaves the failed state"
-        );
-    }
-
-    #[test]
-    fn healthy_child_resets_the_crash_count() {
-        let mut now = Instant::now();
-        let mut machine = running(now);
-        for _ in 0..20 {
-            now += RestartPolicy::DEFAULT.healthy_after;
-            assert_eq!(machine.handle(now, ChildEvent::Exited(SIGKILL)), Some(ChildAction::Spawn));
-            machine.handle(now, ChildEvent::Ready);
-        }
-        assert_eq!(machine.crashes(), 20);
-    }
-
-    #[test]
-    fn permanent_exit_code_is_not_restarted() {
-        let now = Instant::now();
-        let mut machine = started(now);
-        let code = i32::from(Exit::ModelRefused.code());
-        assert_eq!(machine.handle(now, ChildEvent::Exited(Termination::ExitCode(code))), None);
-        assert_eq!(machine.state(), ChildState::Failed(FailureReason::PermanentError(Exit::ModelRefused)));
-    }
-
-    #[test]
-    fn child_that_ignores_sigterm_is_killed_after_the_grace_period() {
-        let now = Instant::now();
-        let mut machine = running(now);
-        assert_eq!(machine.handle(now, ChildEvent::Stop), Some(ChildAction::Terminate));
-        let almost = now + RestartPolicy::DEFAULT.stop_grace - Duration::from_millis(1);
-        assert_eq!(machine.handle(almost, ChildEvent::Tick), None);
-        assert_eq!(
-            machine.handle(now + RestartPolicy::DEFAULT.stop_grace, ChildEvent::Tick),
-            Some(ChildAction::Kill)
-        );
-        assert_eq!(machine.handle(now, ChildEvent::Exited(SIGKILL)), None);
-        assert_eq!((machine.state(), machine.crashes()), (ChildState::Stopped, 0));
-    }
-
-    #[test]
-    fn watchdog_and_start_timeout_kill_the_child_and_count_as_crash() {
-        let now = Instant::now();
-        let mut silent = running(now);
-        assert_eq!(silent.handle(now + Duration::from_secs(20), ChildEvent::WatchdogPing), None);
-        assert_eq!(silent.handle(now + Duration::from_secs(40), ChildEvent::Tick), None);
-        assert_eq!(silent.handle(now + Duration::from_secs(50), ChildEvent::Tick), Some(ChildAction::Kill));
-        assert_eq!(
-            silent.handle(now + Duration::from_secs(50), ChildEvent::Exited(SIGKILL)),
-            Some(ChildAction::Spawn)
-        );
-        let mut slow = started(now);
-        slow.handle(now + Duration::from_secs(20), ChildEvent::ExtendTimeout(Duration::from_secs(30)));
-        assert_eq!(slow.handle(now + Duration::from_secs(40), ChildEvent::Tick), None);
-        assert_eq!(slow.handle(now + Duration::from_secs(50), ChildEvent::Tick), Some(ChildAction::Kill));
-        slow.handle(now + Duration::from_secs(50), ChildEvent::Exited(SIGKILL));
-        assert_eq!((silent.crashes(), slow.crashes()), (1, 1));
-    }
-
-    #[test]
-    fn orphan_is_adopted_or_replaced() {
-        let now = Instant::now();
-        let mut adopted = ChildStateMachine::new(RestartPolicy::DEFAULT);
-        adopted.handle(now, ChildEvent::OrphanFound);
-        assert_eq!(adopted.handle(now, ChildEvent::OrphanAdopted), None);
-        assert!(matches!(adopted.state(), ChildState::Running { .. }));
-        let mut mute = ChildStateMachine::new(RestartPolicy::DEFAULT);
-        mute.handle(now, ChildEvent::OrphanFound);
-        let later = now + RestartPolicy::DEFAULT.adopt_timeout;
-        assert_eq!(mute.handle(later, ChildEvent::Tick), Some(ChildAction::Kill));
-        assert_eq!(mute.handle(later, ChildEvent::Exited(Termination::Unknown)), Some(ChildAction::Spawn));
-    }
-
-    fn any_event() -> impl Strategy<Value = ChildEvent> {
-        prop_oneof![
-            Just(ChildEvent::Start),
-            Just(ChildEvent::Stop),
-            Just(ChildEvent::Restart),
-            Just(ChildEvent::OrphanFound),
-            Just(ChildEvent::OrphanAdopted),
-            Just(ChildEvent::Ready),
-            Just(ChildEvent::WatchdogPing),
-            Just(ChildEvent::WatchdogTrigger),
-            (0u64..3_000).prop_map(|s| ChildEvent::ExtendTimeout(Duration::from_secs(s))),
-            Just(ChildEvent::Exited(SIGKILL)),
-            Just(ChildEvent::Exited(Termination::ExitCode(1))),
-            Just(ChildEvent::Exited(Termination::ExitCode(2))),
-            Just(ChildEvent::Tick),
-        ]
-    }
-
-    proptest! {
-        /// For any sequence of events: at most one process exists, signals go to existing processes
-        /// only, and no state with a process lasts forever.
-        #[test]
-        fn at_most_one_process_exists(steps in prop::collection::vec((any_event(), 0u64..20_000), 0..200)) {
-            let mut now = Instant::now();
-            let mut machine = ChildStateMachine::new(RestartPolicy::DEFAULT);
-            let mut process = false;
-            for (event, wait_ms) in steps {
-                now += Duration::from_millis(wait_ms);
-                match event {
-                    // The environment cannot report the exit of a process that does not exist.
-                    ChildEvent::Exited(_) if !process => continue,
-                    ChildEvent::Exited(_) => process = false,
-                    ChildEvent::OrphanFound if machine.state() == ChildState::Stopped => process = true,
-                    _ => {}
-                }
-                match machine.handle(now, event) {
-                    Some(ChildAction::Spawn) => {
-                        prop_assert!(!process, "spawned while a process exists");
-                        process = true;
-                    }
-                    Some(ChildAction::Terminate | ChildAction::Kill) => prop_assert!(process, "signal without a process"),
-                    None => {}
-                }
-                prop_assert_eq!(machine.has_process(), process);
-                let bounded = machine.deadline().is_some() || matches!(machine.state(), ChildState::Killing { .. });
-                prop_assert!(!process || bounded, "{:?} has no deadline", machine.state());
-            }
-        }
-
-        /// From any state, a Stop command and enough time bring the child to Stopped.
-        #[test]
-        fn stop_command_always_reaches_stopped(steps in prop::collection::vec((any_event(), 0u64..20_000), 0..60)) {
-            let mut now = Instant::now();
-            let mut machine = ChildStateMachine::new(RestartPolicy::DEFAULT);
-            for (event, wait_ms) in steps {
-                now += Duration::from_millis(wait_ms);
-                if matches!(event, ChildEvent::Exited(_)) && !machine.has_process() {
-                    continue;
-                }
-                machine.handle(now, event);
-            }
-            let mut action = machine.handle(now, ChildEvent::Stop);
-            for _ in 0..4 {
-                prop_assert_ne!(action, Some(ChildAction::Spawn));
-                action = match (action, machine.deadline()) {
-                    (Some(ChildAction::Kill), _) => machine.handle(now, ChildEvent::Exited(SIGKILL)),
-                    (_, Some(deadline)) => {
-                        now = now.max(deadline);
-                        machine.handle(now, ChildEvent::Tick)
-                    }
-                    // SIGKILL was sent before; the exit follows without another action.
-                    (_, None) if machine.has_process() => machine.handle(now, ChildEvent::Exited(SIGKILL)),
-                    (_, None) => None,
-                };
-            }
-            prop_assert_eq!(machine.state(), ChildState::Stopped);
-        }
-    }
-}
+mod tests;

@@ -9,7 +9,7 @@ use service::Exit;
 use tonic::{Code, Status};
 
 use crate::spec::ChildRole;
-use crate::state::{ChildState, Termination};
+use crate::state::{BackoffReason, ChildState, Termination};
 
 #[derive(Clone, Debug)]
 pub struct ChildStatus {
@@ -19,6 +19,10 @@ pub struct ChildStatus {
     /// 0 while no process runs.
     pub pid: u32,
     pub crashes: u32,
+    /// Crashes since the child was healthy.
+    pub consecutive_crashes: u32,
+    /// Until the next start of a child that backs off.
+    pub next_start_in: Option<Duration>,
     pub uptime: Duration,
     /// The last STATUS= text of the child.
     pub status_text: String,
@@ -115,6 +119,30 @@ pub struct FleetStatus {
     pub models: Vec<ModelStatus>,
     pub stored_fds: usize,
     pub http_address: String,
+}
+
+impl FleetStatus {
+    /// One line for a service manager, without figures that change on their own.
+    pub(crate) fn summary(&self) -> String {
+        let running = self.children.iter().filter(|c| matches!(c.state, ChildState::Running { .. })).count();
+        let mut line = format!("{running} of {} processes run", self.children.len());
+        let failed = self.children.iter().filter_map(|child| match child.state {
+            ChildState::BackingOff { reason: BackoffReason::Crash, .. } => None,
+            ChildState::BackingOff { .. } => Some((&child.name, child.last_termination.as_ref()?)),
+            _ => None,
+        });
+        for (name, end) in failed {
+            line.push_str(&format!("; {name} failed ({end}) and starts again after a pause"));
+        }
+        for model in &self.models {
+            line.push_str(&match &model.state {
+                ModelState::Loading { .. } => format!("; {} loads", model.name),
+                ModelState::Ready => format!("; {} is loaded", model.name),
+                ModelState::Failed(failure) => format!("; {} cannot be loaded: {}", model.name, failure.text),
+            });
+        }
+        line
+    }
 }
 
 #[derive(Clone, Debug)]

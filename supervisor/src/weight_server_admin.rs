@@ -29,6 +29,10 @@ const LOAD_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Means all generations of a model in an UnloadRequest.
 const ALL_GENERATIONS: u64 = 0;
+/// The pause after the first failed load of a model that was served before. It doubles with each
+/// failure. A mount that is back is found within a minute.
+const FAILED_LOAD_PAUSE: Duration = Duration::from_secs(1);
+const FAILED_LOAD_PAUSE_MAX: Duration = Duration::from_secs(60);
 
 /// A client of weights-admin.sock that survives restarts of the weight-server. Cheap to clone.
 #[derive(Clone)]
@@ -78,14 +82,16 @@ impl WeightServerAdmin {
     }
 
     /// Makes the model resident and reports every state change to the event loop. Resident weights
-    /// of the `known` digest are the model's, whatever has become of its file.
+    /// of the `known` digest are the model's, whatever has become of its file. `repeats`: a load
+    /// that failed is tried again after a growing pause, for ever.
     pub(crate) async fn load(
         mut self,
         model: ModelSpec,
         known: Option<Bytes>,
+        repeats: bool,
         event_loop: mpsc::Sender<SupervisorEvent>,
     ) {
-        let started = Instant::now();
+        let (mut started, mut pause) = (Instant::now(), FAILED_LOAD_PAUSE);
         let outcome = loop {
             let status = match self.load_and_replace(&model, known.as_ref(), &event_loop).await {
                 Ok(loaded) => break Ok(loaded),
@@ -97,10 +103,18 @@ impl WeightServerAdmin {
                 || (status.code() == Code::ResourceExhausted
                     && started.elapsed() < RELEASE_TIMEOUT
                     && self.release_older(&model.name, &event_loop).await);
-            if !again {
-                break Err(ModelFailure::from_status(&status));
+            if again {
+                tokio::time::sleep(LOAD_RETRY_INTERVAL).await;
+                continue;
             }
-            tokio::time::sleep(LOAD_RETRY_INTERVAL).await;
+            let failure = ModelFailure::from_status(&status);
+            if !repeats {
+                break Err(failure);
+            }
+            report(&event_loop, &model.name, ModelState::Failed(failure)).await;
+            tokio::time::sleep(pause).await;
+            pause = FAILED_LOAD_PAUSE_MAX.min(pause * 2);
+            started = Instant::now();
         };
         let name = model.name;
         let event = match outcome {
@@ -186,9 +200,7 @@ impl WeightServerAdmin {
             match event.kind {
                 Some(wire::load_event::Kind::Waiting(wire::Waiting { done_bytes, total_bytes, .. })) => {
                     let state = ModelState::Loading { done_bytes, total_bytes };
-                    let _: Result<(), _> = event_loop
-                        .send(SupervisorEvent::ModelStateChanged { name: model.name.clone(), state })
-                        .await;
+                    report(event_loop, &model.name, state).await;
                 }
                 Some(wire::load_event::Kind::Loaded(wire::Loaded { generation: Some(found), .. })) => {
                     return Ok(found);
@@ -229,6 +241,12 @@ fn is_retiring(generation: &wire::Generation) -> bool {
 fn pids_of_leases(leases: &[wire::Lease], generations: &[&wire::Generation]) -> Vec<u32> {
     let of_them = |lease: &&wire::Lease| generations.iter().any(|g| g.generation == lease.generation);
     leases.iter().filter(of_them).filter_map(|lease| u32::try_from(lease.pid).ok()).collect()
+}
+
+async fn report(event_loop: &mpsc::Sender<SupervisorEvent>, model: &str, state: ModelState) {
+    let event = SupervisorEvent::ModelStateChanged { name: model.to_owned(), state };
+    // Without an event loop the result is of no use.
+    let _: Result<(), _> = event_loop.send(event).await;
 }
 
 /// The weight-server did not answer: it is starting, or it just died. A status with a source was

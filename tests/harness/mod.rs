@@ -115,9 +115,9 @@ pub(crate) struct ServedFleet {
     pub(crate) supervisor: Child,
     pub(crate) http: String,
     pub(crate) grpc: String,
-    directory: tempfile::TempDir,
-    /// Another path of the runtime directory, if the fleet is in a mount namespace of its own.
-    seen_at: Option<PathBuf>,
+    runtime_dir: PathBuf,
+    /// Deleted with everything in it when the test ends.
+    _directory: tempfile::TempDir,
 }
 
 /// A process, from one line of `ballast ps --json`.
@@ -148,21 +148,32 @@ impl ServedFleet {
         let ready = first_json_line(&mut supervisor);
         let url =
             |name: &str| ready[name].as_str().unwrap_or_else(|| panic!("no {name} in {ready}")).to_owned();
-        ServedFleet { supervisor, http: url("http"), grpc: url("grpc"), directory, seen_at: None }
+        let runtime_dir = url("runtime_dir").into();
+        ServedFleet { supervisor, http: url("http"), grpc: url("grpc"), runtime_dir, _directory: directory }
     }
 
     /// A fleet whose announcement the test cannot read. It has no addresses.
     pub(crate) fn without_announcement(directory: tempfile::TempDir, supervisor: Child) -> ServedFleet {
-        ServedFleet { supervisor, http: String::new(), grpc: String::new(), directory, seen_at: None }
+        let runtime_dir = directory.path().to_owned();
+        let (http, grpc) = (String::new(), String::new());
+        ServedFleet { supervisor, http, grpc, runtime_dir, _directory: directory }
     }
 
-    /// Uses this path for the runtime directory from now on.
+    /// Uses this path for the runtime directory from now on: the fleet may be in a mount namespace of
+    /// its own.
     pub(crate) fn seen_from(&mut self, path: PathBuf) {
-        self.seen_at = Some(path);
+        self.runtime_dir = path;
+    }
+
+    /// Starts a fleet with this `ballast.toml`.
+    pub(crate) fn start_config(config: &str) -> ServedFleet {
+        let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+        let command = serve_config(&directory.path().join("run"), config);
+        Self::start_command(directory, command)
     }
 
     pub(crate) fn runtime_dir(&self) -> &Path {
-        self.seen_at.as_deref().unwrap_or(self.directory.path())
+        &self.runtime_dir
     }
 
     pub(crate) fn processes(&self) -> Vec<FleetProcess> {
@@ -250,6 +261,21 @@ pub(crate) fn serve(runtime_dir: &Path, model: &Path, arguments: &[&str]) -> Com
         .args(["--device", &device(), "--json", "--listen", "127.0.0.1:0", "--runtime-dir"])
         .arg(runtime_dir)
         .args(arguments)
+        .stdout(Stdio::piped());
+    command
+}
+
+/// Builds a `ballast serve --config` command. `config` is what `ballast.toml` holds besides the
+/// runtime directory.
+pub(crate) fn serve_config(runtime_dir: &Path, config: &str) -> Command {
+    let file = runtime_dir.with_extension("toml");
+    std::fs::write(&file, config).unwrap();
+    let mut command = ballast();
+    command
+        .args(["serve", "--json", "--listen", "127.0.0.1:0", "--runtime-dir"])
+        .arg(runtime_dir)
+        .arg("--config")
+        .arg(file)
         .stdout(Stdio::piped());
     command
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use handoff::lease_record::LeaseRecord;
-use service::ByteSize;
+use service::{ByteSize, RunningClock};
 use tokio::sync::{broadcast, mpsc, oneshot};
 use tokio::task::JoinHandle;
 
@@ -55,6 +55,8 @@ struct HeldLease {
 pub(crate) struct WeightServerLoop {
     state: WeightServerState,
     started: Instant,
+    /// Deadlines of loads and leases do not pass while this process is stopped.
+    clock: RunningClock,
     inputs: InputSender,
     loader: LoaderProgram,
     loader_threads: LoaderThreads,
@@ -94,6 +96,7 @@ impl WeightServerLoop {
         let mut driver = Self {
             state: parts.state,
             started,
+            clock: RunningClock::new(started, 2 * TICK),
             inputs: parts.inputs,
             loader: parts.loader,
             loader_threads: parts.loader_threads,
@@ -222,9 +225,10 @@ impl WeightServerLoop {
 
     fn handle_event(&mut self, event: WeightServerEvent) {
         let mut changed = false;
+        let now = self.clock.advance(Instant::now()) - self.started;
         let mut next = VecDeque::from([event]);
         while let Some(event) = next.pop_front() {
-            for action in self.state.handle(event, self.started.elapsed()) {
+            for action in self.state.handle(event, now) {
                 changed |= matches!(
                     action,
                     WeightServerAction::Publish(_) | WeightServerAction::SendProgress { .. }

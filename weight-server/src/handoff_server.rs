@@ -41,6 +41,9 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 /// Commands that wait for one connection: progress reports and one grant.
 const COMMAND_QUEUE_CAPACITY: usize = 16;
 
+/// How often the path of the socket is checked. Cleaners of /tmp delete old sockets.
+const PATH_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+
 /// The wait after an accept that failed for lack of descriptors or memory.
 const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -60,7 +63,9 @@ pub(crate) async fn accept_loop(
     inputs: InputSender,
     violations: Arc<ProtocolViolations>,
 ) -> std::io::Result<()> {
-    let listener = AsyncListener::new(listener)?;
+    let mut listener = AsyncListener::new(listener)?;
+    let mut check = tokio::time::interval(PATH_CHECK_INTERVAL);
+    check.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let slots = Arc::new(Semaphore::new(MAX_CLIENTS));
     // Closed for a moment when no descriptor is left, so that the listener can accept and refuse
     // waiting clients.
@@ -70,7 +75,14 @@ pub(crate) async fn accept_loop(
         // The semaphore is never closed.
         let Ok(slot) = Arc::clone(&slots).acquire_owned().await else { return Ok(()) };
         let connection = loop {
-            match listener.accept().await {
+            let accepted = tokio::select! {
+                accepted = listener.accept() => accepted,
+                _ = check.tick() => {
+                    restore_path(&mut listener);
+                    continue;
+                }
+            };
+            match accepted {
                 Ok(connection) => break connection,
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a worker");
@@ -91,6 +103,15 @@ pub(crate) async fn accept_loop(
             client.serve(connection).await;
             drop(slot);
         });
+    }
+}
+
+fn restore_path(listener: &mut AsyncListener) {
+    match listener.restore_path() {
+        Ok(false) => {}
+        Ok(true) => tracing::warn!("the hand-off socket was deleted, it is bound again"),
+        // The directory may be gone too. The supervisor creates it again.
+        Err(error) => tracing::debug!(%error, "the hand-off socket was deleted and cannot be bound yet"),
     }
 }
 

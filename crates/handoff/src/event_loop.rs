@@ -89,6 +89,17 @@ impl AsyncListener {
         Ok(Self { fd: register(listener, Interest::READABLE)? })
     }
 
+    /// Binds the path again if it was deleted, and returns whether it was. Open connections are not
+    /// affected.
+    pub fn restore_path(&mut self) -> io::Result<bool> {
+        if !self.fd.get_ref().is_deleted() {
+            return Ok(false);
+        }
+        let listener = Listener::bind(self.fd.get_ref().path()).map_err(io::Error::other)?;
+        self.fd = register(listener, Interest::READABLE)?;
+        Ok(true)
+    }
+
     pub async fn accept(&self) -> io::Result<Connection> {
         loop {
             let mut ready = self.fd.readable().await?;

@@ -217,6 +217,14 @@ impl Listener {
         Ok(Self { fd, path: path.to_owned(), inode })
     }
 
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn is_deleted(&self) -> bool {
+        inode(&self.path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+    }
+
     /// Accepts the next connection, which is a blocking one. `accept` itself never blocks.
     pub fn accept(&self) -> io::Result<Connection> {
         let raw = accept4(self.fd.as_raw_fd(), SockFlag::SOCK_CLOEXEC)?;

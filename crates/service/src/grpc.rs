@@ -7,11 +7,14 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream as StdUnixStream;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use tokio::net::{UnixListener, UnixStream};
-use tokio_stream::StreamExt;
-use tokio_stream::wrappers::UnixListenerStream;
+use tokio::time::{Interval, MissedTickBehavior};
+use tokio_stream::{Stream, StreamExt};
 use tonic::transport::{Channel, Endpoint, Server, server::Router};
 use tonic_health::server::HealthReporter;
 
@@ -31,6 +34,8 @@ const ROOT: u32 = 0;
 /// The token streams of all clients share one connection per peer. With the default of 64 KiB, one
 /// slow stream would delay the others.
 const WINDOW_BYTES: u32 = 1 << 20;
+/// How often a listener checks that its path exists. Cleaners of /tmp delete old sockets.
+const PATH_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
@@ -55,12 +60,50 @@ impl HasExit for BindError {
     }
 }
 
-/// A bound socket. Dropping it removes the path, unless another process has bound the path
-/// meanwhile.
+/// A bound socket. If the path is deleted, the listener binds it again. Dropping the listener
+/// removes the path, unless another process has bound it meanwhile.
 #[derive(Debug)]
 pub struct UdsListener {
     listener: UnixListener,
-    _path: BoundPath,
+    path: Arc<BoundPath>,
+    check: Interval,
+    is_lost: bool,
+}
+
+impl UdsListener {
+    /// Binds the path again if nothing is there. Open connections are not affected.
+    fn restore_path(&mut self) {
+        let path = &self.path.path;
+        match std::fs::symlink_metadata(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            // Also if another process has bound the path: a successor does so.
+            _ => return self.is_lost = false,
+        }
+        match UnixListener::bind(path).and_then(|listener| Ok((listener, inode(path)?))) {
+            Ok((listener, inode)) => {
+                tracing::warn!(socket = %path.display(), "the socket was deleted, it is bound again");
+                self.listener = listener;
+                self.path.inode.store(inode, Ordering::Relaxed);
+                self.is_lost = false;
+            }
+            // The directory may be gone too. The supervisor creates it again.
+            Err(error) if !std::mem::replace(&mut self.is_lost, true) => {
+                tracing::warn!(socket = %path.display(), %error, "the socket was deleted and cannot be bound yet");
+            }
+            Err(_) => {}
+        }
+    }
+}
+
+impl Stream for UdsListener {
+    type Item = io::Result<UnixStream>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        while self.check.poll_tick(context).is_ready() {
+            self.restore_path();
+        }
+        self.listener.poll_accept(context).map(|accepted| Some(accepted.map(|(stream, _)| stream)))
+    }
 }
 
 /// Removes the path of a bound socket on drop. The inode distinguishes the socket from a
@@ -68,12 +111,12 @@ pub struct UdsListener {
 #[derive(Debug)]
 struct BoundPath {
     path: PathBuf,
-    inode: u64,
+    inode: AtomicU64,
 }
 
 impl Drop for BoundPath {
     fn drop(&mut self) {
-        if inode(&self.path).is_ok_and(|inode| inode == self.inode) {
+        if inode(&self.path).is_ok_and(|inode| inode == *self.inode.get_mut()) {
             // A failure is harmless: the next process binds over a dead socket.
             let _: io::Result<()> = std::fs::remove_file(&self.path);
         }
@@ -90,8 +133,11 @@ pub fn bind(path: &Path) -> Result<UdsListener, BindError> {
     clear_dead_socket(path)?;
     let failed = |source| BindError::Bind { path: path.to_owned(), source };
     let listener = UnixListener::bind(path).map_err(failed)?;
-    let inode = inode(path).map_err(failed)?;
-    Ok(UdsListener { listener, _path: BoundPath { path: path.to_owned(), inode } })
+    let inode = AtomicU64::new(inode(path).map_err(failed)?);
+    let path = Arc::new(BoundPath { path: path.to_owned(), inode });
+    let mut check = tokio::time::interval(PATH_CHECK_INTERVAL);
+    check.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    Ok(UdsListener { listener, path, check, is_lost: false })
 }
 
 /// Checks the length of a socket path and removes the socket of a dead process. A socket that
@@ -144,10 +190,10 @@ fn serve_until(
     listener: UdsListener,
     stop: Pin<Box<dyn Future<Output = ()> + Send + '_>>,
 ) -> ServeFuture<'_> {
-    let UdsListener { listener, _path } = listener;
     Box::pin(async move {
-        let _path = _path;
-        let connections = UnixListenerStream::new(listener).filter(|connection| match connection {
+        // A draining process is still found under its path.
+        let _path = listener.path.clone();
+        let connections = listener.filter(|connection| match connection {
             Ok(connection) => check_peer(connection),
             Err(_) => true,
         });
@@ -254,6 +300,34 @@ mod tests {
         server.await.unwrap().unwrap();
         assert!(!path.exists());
         assert!(connect(&path).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn a_deleted_socket_is_bound_again_also_after_its_directory() {
+        let parent = tempfile::tempdir().unwrap();
+        let directory = parent.path().join("run");
+        std::fs::create_dir(&directory).unwrap();
+        let path = directory.join("x.sock");
+        let shutdown = Shutdown::default();
+        let (_reporter, health) = health();
+        let listener = bind(&path).unwrap();
+        let server = tokio::spawn(serve(server().add_service(health), listener, shutdown.requested()));
+        let mut early = HealthClient::new(connect(&path).await.unwrap());
+        std::fs::remove_dir_all(&directory).unwrap();
+        tokio::time::sleep(PATH_CHECK_INTERVAL).await;
+        std::fs::create_dir(&directory).unwrap();
+        let late = loop {
+            match connect(&path).await {
+                Ok(channel) => break channel,
+                Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
+            }
+        };
+        early.check(HealthCheckRequest::default()).await.unwrap();
+        HealthClient::new(late).check(HealthCheckRequest::default()).await.unwrap();
+        drop(early);
+        shutdown.request();
+        server.await.unwrap().unwrap();
+        assert!(!path.exists());
     }
 
     #[tokio::test]

@@ -28,6 +28,10 @@ use rustix::fs::{FlockOperation, flock};
 
 use crate::exit::{Exit, HasExit, exit_for_io_error};
 
+/// Workers of one fleet. The router keeps a connection to each, asks each for its load four times a
+/// second, and tries each of a model in turn. More than 256 processes on one machine share too few
+/// cores and too little GPU memory to be of use.
+pub const WORKERS_MAX: u32 = 256;
 /// sun_path has 108 bytes including the final zero (unix(7)).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 /// The longest socket name of a fleet. `worker-<N>` has at most 10 digits.
@@ -219,10 +223,12 @@ impl RuntimeDir {
 }
 
 /// A runtime directory that this process has locked: no other supervisor can use it.
+///
+/// Dropping it releases the directory, and removes the fleet's files unless a child still runs.
 #[derive(Debug)]
 pub struct ClaimedRuntimeDir {
     directory: RuntimeDir,
-    _lock: File,
+    lock: File,
 }
 
 impl ClaimedRuntimeDir {
@@ -254,28 +260,64 @@ impl ClaimedRuntimeDir {
             }
             Err(error) => return Err(create(error)),
         };
-        let lock_path = path.join(LOCK_FILE);
-        let failed = |source| RuntimeDirError::Lock { path: lock_path.clone(), source };
-        let mut lock = File::options().create(true).append(true).open(&lock_path).map_err(failed)?;
-        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(rustix::io::Errno::WOULDBLOCK) => return Err(RuntimeDirError::InUse { path }),
-            Err(errno) => return Err(failed(errno.into())),
+        Ok(Self { lock: take_lock(&path, was_created)?, directory: RuntimeDir { path } })
+    }
+
+    /// Creates the directory and its lock again if they were deleted. Returns whether they were.
+    /// [`RuntimeDirError::InUse`]: another supervisor has claimed the path meanwhile.
+    pub fn restore(&mut self) -> Result<bool, RuntimeDirError> {
+        let path = self.directory.path();
+        match self.is_in_place() {
+            Ok(true) => return Ok(false),
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(RuntimeDirError::Lock { path: path.join(LOCK_FILE), source: error });
+            }
+            Ok(false) | Err(_) => {}
         }
-        if was_created {
-            lock.write_all(CREATED_MARKER.as_bytes()).map_err(failed)?;
-        }
-        Ok(Self { directory: RuntimeDir { path }, _lock: lock })
+        let was_created = match DirBuilder::new().mode(DIRECTORY_MODE).create(path) {
+            Ok(()) => true,
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
+            Err(source) => return Err(RuntimeDirError::Create { path: path.to_owned(), source }),
+        };
+        self.lock = take_lock(path, was_created)?;
+        Ok(true)
+    }
+
+    /// Whether the path still leads to the lock that this process holds.
+    fn is_in_place(&self) -> io::Result<bool> {
+        let inode = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+        let found = fs::symlink_metadata(self.directory.path().join(LOCK_FILE)).map(inode)?;
+        Ok(found == self.lock.metadata().map(inode)?)
     }
 
     pub fn directory(&self) -> &RuntimeDir {
         &self.directory
     }
+}
 
-    /// Removes the fleet's files and releases the directory.
-    pub fn remove(self) {
-        self.directory.remove_fleet_files();
+impl Drop for ClaimedRuntimeDir {
+    fn drop(&mut self) {
+        // Children outlive a supervisor whose start failed. The last one removes the directory.
+        let is_empty = || self.directory.living_children().is_ok_and(|living| living.is_empty());
+        if self.is_in_place().is_ok_and(|in_place| in_place) && is_empty() {
+            self.directory.remove_fleet_files();
+        }
     }
+}
+
+fn take_lock(path: &Path, was_created: bool) -> Result<File, RuntimeDirError> {
+    let lock_path = path.join(LOCK_FILE);
+    let failed = |source| RuntimeDirError::Lock { path: lock_path.clone(), source };
+    let mut lock = File::options().create(true).append(true).open(&lock_path).map_err(failed)?;
+    match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(rustix::io::Errno::WOULDBLOCK) => return Err(RuntimeDirError::InUse { path: path.to_owned() }),
+        Err(errno) => return Err(failed(errno.into())),
+    }
+    if was_created {
+        lock.write_all(CREATED_MARKER.as_bytes()).map_err(failed)?;
+    }
+    Ok(lock)
 }
 
 /// `$XDG_RUNTIME_DIR/ballast-<pid>`, else `/tmp/ballast-<uid>-<pid>`.
@@ -358,9 +400,27 @@ mod tests {
         let first = claim(&path).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o700);
         assert!(matches!(claim(&path), Err(RuntimeDirError::InUse { .. })));
-        first.remove();
+        drop(first);
         assert!(!path.exists());
-        claim(&path).unwrap().remove();
+        drop(claim(&path).unwrap());
+    }
+
+    #[test]
+    fn a_deleted_directory_is_restored_unless_another_supervisor_has_claimed_it() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("fleet");
+        let mut claimed = claim(&path).unwrap();
+        assert!(!claimed.restore().unwrap());
+        fs::remove_dir_all(&path).unwrap();
+        assert!(claimed.restore().unwrap());
+        assert!(matches!(claim(&path), Err(RuntimeDirError::InUse { .. })));
+        fs::remove_dir_all(&path).unwrap();
+        let other = claim(&path).unwrap();
+        assert!(matches!(claimed.restore(), Err(RuntimeDirError::InUse { .. })));
+        drop(claimed);
+        assert!(path.exists(), "the directory belongs to the other supervisor");
+        drop(other);
+        assert!(!path.exists());
     }
 
     #[test]
@@ -371,7 +431,7 @@ mod tests {
         for name in ["worker-0.sock", "router.toml", "notes.txt"] {
             fs::write(path.join(name), "").unwrap();
         }
-        claimed.remove();
+        drop(claimed);
         let left: Vec<_> = fs::read_dir(&path).unwrap().map(|e| e.unwrap().file_name()).collect();
         assert_eq!(left, ["notes.txt"]);
     }
@@ -381,7 +441,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let claimed = claim(directory.path()).unwrap();
         fs::write(directory.path().join("worker-0.sock"), "").unwrap();
-        claimed.remove();
+        drop(claimed);
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 

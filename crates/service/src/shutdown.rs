@@ -9,8 +9,10 @@
 use std::io;
 use std::time::Duration;
 
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
+
+use crate::hangup::{Hangup, HangupPolicy};
 
 /// The request to stop, shared by all parts of a process. Cheap to clone.
 #[derive(Clone, Debug, Default)]
@@ -29,9 +31,12 @@ pub enum DrainInterrupted {
 }
 
 impl Shutdown {
-    /// Listens to SIGTERM and SIGINT. Must be called inside a tokio runtime.
+    /// Listens to SIGTERM, SIGINT and SIGHUP. Must be called inside a tokio runtime.
     pub fn install() -> io::Result<Self> {
         let shutdown = Self::default();
+        if let Some(policy) = HangupPolicy::at_start() {
+            tokio::spawn(follow_hangups(signal(SignalKind::hangup())?, policy, shutdown.clone()));
+        }
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
         let listener = shutdown.clone();
@@ -82,6 +87,18 @@ impl Shutdown {
             output = drain => Ok(output),
             () = tokio::time::sleep(grace) => Err(DrainInterrupted::Deadline { grace }),
             () = self.forced() => Err(DrainInterrupted::SecondSignal),
+        }
+    }
+}
+
+/// SIGHUP ends a command whose terminal was closed, and nothing else.
+async fn follow_hangups(mut hangups: Signal, policy: HangupPolicy, shutdown: Shutdown) {
+    while let Some(()) = hangups.recv().await {
+        match policy.meaning() {
+            Hangup::TerminalClosed => shutdown.request(),
+            Hangup::ReloadRequested => {
+                tracing::warn!("SIGHUP ignored: this process reads its configuration at its start only");
+            }
         }
     }
 }

@@ -21,16 +21,15 @@
 
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream as StdUnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
 use tokio::sync::watch;
-use tokio::time::Instant;
 
 use crate::env;
 use crate::listen::{ListenError, fd_from_env};
-use crate::{Notify, Shutdown};
+use crate::{Notify, RunningClock, Shutdown};
 
 /// How long a child keeps working while it waits for a successor.
 pub const SUCCESSOR_WAIT: Duration = Duration::from_secs(10);
@@ -147,8 +146,10 @@ async fn wait_for_end_of_file(liveness: &mut UnixStream) {
 
 impl AdoptionOffer {
     async fn find_successor(&self) -> Option<UnixStream> {
+        // A process that was stopped meanwhile still waits for its successor afterwards.
+        let mut clock = RunningClock::new(Instant::now(), 2 * ANSWER_WAIT);
         let deadline = Instant::now() + SUCCESSOR_WAIT;
-        while Instant::now() < deadline {
+        while clock.advance(Instant::now()) < deadline {
             if let Some(adopted) = self.offer_once().await {
                 return Some(adopted);
             }

@@ -61,13 +61,20 @@ async fn health() -> Json<Value> {
     Json(json!({"status": "ok"}))
 }
 
-/// Reports whether the registry has workers.
+/// Reports whether the registry has workers, and which processes fail.
 async fn ready(State(app): State<AppState>) -> Result<Json<Value>, ApiError> {
     let models = app.generator.registry.snapshot();
     let workers: usize = models.iter().map(|snapshot| snapshot.workers.len()).sum();
-    match app.generator.registry.has_workers() {
-        true => Ok(Json(json!({"status": "ready", "workers": workers}))),
-        false => Err(ApiError::not_ready("no worker is ready yet")),
+    let failed = app.fleet.failed();
+    match (app.generator.registry.has_workers(), failed.is_empty()) {
+        (true, _) => Ok(Json(json!({"status": "ready", "workers": workers, "failed": failed}))),
+        (false, true) => Err(ApiError::not_ready("no worker is ready yet")),
+        (false, false) => {
+            let failed = failed.join(", ");
+            let text =
+                format!("no worker is ready; crashing again and again: {failed}; `ballast ps` says why");
+            Err(ApiError::not_ready(text))
+        }
     }
 }
 
@@ -104,7 +111,8 @@ fn model_entry(snapshot: &ModelSnapshot) -> Value {
 
 async fn scrape(State(app): State<AppState>) -> Response {
     let mut text = app.metrics.render();
-    text.push_str(&gauges::render(&app.generator.registry, &app.generator.admission));
+    let processes = app.fleet.processes();
+    text.push_str(&gauges::render(&app.generator.registry, &app.generator.admission, &processes));
     text.push_str(&gauges::render_intake(
         app.budget.used(),
         app.generator.dispatcher.quarantine.quarantined(),

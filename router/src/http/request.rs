@@ -15,6 +15,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
 use super::error::ApiError;
+use crate::fleet_watch::FleetWatch;
 use crate::generate::{Generator, RequestOrigin};
 use crate::intake::{RequestBytes, SharedBudget, body_error};
 use crate::metrics;
@@ -34,14 +35,20 @@ pub(crate) struct AppState {
     pub(crate) generator: Generator,
     pub(crate) metrics: Metrics,
     pub(crate) budget: SharedBudget,
+    pub(crate) fleet: FleetWatch,
     /// Permits for bytes of bodies that are parsed at the same time.
     pub(crate) parsing: Arc<Semaphore>,
 }
 
 impl AppState {
-    pub(crate) fn new(generator: Generator, metrics: Metrics, budget: SharedBudget) -> Self {
+    pub(crate) fn new(
+        generator: Generator,
+        metrics: Metrics,
+        budget: SharedBudget,
+        fleet: FleetWatch,
+    ) -> Self {
         let parsing = Arc::new(Semaphore::new(PARSED_BYTES_MAX as usize));
-        Self { generator, metrics, budget, parsing }
+        Self { generator, metrics, budget, fleet, parsing }
     }
 }
 

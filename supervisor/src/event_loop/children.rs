@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use service::config;
 use tokio::net::unix::pipe;
@@ -15,11 +15,12 @@ use tokio::sync::mpsc;
 use super::{FleetStartError, SupervisedChild, SupervisorLoop, answer};
 use crate::attach_token::AttachToken;
 use crate::events::SupervisorEvent;
-use crate::notify_server;
+use crate::notify_server::{self, Checkpoint};
 use crate::process::{ChildProcess, SpawnOptions};
 use crate::spec::{ChildRole, ChildSpec, WorkerSlot};
-use crate::state::{ChildAction, ChildEvent, ChildState, ChildStateMachine, Termination};
+use crate::state::{BackoffReason, ChildAction, ChildEvent, ChildState, ChildStateMachine, Termination};
 use crate::status::{FleetEvent, LastTermination};
+use crate::worker_drain;
 
 impl SupervisorLoop {
     /// Adds a child: writes its configuration and binds its notify socket. Its process is started
@@ -35,16 +36,16 @@ impl SupervisorLoop {
         let socket = notify_server::bind(&names.notify_socket(&name))
             .map_err(|source| FleetStartError::NotifySocket { child: spec.name.clone(), source })?;
         // A child has one process at a time: the next one starts after the event loop has seen the
-        // last one's exit.
-        let (exit_sender, exits) = mpsc::channel(1);
+        // last one's exit. It also has at most one deadline that is not reported yet.
+        let (checkpoint_sender, checkpoints) = mpsc::channel(2);
         let forwarder = tokio::spawn(notify_server::forward(
             socket,
-            exits,
+            checkpoints,
             name.clone(),
             self.commands.event_loop.clone(),
         ));
         let child = SupervisedChild {
-            machine: ChildStateMachine::new(spec.role.policy()),
+            machine: ChildStateMachine::new(spec.role.policy(self.spec.supervision)),
             spec,
             slot,
             process: None,
@@ -52,10 +53,12 @@ impl SupervisorLoop {
             token: None,
             token_registration: None,
             forwarder,
-            exits: exit_sender,
+            checkpoints: checkpoint_sender,
+            is_deadline_reported: false,
             status_text: String::new(),
             last_termination: None,
             is_outdated: false,
+            waits_for_stop: Vec::new(),
             removed: None,
         };
         self.children.insert(name.clone(), child);
@@ -64,23 +67,62 @@ impl SupervisorLoop {
 
     /// Applies an event to a child's state machine and executes the resulting action.
     pub(super) fn apply_event(&mut self, name: &Arc<str>, event: ChildEvent) {
+        let now = self.clock.advance(Instant::now());
         let child = supervised_child(&mut self.children, name);
         let before = child.machine.state();
-        let action = child.machine.handle(Instant::now(), event);
+        let action = child.machine.handle(now, event);
         let after = child.machine.state();
         if std::mem::discriminant(&before) != std::mem::discriminant(&after) {
-            if let ChildState::Failed(cause) = after {
-                tracing::warn!(child = %name, ?cause, "child failed: not restarting");
+            if let ChildState::BackingOff { deadline, reason } = after
+                && reason != BackoffReason::Crash
+            {
+                let (crashes, pause) = (child.machine.consecutive_crashes(), deadline - now);
+                tracing::warn!(child = %name, ?reason, crashes, ?pause, "child failed, starting it again after a pause");
             }
             self.publish_child(name);
         }
         match action {
             Some(ChildAction::Spawn) => self.spawn(name),
+            Some(ChildAction::Drain { grace }) => self.drain_worker(name, grace),
             Some(ChildAction::Terminate) => self.signal(name, ChildProcess::terminate),
             Some(ChildAction::Kill) => self.signal(name, ChildProcess::kill),
             None => {}
         }
+        self.answer_if_stopped(name);
         self.drop_if_removed(name);
+    }
+
+    /// Asks the worker to finish its streams. The process is stopped after its answer.
+    fn drain_worker(&self, name: &Arc<str>, grace: Duration) {
+        let Some((child, slot)) = self.children.get(name).and_then(|c| Some((c, c.slot.as_ref()?))) else {
+            return;
+        };
+        let socket = self.directory.directory().worker_socket(slot.index);
+        let (event_loop, child, start_number) =
+            (self.commands.event_loop.clone(), name.clone(), child.start_number);
+        tokio::spawn(async move {
+            if let Err(error) = worker_drain::drain(&socket, grace).await {
+                tracing::warn!(%child, error = service::exit::one_line(&error), "cannot drain the worker");
+            }
+            // Without an event loop the result is of no use.
+            let _: Result<(), _> =
+                event_loop.send(SupervisorEvent::WorkerDrained { child, start_number }).await;
+        });
+    }
+
+    pub(super) fn worker_drained(&mut self, name: &Arc<str>, start_number: u64) {
+        if self.children.get(name).is_some_and(|child| child.start_number == start_number) {
+            self.apply_event(name, ChildEvent::Drained);
+        }
+    }
+
+    fn answer_if_stopped(&mut self, name: &Arc<str>) {
+        let Some(child) = self.children.get_mut(name) else { return };
+        if !child.machine.has_process() {
+            for reply in child.waits_for_stop.drain(..) {
+                answer(reply, Ok(()));
+            }
+        }
     }
 
     /// A worker starts after the weight-server has accepted its token; other roles start at once.
@@ -142,14 +184,19 @@ impl SupervisorLoop {
             token,
             mps_directory: mps.map(|mps| mps.directory.as_path()),
             log: self.spec.log,
+            watchdog: self.spec.supervision.watchdog,
         };
+        // The file may have been deleted since the last start.
+        if let Err(error) = config::store(options.config, &child.spec.config) {
+            return self.start_failed(name, &service::exit::one_line(&error));
+        }
         let started = ChildProcess::spawn(&child.spec, options);
         let watched = started.and_then(|process| {
             if let Err(error) = names.record_child(name, process.pid) {
                 // The disk may be full. The child works without its record.
                 tracing::warn!(child = %name, %error, "cannot record the child: a successor of this supervisor would not take it over");
             }
-            watch_exit(&process, name.clone(), child.start_number, child.exits.clone())?;
+            watch_exit(&process, name.clone(), child.start_number, child.checkpoints.clone())?;
             Ok(process)
         });
         match watched {
@@ -247,7 +294,7 @@ pub(super) fn watch_exit(
     process: &ChildProcess,
     child: Arc<str>,
     start_number: u64,
-    exits: mpsc::Sender<u64>,
+    checkpoints: mpsc::Sender<Checkpoint>,
 ) -> io::Result<()> {
     // The descriptor is not a pipe, and nothing reads from it. This is tokio's safe way to wait
     // until a descriptor is readable.
@@ -257,7 +304,7 @@ pub(super) fn watch_exit(
             tracing::error!(%child, %error, "cannot wait for the exit of a process");
         }
         // If the forwarding task is gone, the event loop is gone too.
-        let _: Result<(), _> = exits.send(start_number).await;
+        let _: Result<(), _> = checkpoints.send(Checkpoint::Exited { start_number }).await;
     });
     Ok(())
 }

@@ -3,6 +3,7 @@
 //! Executes commands: status, restarts, workers, models, and the stop of the whole fleet.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::children::supervised_child;
 use super::{ManagedModel, SupervisedChild, SupervisorLoop, answer};
@@ -10,11 +11,9 @@ use crate::commands::{CommandError, CommandReply, FleetCommand};
 use crate::events::SupervisorEvent;
 use crate::process::ChildProcess;
 use crate::spec::{ChildRole, ModelSpec};
-use crate::state::{ChildEvent, ChildState};
+use crate::state::{AfterExit, ChildEvent, ChildState};
 use crate::status::{FleetEvent, FleetStatus, ModelState};
-
-/// A worker's index is part of its socket name.
-const MAX_WORKERS: u32 = 10_000;
+use service::runtime_dir::WORKERS_MAX;
 
 impl SupervisorLoop {
     pub(super) fn handle_command(&mut self, command: FleetCommand) {
@@ -23,7 +22,8 @@ impl SupervisorLoop {
                 // The caller may have gone away.
                 let _: Result<(), _> = reply.send(self.status());
             }
-            FleetCommand::Restart { name, reply } => answer(reply, self.restart(&name)),
+            FleetCommand::Restart { name, drain, reply } => answer(reply, self.restart(&name, drain)),
+            FleetCommand::Drain { name, grace, reply } => self.drain(&name, grace, reply),
             FleetCommand::AddWorker { model, reply } => answer(reply, self.add_worker(model)),
             FleetCommand::RemoveWorker { name, reply } => match self.children.get_key_value(name.as_str()) {
                 None => answer(reply, Err(CommandError::UnknownChild { name })),
@@ -39,21 +39,46 @@ impl SupervisorLoop {
         }
     }
 
-    fn status(&self) -> FleetStatus {
+    pub(super) fn status(&self) -> FleetStatus {
+        let now = self.clock.now();
         FleetStatus {
-            children: self.children.values().map(SupervisedChild::status).collect(),
+            children: self.children.values().map(|child| child.status(now)).collect(),
             models: self.models.values().map(ManagedModel::status).collect(),
             stored_fds: self.fd_store.len(),
             http_address: self.spec.http_address.clone(),
         }
     }
 
-    fn restart(&mut self, name: &str) -> Result<(), CommandError> {
-        self.check_not_stopping()?;
+    fn known_child(&self, name: &str) -> Result<Arc<str>, CommandError> {
         let known = self.children.get_key_value(name).map(|(name, _)| name.clone());
-        let name = known.ok_or_else(|| CommandError::UnknownChild { name: name.to_owned() })?;
-        self.apply_event(&name, ChildEvent::Restart);
+        known.ok_or_else(|| CommandError::UnknownChild { name: name.to_owned() })
+    }
+
+    fn known_worker(&self, name: &str) -> Result<Arc<str>, CommandError> {
+        let name = self.known_child(name)?;
+        match self.children.get(&name).is_some_and(|child| child.slot.is_some()) {
+            true => Ok(name),
+            false => Err(CommandError::NotAWorker { name: name.to_string() }),
+        }
+    }
+
+    fn restart(&mut self, name: &str, drain: Option<Duration>) -> Result<(), CommandError> {
+        self.check_not_stopping()?;
+        let (name, event) = match drain {
+            None => (self.known_child(name)?, ChildEvent::Restart),
+            Some(grace) => (self.known_worker(name)?, ChildEvent::Drain { grace, then: AfterExit::Start }),
+        };
+        self.apply_event(&name, event);
         Ok(())
+    }
+
+    fn drain(&mut self, name: &str, grace: Duration, reply: CommandReply<()>) {
+        let name = match self.check_not_stopping().and_then(|()| self.known_worker(name)) {
+            Ok(name) => name,
+            Err(error) => return answer(reply, Err(error)),
+        };
+        supervised_child(&mut self.children, &name).waits_for_stop.push(reply);
+        self.apply_event(&name, ChildEvent::Drain { grace, then: AfterExit::StayStopped });
     }
 
     fn add_worker(&mut self, model: String) -> Result<String, CommandError> {
@@ -67,10 +92,10 @@ impl SupervisorLoop {
             return Err(CommandError::UnknownModel { name: model });
         };
         let used = |index| self.children.values().any(|c| c.slot.as_ref().is_some_and(|s| s.index == index));
-        let Some(index) = (0..MAX_WORKERS).find(|&index| !used(index)) else {
-            let why = format!("{MAX_WORKERS} workers exist already");
-            return Err(CommandError::StartFailed { name: "worker".to_owned(), why });
-        };
+        self.check_worker_count(1)?;
+        // A worker's index is part of its socket name. Recorded workers of an earlier supervisor
+        // may have any index.
+        let index = (0..).find(|&index| !used(index)).expect("invariant: fewer workers than numbers");
         let (spec, slot) = self.spec.worker_spec(index, model);
         let name = spec.name.clone();
         let added = self.add_child(spec, slot);
@@ -89,6 +114,7 @@ impl SupervisorLoop {
             Some(_) => return Err(CommandError::NameTaken { name: spec.name }),
         }
         let (name, workers) = (spec.name.clone(), spec.workers);
+        self.check_worker_count(workers)?;
         self.add_model(spec, true);
         self.record_models();
         let model = self.models.get_mut(&name).expect("invariant: the model was just added");
@@ -113,6 +139,14 @@ impl SupervisorLoop {
         self.unload_if_unused(&name);
     }
 
+    fn check_worker_count(&self, more: u32) -> Result<(), CommandError> {
+        let present = self.children.values().filter(|child| child.slot.is_some()).count();
+        match u32::try_from(present).is_ok_and(|present| present.saturating_add(more) <= WORKERS_MAX) {
+            true => Ok(()),
+            false => Err(CommandError::TooManyWorkers { present, more }),
+        }
+    }
+
     fn check_not_stopping(&self) -> Result<(), CommandError> {
         match self.stopping {
             true => Err(CommandError::Stopping),
@@ -125,7 +159,8 @@ impl SupervisorLoop {
         if let ModelState::Failed(failure) = &state {
             tracing::warn!(model = name, why = failure.text, "cannot load the model");
         }
-        let failed = matches!(state, ModelState::Failed(_));
+        let failed = matches!(state, ModelState::Failed(_)) && !model.was_served;
+        model.was_served |= state == ModelState::Ready;
         model.state = state;
         let status = model.status();
         self.publish(FleetEvent::Model(status));

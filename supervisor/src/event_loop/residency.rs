@@ -106,7 +106,15 @@ impl SupervisorLoop {
     pub(super) fn add_model(&mut self, spec: ModelSpec, by_command: bool) {
         let state = ModelState::Loading { done_bytes: 0, total_bytes: 0 };
         let name = spec.name.clone();
-        let model = ManagedModel { spec, by_command, state, digest: None, task: None, unloading: None };
+        let model = ManagedModel {
+            spec,
+            by_command,
+            state,
+            digest: None,
+            was_served: false,
+            task: None,
+            unloading: None,
+        };
         self.models.insert(name, model);
     }
 

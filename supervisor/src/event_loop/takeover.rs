@@ -41,6 +41,10 @@ impl LivingChildren {
         Ok(Self { processes: living.into_iter().collect(), workers })
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.processes.is_empty()
+    }
+
     pub(super) fn models_of_workers(&self) -> BTreeMap<u32, String> {
         self.workers.iter().map(|(index, config)| (*index, model_of(config))).collect()
     }
@@ -72,7 +76,7 @@ impl SupervisorLoop {
             let child = supervised_child(&mut self.children, &name);
             child.start_number += 1;
             child.is_outdated = recorded.is_some_and(|(_, config)| *config != child.spec.config);
-            let watched = watch_exit(&process, name.clone(), child.start_number, child.exits.clone());
+            let watched = watch_exit(&process, name.clone(), child.start_number, child.checkpoints.clone());
             watched.map_err(FleetStartError::RuntimeDir)?;
             child.process = Some(process);
             self.apply_event(&name, ChildEvent::OrphanFound);

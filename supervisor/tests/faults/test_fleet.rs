@@ -18,7 +18,9 @@ use serde::{Deserialize, Serialize};
 use service::listen::InheritedFd;
 use service::runtime_dir::ClaimedRuntimeDir;
 use service::{Notify, Shutdown};
-use supervisor::{ChildState, FleetHandle, FleetSpec, ModelSpec, WorkerSlot};
+use supervisor::{
+    BackoffReason, ChildState, FleetHandle, FleetSpec, ModelSpec, SupervisionConfig, WorkerSlot,
+};
 use tonic::transport::Channel;
 
 use super::fake_child;
@@ -190,7 +192,8 @@ impl SupervisedTestFleet {
         Ok(match child.state {
             ChildState::Starting { .. } => "starting",
             ChildState::Running { .. } => "running",
-            ChildState::Failed(_) => "failed",
+            ChildState::BackingOff { reason: BackoffReason::Crash, .. } => "backing off",
+            ChildState::BackingOff { .. } => "failed",
             _ => "other",
         })
     }
@@ -229,6 +232,7 @@ fn fleet_spec(behaviours: &ChildBehaviours) -> FleetSpec {
             pack: true,
             worker_config: toml::Table::new(),
         }],
+        supervision: SupervisionConfig::default(),
         complete_worker_config: Arc::new(move |slot: &WorkerSlot, table: &mut toml::Table| {
             table.extend(config(&slot.name(), "worker", &worker, &slot.model));
         }),

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! `ballast drain` and `ballast restart`: take workers out of service and start them again, without
+//! losing a request.
+
+use std::collections::HashMap;
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use proto::fleet::v1 as wire;
+use proto::v1::inference_client::InferenceClient;
+use proto::v1::{ListModelsReply, ListModelsRequest};
+use service::{Exit, RuntimeDir};
+use tonic::transport::Channel;
+
+use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::ps;
+use crate::running_fleet::{block_on, find_fleet};
+
+/// How long a restarted worker may take until the router uses it. Loading kernels and capturing
+/// graphs of a large model takes seconds.
+const READY_WAIT: Duration = Duration::from_secs(120);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+#[derive(clap::Args)]
+pub(crate) struct DrainArguments {
+    /// The worker's name, as `ballast ps` shows it
+    name: String,
+    #[command(flatten)]
+    common: LifecycleArguments,
+}
+
+#[derive(clap::Args)]
+pub(crate) struct RestartArguments {
+    /// The process's name, as `ballast ps` shows it
+    #[arg(required_unless_present = "rolling", conflicts_with = "rolling")]
+    name: Option<String>,
+    /// Drain and restart all workers, one after the other. The router uses each before the next one
+    /// drains
+    #[arg(long)]
+    rolling: bool,
+    /// With --rolling: only the workers of this model
+    #[arg(long, value_name = "NAME", requires = "rolling")]
+    model: Option<String>,
+    #[command(flatten)]
+    common: LifecycleArguments,
+}
+
+#[derive(clap::Args)]
+struct LifecycleArguments {
+    /// How long running requests of a draining worker may go on; then other workers continue them
+    #[arg(long, value_name = "DURATION", default_value = "10min", value_parser = service::duration::parse)]
+    timeout: Duration,
+    /// Runtime directory of the fleet [default: that of the only running fleet]
+    #[arg(long, value_name = "DIR")]
+    runtime_dir: Option<PathBuf>,
+}
+
+impl LifecycleArguments {
+    fn grace_ms(&self) -> u64 {
+        u64::try_from(self.timeout.as_millis()).unwrap_or(u64::MAX)
+    }
+}
+
+type SupervisorClient = proto::fleet::v1::fleet_client::FleetClient<Channel>;
+
+pub(crate) fn drain(arguments: DrainArguments) -> CliResult {
+    let DrainArguments { name, common } = arguments;
+    block_on(async {
+        let mut client = ps::connect(&find_fleet(common.runtime_dir.as_deref())?).await?;
+        let request = wire::DrainWorkerRequest { name: name.clone(), grace_ms: common.grace_ms() };
+        let drained = client.drain_worker(request).await;
+        drained.map(drop).map_err(|status| CliError::from_status(&format!("cannot drain {name}"), &status))
+    })
+}
+
+pub(crate) fn restart(arguments: RestartArguments) -> CliResult {
+    let RestartArguments { name, rolling: _, model, common } = arguments;
+    block_on(async {
+        let directory = find_fleet(common.runtime_dir.as_deref())?;
+        let client = ps::connect(&directory).await?;
+        let router = service::grpc::connect_lazy(&directory.router_socket())?;
+        let mut fleet = RestartedFleet { client, router: InferenceClient::new(router), directory };
+        match name {
+            Some(name) => fleet.restart(&name, None).await,
+            None => fleet.restart_all(model.as_deref(), common.grace_ms()).await,
+        }
+    })
+}
+
+struct RestartedFleet {
+    client: SupervisorClient,
+    router: InferenceClient<Channel>,
+    directory: RuntimeDir,
+}
+
+impl RestartedFleet {
+    async fn restart(&mut self, name: &str, drain_ms: Option<u64>) -> CliResult {
+        let request = wire::RestartChildRequest { name: name.to_owned(), drain_ms };
+        let restarted = self.client.restart_child(request).await;
+        restarted
+            .map(drop)
+            .map_err(|status| CliError::from_status(&format!("cannot restart {name}"), &status))
+    }
+
+    async fn restart_all(&mut self, model: Option<&str>, drain_ms: u64) -> CliResult {
+        let workers: Vec<wire::Child> = self
+            .children()
+            .await?
+            .into_iter()
+            .filter(|child| {
+                child.role() == wire::Role::Worker && model.is_none_or(|model| child.model == model)
+            })
+            .collect();
+        if workers.is_empty() {
+            let of = model.map_or_else(String::new, |model| format!(" of model {model:?}"));
+            return Err(CliError::new(Exit::Usage, format!("the fleet has no worker{of}")));
+        }
+        let served = self.served().await.unwrap_or_default();
+        let mut left: Vec<String> = workers.iter().map(|worker| worker.name.clone()).collect();
+        for worker in workers {
+            self.restart(&worker.name, Some(drain_ms)).await?;
+            let expected = served.get(&worker.model).copied().unwrap_or_default();
+            if let Err(failure) = self.wait_until_used(&worker, expected, drain_ms).await {
+                let text = format!("{}; not restarted: {}", failure.message(), left[1..].join(", "));
+                return Err(CliError::new(failure.exit, text));
+            }
+            left.remove(0);
+            let line = format!("{} restarted\n", worker.name);
+            std::io::stdout().write_all(line.as_bytes()).with_context(|| "cannot write".to_owned())?;
+        }
+        Ok(())
+    }
+
+    /// Waits until a new process of the worker runs, and the router uses as many workers of the
+    /// model as before.
+    async fn wait_until_used(&mut self, before: &wire::Child, expected: u32, drain_ms: u64) -> CliResult {
+        let (name, started) = (&before.name, Instant::now());
+        let wait = READY_WAIT.saturating_add(Duration::from_millis(drain_ms));
+        loop {
+            let children = self.children().await?;
+            let Some(child) = children.into_iter().find(|child| child.name == *name) else {
+                return Err(CliError::new(Exit::PeerLost, format!("{name} was removed")));
+            };
+            if child.state() == wire::ChildState::Failed {
+                let text = format!("{name} does not start: {}", child.last_termination);
+                return Err(CliError::new(Exit::PeerLost, text));
+            }
+            let is_new = child.pid != before.pid && child.state() == wire::ChildState::Running;
+            let is_used = |served: HashMap<String, u32>| {
+                served.get(&before.model).is_some_and(|&workers| workers >= expected.max(1))
+            };
+            if is_new && self.served().await.is_some_and(is_used) {
+                return Ok(());
+            }
+            if started.elapsed() > wait {
+                let text =
+                    format!("the router does not use {name} within {wait:?}; `ballast ps` shows its state");
+                return Err(CliError::new(Exit::PeerLost, text));
+            }
+            tokio::time::sleep(POLL_INTERVAL).await;
+        }
+    }
+
+    async fn children(&mut self) -> CliResult<Vec<wire::Child>> {
+        let status = self.client.get_status(wire::GetStatusRequest { memory: false }).await;
+        let what = || format!("the supervisor in {}", self.directory.path().display());
+        Ok(status.map_err(|status| CliError::from_status(&what(), &status))?.into_inner().children)
+    }
+
+    /// The number of workers that the router uses, by model. `None` while the router does not
+    /// answer.
+    async fn served(&mut self) -> Option<HashMap<String, u32>> {
+        let ListModelsReply { models, .. } =
+            self.router.list_models(ListModelsRequest {}).await.ok()?.into_inner();
+        Some(models.into_iter().map(|model| (model.name, model.workers)).collect())
+    }
+}
