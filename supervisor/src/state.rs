@@ -25,8 +25,8 @@
 //!   `ExtendTimeout`, `OrphanAdopted`;
 //! - the kernel and the clock: `Exited`, `OrphanFound`, `Tick`.
 //!
-//! Actions: `Spawn` starts a process, `Drain` asks a worker to finish its streams, `Terminate` sends SIGTERM, `Kill` sends SIGKILL. `Stopping`
-//! turns into `Killing` when the grace period is over. `OrphanFound` takes a stopped child to
+//! Actions: `Spawn` starts a process, `Drain` asks a worker to finish its streams, `Terminate` sends
+//! SIGTERM, `Kill` sends SIGKILL. `Stopping` turns into `Killing` when the grace period is over. `OrphanFound` takes a stopped child to
 //! Orphaned.
 //!
 //! Invariants:
