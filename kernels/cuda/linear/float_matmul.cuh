@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // out[t][r] = sum_k weights[r][k] * x[t][k] + bias[r] with F16 and BF16 weights, for any number of
-// tokens. Weights are rows as in the file; `x` is activation tiles of values rounded to the weights'
-// type (tile.cuh); `out` is f32 [tokens][rows].
+// tokens. Weights are rows as in the file; `x` is activation tiles of values rounded to the
+// weights' type (tile.cuh); `out` is f32 [tokens][rows].
 //
 //   value = one chain of f32 sums from zero over k16 steps, columns ascending; then the bias
 //
@@ -10,14 +10,14 @@
 // it, so neither the number of tokens nor the tile shape changes a result. Columns beyond the row
 // are zeros up to a multiple of 64, and every kernel adds them.
 //
-//   A operand: tokens, 64 per warpgroup          a pipeline stage: UNITS units of 64 columns
+//   A operand: tokens, 64 per warpgroup        a pipeline stage: UNITS units of 64 columns
 //   B operand: weight rows, BN per block
-//                                                  tokens  [8 tokens][unit][8 rows of 128 bytes]
-//             BN weight rows                       weights [unit][BN rows of 128 bytes]
+//                                                tokens  [8 tokens][unit][8 rows of 128 bytes]
+//             BN weight rows                     weights [unit][BN rows of 128 bytes]
 //           +----------------+
-//   64      | warpgroup 0    |                   Both are K-major with the 128-byte swizzle: vector
-//   tokens  +----------------+                   p of row r is at place p ^ (r % 8). The copy engine
-//   64      | warpgroup 1    |                   swizzles weights; activation tiles are written so.
+//   64      | warpgroup 0    |                 Both are K-major with the 128-byte swizzle: vector p
+//   tokens  +----------------+                 of row r is at place p ^ (r % 8). The copy engine
+//   64      | warpgroup 1    |                 swizzles weights; activation tiles are written so.
 //   tokens  +----------------+
 //
 //   One warp copies weights and one copies activations, each by one lane. The copies of weights do

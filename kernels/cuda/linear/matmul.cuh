@@ -40,9 +40,9 @@
 //   32 tokens    Q8_0 2.1, Q4_K 1.3 TB/s of weights
 //   8 tokens     Q8_0 3.4, Q4_K 2.5 TB/s of weights
 //
-// One warp that starts all copies is slower: the copies of a warp's lanes start one after the other,
-// some 50 ns each. Tried, and within 5% of 16 warps of 32 x 32: warps of 32 x 64
-// (8 a block, 255 registers), and two blocks of 128 x 64 a multiprocessor.
+// One warp that starts all copies is slower: the copies of a warp's lanes start one after the
+// other, some 50 ns each. Tried, and within 5% of 16 warps of 32 x 32: warps of 32 x 64 (8 a block,
+// 255 registers), and two blocks of 128 x 64 a multiprocessor.
 
 #pragma once
 
@@ -83,9 +83,10 @@ __device__ void multiply(const LinearParams &params, int stages) {
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    // A thread makes one copy per stage: WK * 256 columns of a row tile or of an activation tile. Copies are dealt to the warps in turn, because the copies of a
-    // warp's lanes start one after the other. Tiles beyond the matrix or the tokens are not copied;
-    // what is computed from them is not stored.
+    // A thread makes one copy per stage: WK * 256 columns of a row tile or of an activation tile.
+    // Copies are dealt to the warps in turn, because the copies of a warp's lanes start one after
+    // the other. Tiles beyond the matrix or the tokens are not copied; what is computed from them
+    // is not stored.
     constexpr int WARPS = WM * WN * WK, WEIGHT_COPIES = Block::ROW_TILES;
     static_assert(WEIGHT_COPIES + Block::ACT_TILES <= Block::THREADS);
     int own_copy = lane * WARPS + warp;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Copies of boxes of a tensor from global to shared memory. `TensorMap` says what the tensor and the
-// boxes are; the launcher has the driver encode it. Needs compute capability 9.0.
+// Copies of boxes of a tensor from global to shared memory. `TensorMap` says what the tensor and
+// the boxes are; the launcher has the driver encode it. Needs compute capability 9.0.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 #include "abi/float_linear.cuh"
 #include "async_copy.cuh"
 
-// Starts the copy of the box at (x, y, z), x being the fastest dimension; `barrier` counts the bytes
-// of the whole box. Elements outside of the tensor become zeros.
+// Starts the copy of the box at (x, y, z), x being the fastest dimension; `barrier` counts the
+// bytes of the whole box. Elements outside of the tensor become zeros.
 __device__ inline void tensor_copy(void *to, const TensorMap *map, int x, int y, int z, uint64_t *barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "

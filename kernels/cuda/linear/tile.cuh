@@ -27,8 +27,8 @@ __device__ inline float half_to_float(uint32_t bits) {
 }
 
 // What weights of a type are multiplied with: Q8_0, quants of 8 bits with a scale per 32 values;
-// Q8_1, the same with a scaled sum beside it; Q8_K, a scale per 256 values with sums per 16; F16 and
-// BF16, values rounded to the weights' type.
+// Q8_1, the same with a scaled sum beside it; Q8_K, a scale per 256 values with sums per 16; F16
+// and BF16, values rounded to the weights' type.
 enum class ActivationFormat { Q8_0, Q8_1, Q8_K, F16, BF16 };
 
 // An activation tile:

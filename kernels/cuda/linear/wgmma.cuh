@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Products of 64 tokens and N weight rows over 64 columns, by the four warps of a warpgroup: wgmma on
-// sm_90a, mma.sync elsewhere. Operands are in shared memory, rows of 128 bytes with the 128-byte
+// Products of 64 tokens and N weight rows over 64 columns, by the four warps of a warpgroup: wgmma
+// on sm_90a, mma.sync elsewhere. Operands are in shared memory, rows of 128 bytes with the 128-byte
 // swizzle, at a multiple of 1,024 bytes.
 //
 //   warp w of the warpgroup holds tokens 16 w to 16 w + 15

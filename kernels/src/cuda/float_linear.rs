@@ -108,8 +108,8 @@ pub(super) fn float_maps(
     Ok(maps)
 }
 
-/// Rows in units of 64 columns. If the rows are no whole units, a box has one unit, so that the copy
-/// engine fills the rest of a row's last unit with zeros.
+/// Rows in units of 64 columns. If the rows are no whole units, a box has one unit, so that the
+/// copy engine fills the rest of a row's last unit with zeros.
 fn weight_layout(shape: FloatShape, address: u64, cols: usize, rows: usize) -> TensorLayout {
     let (row_bytes, rows) = (2 * cols as u64, rows as u64);
     let words = UNIT_ROW_BYTES as u32 / 4;

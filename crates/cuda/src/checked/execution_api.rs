@@ -49,7 +49,8 @@ pub struct LaunchConfig {
     pub overlaps_predecessor: bool,
 }
 
-/// A tensor of 32-bit elements in device memory, and the boxes of it that kernels copy. The first dimension is the fastest.
+/// A tensor of 32-bit elements in device memory, and the boxes of it that kernels copy. The first
+/// dimension is the fastest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorLayout {
     /// A multiple of 16.
@@ -66,8 +67,8 @@ pub struct TensorLayout {
     pub swizzled: bool,
 }
 
-/// The driver's encoding of a [`TensorLayout`], a parameter of kernels. Its address is a multiple of
-/// 64 on the device.
+/// The driver's encoding of a [`TensorLayout`], a parameter of kernels. Its address is a multiple
+/// of 64 on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorMap(pub [u64; 16]);
 

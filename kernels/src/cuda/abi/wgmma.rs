@@ -17,8 +17,8 @@ abi! {
     text wgmma_instructions;
 }
 
-/// Returns `Wgmma<N, IS_BF16>::run(sums, a, b)` for the row counts of all shapes: sums += a b over 16
-/// columns.
+/// Returns `Wgmma<N, IS_BF16>::run(sums, a, b)` for the row counts of all shapes: sums += a b over
+/// 16 columns.
 #[allow(dead_code, reason = "for build.rs")]
 fn wgmma_instructions() -> String {
     let mut rows: Vec<usize> = FloatShape::ALL.iter().map(FloatShape::rows).collect();
