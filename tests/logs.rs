@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Standard error and standard output that nobody reads, that are closed, or that are on a full
+//! Standard error and standard output that are not read, that are closed, or that are on a full
 //! disk. Logs are lost then, and nothing else.
 
 use crate::harness::http::HttpClient;
@@ -93,7 +93,7 @@ fn a_fleet_whose_announcement_cannot_be_written_serves() {
 }
 
 #[test]
-fn a_fleet_whose_log_nobody_reads_is_supervised_answers_and_stops() {
+fn a_fleet_whose_log_is_not_read_is_supervised_answers_and_stops() {
     let (reader, writer) = small_pipe();
     let mut fleet = fleet_that_logs("trace", writer);
     lose_a_worker(&fleet);
@@ -108,7 +108,7 @@ fn a_fleet_whose_log_nobody_reads_is_supervised_answers_and_stops() {
 }
 
 #[test]
-fn an_output_that_nobody_reads_does_not_keep_the_fleet_from_stopping() {
+fn an_output_that_is_not_read_does_not_keep_the_fleet_from_stopping() {
     let directory = tempfile::tempdir().unwrap();
     let (mut reader, mut writer) = small_pipe();
     std::io::Write::write_all(&mut writer, &[b'.'; PIPE_BYTES]).unwrap();
@@ -157,7 +157,7 @@ fn a_full_disk_under_the_log_costs_only_the_log() {
 }
 
 #[test]
-fn a_failed_start_with_a_log_that_nobody_reads_ends_with_its_exit_code() {
+fn a_failed_start_with_a_log_that_is_not_read_ends_with_its_exit_code() {
     let directory = tempfile::tempdir().unwrap();
     let (_reader, mut writer) = small_pipe();
     std::io::Write::write_all(&mut writer, &[b'.'; PIPE_BYTES]).unwrap();
@@ -252,7 +252,7 @@ fn a_generation_whose_reader_is_gone_stops_its_fleet() {
 }
 
 #[test]
-fn a_generation_that_nobody_reads_stops_when_it_is_told_to() {
+fn a_generation_that_is_not_read_stops_when_it_is_told_to() {
     let (_reader, mut writer) = small_pipe();
     std::io::Write::write_all(&mut writer, &[b'.'; PIPE_BYTES]).unwrap();
     let directory = tempfile::tempdir().unwrap();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! `deploy/systemd/ballast.service`, unchanged, under a real systemd: `tests/systemd/machine` starts
-//! one as process 1 of its own namespaces. Tests in `inside` run in there, with a drop-in that names
-//! the executable under test. Skipped where namespaces or systemd are missing.
+//! `deploy/systemd/ballast.service`, unchanged, under a real systemd: `tests/systemd/machine`
+//! starts one as process 1 of its own namespaces. Tests in `inside` run in there, with a drop-in
+//! that names the executable under test. Skipped where namespaces or systemd are missing.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -12,7 +12,8 @@ use crate::harness::{TIMEOUT, executable, in_tree, text};
 
 const UNIT: &str = "deploy/systemd/ballast.service";
 
-/// A systemd of our own needs root, `unshare`, and a machine whose cgroups no other systemd manages.
+/// A systemd of our own needs root, `unshare`, and a machine whose cgroups no other systemd
+/// manages.
 fn can_start_a_machine() -> bool {
     let own_namespaces = || {
         let mut unshare = Command::new("unshare");
@@ -188,7 +189,7 @@ mod inside {
         fs::create_dir_all(units.join("ballast.service.d")).unwrap();
         let drop_in = format!(
             "[Unit]\nDefaultDependencies=no\nWants=\n\
-             [Service]\nUser=nobody\nGroup=nogroup\nExecStart=\n\
+             [Service]\nUser=daemon\nGroup=daemon\nExecStart=\n\
              ExecStart={FOLDER}/ballast supervisor --config {FOLDER}/ballast.toml\n\
              StandardOutput=append:{FOLDER}/log\nStandardError=append:{FOLDER}/log\n{further_unit}\n"
         );

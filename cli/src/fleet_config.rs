@@ -65,8 +65,8 @@ pub(crate) struct FleetConfig {
 pub(crate) struct GpuSharingConfig {
     /// Workers compute one after the other, so that none is preempted in the middle of a step.
     pub(crate) turns: bool,
-    /// Workers compute at the same time, through NVIDIA's MPS. A fatal fault of one worker then ends
-    /// all workers of the GPU. Turns are off.
+    /// Workers compute at the same time, through NVIDIA's MPS. A fatal fault of one worker then
+    /// ends all workers of the GPU. Turns are off.
     pub(crate) mps: bool,
 }
 

@@ -12,8 +12,8 @@ use service::printable::printable_lines;
 use crate::cli_error::{CliError, CliResult, IoContext};
 
 /// Writes to standard output and flushes, so that another program sees the text at once. On a
-/// terminal, control characters are escaped: the text may come from a model or a file. Elsewhere the
-/// text stays as it is.
+/// terminal, control characters are escaped: the text may come from a model or a file. Elsewhere
+/// the text stays as it is.
 pub(crate) fn print_stdout(text: &str) -> CliResult {
     print_to(io::stdout().lock(), text)
 }
@@ -23,7 +23,7 @@ pub(crate) fn print_stderr(text: &str) -> CliResult {
     print_to(io::stderr().lock(), text)
 }
 
-/// The same as [`print_stdout`], for a command that must react while nobody reads its output. If
+/// The same as [`print_stdout`], for a command that must react while its output is not read. If
 /// the future is dropped, the text may still be written.
 pub(crate) async fn stream_stdout(text: impl Into<String>) -> CliResult {
     let text = text.into();

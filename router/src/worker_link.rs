@@ -170,8 +170,8 @@ impl WorkerLink {
         Ok(())
     }
 
-    /// The worker's name, device, capacity and model. Reads the GGUF section only for a model with new
-    /// content.
+    /// The worker's name, device, capacity and model. Reads the GGUF section only for a model with
+    /// new content.
     async fn read_metadata(&self, client: &mut WorkerClient<Channel>) -> Result<WorkerMetadata, LinkError> {
         let failed = |status| LinkError::Call { call: "GetMetadata", source: Box::new(status) };
         let mut frames = client.get_metadata(wire::GetMetadataRequest {}).await.map_err(failed)?.into_inner();

@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use tonic::Status;
 
-type Results = Vec<Result<Continuation, Status>>;
+type Continuations = Vec<Result<Continuation, Status>>;
 
 /// The command of a fleet whose workers compute at the same time.
 fn shared(directory: &Path, models: &[(&str, &Path, u32)], gpu: &str) -> (tempfile::TempDir, Command) {
@@ -35,7 +35,7 @@ fn runtime_dir() -> tempfile::TempDir {
     tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap()
 }
 
-fn assert_equal(expected: &Results, found: &Results) {
+fn assert_equal(expected: &Continuations, found: &Continuations) {
     for (expected, found) in expected.iter().zip(found) {
         let (expected, found) = (expected.as_ref().unwrap(), found.as_ref().unwrap());
         assert_eq!((&expected.tokens, &expected.logprob_bits), (&found.tokens, &found.logprob_bits));
@@ -81,7 +81,7 @@ fn wait_for_workers(fleet: &ServedFleet, model: &str, count: usize) {
 }
 
 /// Asks until every stream completes: under MPS all workers may have ended.
-fn ask_until_complete(fleet: &ServedFleet, asks: &[TestRequest]) -> Results {
+fn ask_until_complete(fleet: &ServedFleet, asks: &[TestRequest]) -> Continuations {
     eventually("requests are served", || {
         let found = runtime().block_on(generate_all(&fleet.grpc, asks));
         found.iter().all(Result::is_ok).then_some(found)

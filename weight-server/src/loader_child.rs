@@ -205,6 +205,19 @@ pub(crate) async fn wait_for_exit(child: &mut Child) -> String {
     }
 }
 
+/// Checks that the complete descriptors belong to the job.
+async fn verify_fds(
+    job: &LoadJob,
+    collector: FdCollector,
+) -> Result<(GenerationContents, GenerationFds), LoaderSessionError> {
+    let (manifest, fds) = blocking(move || GenerationFds::verify(collector.into_fds())).await?;
+    let elsewhere = manifest.devices.iter().any(|device| device.id != job.key.device);
+    if manifest.generation != job.generation || manifest.model != job.model || elsewhere {
+        return Err(LoaderSessionError::Protocol { what: "the manifest belongs to another job" });
+    }
+    Ok((GenerationContents::from_manifest(&manifest, fds.manifest()), fds))
+}
+
 async fn run_session(
     job: &LoadJob,
     files: Vec<(FileIdentity, File)>,
@@ -268,12 +281,7 @@ async fn run_session(
                 let collector = collector.filter(FdCollector::is_complete);
                 let collector = collector
                     .ok_or(LoaderSessionError::Protocol { what: "LoadDone came before all descriptors" })?;
-                let (manifest, fds) = blocking(move || GenerationFds::verify(collector.into_fds())).await?;
-                let elsewhere = manifest.devices.iter().any(|device| device.id != job.key.device);
-                if manifest.generation != generation || manifest.model != job.model || elsewhere {
-                    return Err(LoaderSessionError::Protocol { what: "the manifest belongs to another job" });
-                }
-                return Ok((GenerationContents::from_manifest(&manifest, fds.manifest()), fds));
+                return verify_fds(job, collector).await;
             }
             Some(
                 loader_frame::Kind::Plan(_)

@@ -36,8 +36,8 @@ mod safe;
 use std::sync::Arc;
 
 pub use checked::{
-    DeviceAccess, DeviceInfo, DeviceUuid, DriverApi, DriverError, ErrorCode, LaunchConfig, MemoryInfo,
-    TensorLayout, TensorMap,
+    DeviceAccess, DeviceInfo, DeviceUuid, DriverApi, DriverError, EncodedTensorMap, ErrorCode, LaunchConfig,
+    MemoryInfo, TensorBoxLayout,
 };
 pub use open::OpenDriverError;
 pub use safe::{

@@ -6,7 +6,7 @@
 //! Under systemd the journal records time and unit. Lines then begin with a syslog priority `<N>`
 //! instead of a time (sd-daemon(3)). No level logs prompts or generated text.
 //!
-//! A broken or stalled stderr costs lines, and nothing else (decision 0019):
+//! A broken or stalled stderr costs lines, and nothing else (decision 0025):
 //!
 //! 1. Logging never waits, fails or panics. It appends to a bounded queue; one thread writes.
 //! 2. If the queue is full or a write fails, lines are lost and counted. Once a write works again,

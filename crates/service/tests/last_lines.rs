@@ -38,7 +38,7 @@ fn run(child: &str) -> (ExitStatus, String) {
     (child.wait().unwrap(), log)
 }
 
-/// Runs a child whose stderr is a full pipe that nobody reads.
+/// Runs a child whose stderr is a full pipe that is not read.
 fn run_without_reader(child: &str) -> ExitStatus {
     let (_reader, mut writer) = std::io::pipe().unwrap();
     let bytes = rustix::pipe::fcntl_setpipe_size(&writer, 4096).unwrap();
@@ -109,11 +109,11 @@ fn a_process_that_panics_has_written_all_lines_and_the_panic() {
 }
 
 #[test]
-fn a_process_whose_log_nobody_reads_exits() {
+fn a_process_whose_log_is_not_read_exits() {
     assert!(run_without_reader("child_that_exits").success());
 }
 
 #[test]
-fn a_process_whose_log_nobody_reads_dies_of_its_panic() {
+fn a_process_whose_log_is_not_read_dies_of_its_panic() {
     assert!(!run_without_reader("child_that_panics").success());
 }

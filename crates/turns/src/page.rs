@@ -95,8 +95,8 @@ impl MappedPage {
         }
     }
 
-    /// Waits until `own` or a ticket with the same wake bit is served, at most for `time`. Returns at
-    /// once if another ticket than `seen` is served already.
+    /// Waits until `own` or a ticket with the same wake bit is served, at most for `time`. Returns
+    /// at once if another ticket than `seen` is served already.
     pub(crate) fn wait(&self, seen: Ticket, own: Ticket, time: Duration) {
         let until = monotonic_time() + time;
         let timeout =

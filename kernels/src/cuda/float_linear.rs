@@ -2,7 +2,7 @@
 
 //! The launch of linear/float_matmul.cuh: block shapes, shared memory and tensor maps.
 
-use cuda::TensorLayout;
+use cuda::TensorBoxLayout;
 use quant::DType;
 use quant::layout::TILE_COLS;
 
@@ -78,7 +78,7 @@ pub(super) fn float_maps(
 ) -> Result<FloatMaps, CudaError> {
     let unused = TensorMap { words: [0; 16] };
     let mut maps = FloatMaps { weights: [unused; MATRICES_MAX], activations: unused };
-    let encode = |layout: TensorLayout| -> Result<TensorMap, CudaError> {
+    let encode = |layout: TensorBoxLayout| -> Result<TensorMap, CudaError> {
         Ok(TensorMap { words: device.driver().encode_tensor_map(&layout)?.0 })
     };
     for (map, product) in maps.weights.iter_mut().zip(products) {
@@ -90,7 +90,7 @@ pub(super) fn float_maps(
     let col_tiles = x.cols.div_ceil(TILE_COLS) as u64;
     let units_per_tile = (TILE_COLS / FLOAT_UNIT_COLS) as u64;
     let tile_bytes = units_per_tile * UNIT_TILE_BYTES as u64;
-    maps.activations = encode(TensorLayout {
+    maps.activations = encode(TensorBoxLayout {
         address: x.data.address(),
         extents: [
             UNIT_TILE_BYTES as u64 / 4,
@@ -110,7 +110,7 @@ pub(super) fn float_maps(
 
 /// Rows in units of 64 columns. If the rows are no whole units, a box has one unit, so that the
 /// copy engine fills the rest of a row's last unit with zeros.
-fn weight_layout(shape: FloatShape, address: u64, cols: usize, rows: usize) -> TensorLayout {
+fn weight_layout(shape: FloatShape, address: u64, cols: usize, rows: usize) -> TensorBoxLayout {
     let (row_bytes, rows) = (2 * cols as u64, rows as u64);
     let words = UNIT_ROW_BYTES as u32 / 4;
     let (extents, third_stride, units) = match cols.is_multiple_of(FLOAT_UNIT_COLS) {
@@ -120,7 +120,7 @@ fn weight_layout(shape: FloatShape, address: u64, cols: usize, rows: usize) -> T
         }
         false => ([row_bytes / 4, rows, 1], row_bytes * rows, 1),
     };
-    TensorLayout {
+    TensorBoxLayout {
         address,
         extents,
         strides: [row_bytes, third_stride],

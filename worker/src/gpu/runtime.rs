@@ -48,7 +48,8 @@ pub(super) fn run_engine(
     thread.run_on(&runtime, granted)
 }
 
-/// Waits until MPS accepts clients: without it, the driver would compute without MPS and say nothing.
+/// Waits until MPS accepts clients: without it, the driver would compute without MPS and say
+/// nothing.
 fn wait_for_mps(directory: &Path) -> Result<(), WorkerAttachError> {
     let start = Instant::now();
     while !directory.join(MPS_CONTROL_PIPE).exists() {

@@ -52,7 +52,7 @@ pub struct LaunchConfig {
 /// A tensor of 32-bit elements in device memory, and the boxes of it that kernels copy. The first
 /// dimension is the fastest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TensorLayout {
+pub struct TensorBoxLayout {
     /// A multiple of 16.
     pub address: u64,
     /// Elements in each dimension.
@@ -67,10 +67,10 @@ pub struct TensorLayout {
     pub swizzled: bool,
 }
 
-/// The driver's encoding of a [`TensorLayout`], a parameter of kernels. Its address is a multiple
-/// of 64 on the device.
+/// The driver's encoding of a [`TensorBoxLayout`], a parameter of kernels. Its address is a
+/// multiple of 64 on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TensorMap(pub [u64; 16]);
+pub struct EncodedTensorMap(pub [u64; 16]);
 
 /// A handle is valid from the call that returns it until the call that destroys it. Methods that
 /// take a handle are unsafe: the handle has to be valid, and of this driver.
@@ -213,7 +213,7 @@ pub trait ExecutionApi {
     ) -> Result<u32, DriverError>;
 
     /// Encodes a layout. Refuses one that the copy engine cannot read. Touches no memory.
-    fn encode_tensor_map(&self, layout: &TensorLayout) -> Result<TensorMap, DriverError>;
+    fn encode_tensor_map(&self, layout: &TensorBoxLayout) -> Result<EncodedTensorMap, DriverError>;
 
     /// # Safety
     /// A function of a loaded module and a valid stream. `arguments` are as many as the kernel has

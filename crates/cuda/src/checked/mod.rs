@@ -21,8 +21,8 @@ pub use driver_api::{
 };
 pub use error::{DriverCall, DriverError, ErrorCode};
 pub use execution_api::{
-    ExecutionApi, LaunchConfig, RawEvent, RawFunction, RawGraph, RawGraphExec, RawModule, RawStream,
-    TensorLayout, TensorMap,
+    EncodedTensorMap, ExecutionApi, LaunchConfig, RawEvent, RawFunction, RawGraph, RawGraphExec, RawModule,
+    RawStream, TensorBoxLayout,
 };
 pub(crate) use retry::retry_unsupported;
 pub use retry::{UNSUPPORTED_ATTEMPTS, UNSUPPORTED_PAUSE};

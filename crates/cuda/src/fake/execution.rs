@@ -10,8 +10,8 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 use super::{FIRST_ADDRESS, FakeDriver, FakeMapping, FakeMemory, FakeState, GAP};
 use crate::checked::{
-    DeviceAccess, DriverCall, DriverError, ErrorCode, ExecutionApi, LaunchConfig, RawEvent, RawFunction,
-    RawGraph, RawGraphExec, RawModule, RawStream, TensorLayout, TensorMap,
+    DeviceAccess, DriverCall, DriverError, EncodedTensorMap, ErrorCode, ExecutionApi, LaunchConfig, RawEvent,
+    RawFunction, RawGraph, RawGraphExec, RawModule, RawStream, TensorBoxLayout,
 };
 
 impl FakeState {
@@ -201,7 +201,7 @@ impl ExecutionApi for FakeDriver {
         unsupported(DriverCall::OccupancyMaxActiveBlocksPerMultiprocessor)
     }
 
-    fn encode_tensor_map(&self, _: &TensorLayout) -> Result<TensorMap, DriverError> {
+    fn encode_tensor_map(&self, _: &TensorBoxLayout) -> Result<EncodedTensorMap, DriverError> {
         unsupported(DriverCall::TensorMapEncodeTiled)
     }
 

@@ -12,8 +12,8 @@ use cudarc::driver::sys::{
 
 use super::{LibCuda, check};
 use crate::checked::{
-    DriverCall, DriverError, ErrorCode, ExecutionApi, LaunchConfig, RawEvent, RawFunction, RawGraph,
-    RawGraphExec, RawModule, RawStream, TensorLayout, TensorMap,
+    DriverCall, DriverError, EncodedTensorMap, ErrorCode, ExecutionApi, LaunchConfig, RawEvent, RawFunction,
+    RawGraph, RawGraphExec, RawModule, RawStream, TensorBoxLayout,
 };
 
 /// Handles are pointers into the driver; outside of this crate's two lowest layers they are
@@ -254,7 +254,7 @@ impl ExecutionApi for LibCuda {
         Ok(blocks.max(0).cast_unsigned())
     }
 
-    fn encode_tensor_map(&self, layout: &TensorLayout) -> Result<TensorMap, DriverError> {
+    fn encode_tensor_map(&self, layout: &TensorBoxLayout) -> Result<EncodedTensorMap, DriverError> {
         let mut map = CUtensorMap { opaque: [0; 16] };
         let element_steps: [c_uint; 3] = [1; 3];
         let swizzle = match layout.swizzled {
@@ -280,7 +280,7 @@ impl ExecutionApi for LibCuda {
             )
         };
         check(DriverCall::TensorMapEncodeTiled, status)?;
-        Ok(TensorMap(map.opaque))
+        Ok(EncodedTensorMap(map.opaque))
     }
 
     unsafe fn launch(

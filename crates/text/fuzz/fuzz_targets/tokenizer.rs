@@ -15,7 +15,7 @@ use libfuzzer_sys::fuzz_target;
 use text::{DetokenizeOptions, Detokenizer, EncodeOptions, RawVocabulary, TokenKind, Tokenizer};
 
 #[derive(Arbitrary, Debug)]
-enum Model {
+enum TokenizerModel {
     ByteLevel,
     Sentencepiece,
     Gemma,
@@ -25,7 +25,7 @@ enum Model {
 /// The fields of a vocabulary. Most values are valid, because random ones are refused at once.
 #[derive(Arbitrary, Debug)]
 struct Input<'a> {
-    model: Model,
+    model: TokenizerModel,
     pre: u8,
     /// Text and type of each token.
     tokens: Vec<(&'a str, u8)>,
@@ -60,10 +60,10 @@ fn kind(number: u8) -> TokenKind {
 fuzz_target!(|input: Input<'_>| {
     let bytes: Vec<String> = match (&input.model, input.all_bytes) {
         (_, false) => Vec::new(),
-        (Model::ByteLevel, true) => (0..=255).map(|byte| byte_text(byte).to_string()).collect(),
+        (TokenizerModel::ByteLevel, true) => (0..=255).map(|byte| byte_text(byte).to_string()).collect(),
         (_, true) => (0..=255u8).map(|byte| format!("<0x{byte:02X}>")).collect(),
     };
-    let byte_kind = if matches!(input.model, Model::ByteLevel) { TokenKind::Normal } else { TokenKind::Byte };
+    let byte_kind = if matches!(input.model, TokenizerModel::ByteLevel) { TokenKind::Normal } else { TokenKind::Byte };
     let tokens: Vec<&str> =
         input.tokens.iter().map(|(text, _)| *text).chain(bytes.iter().map(String::as_str)).collect();
     let mut kinds: Vec<TokenKind> = input.tokens.iter().map(|(_, number)| kind(*number)).collect();
@@ -81,10 +81,10 @@ fuzz_target!(|input: Input<'_>| {
     let id = |index: usize| input.ids[index].map(u32::from);
     let vocabulary = RawVocabulary {
         model: match input.model {
-            Model::ByteLevel => "gpt2",
-            Model::Sentencepiece => "llama",
-            Model::Gemma => "gemma4",
-            Model::Other => "other",
+            TokenizerModel::ByteLevel => "gpt2",
+            TokenizerModel::Sentencepiece => "llama",
+            TokenizerModel::Gemma => "gemma4",
+            TokenizerModel::Other => "other",
         },
         pre: Some(PRE[usize::from(input.pre) % PRE.len()]),
         tokens: tokens.clone(),
@@ -116,7 +116,7 @@ fuzz_target!(|input: Input<'_>| {
     text.push_str(&detokenizer.finish());
     // Pre-tokenizers normalize only characters outside ASCII.
     let is_plain = input.text.is_ascii() && input.options == (false, false);
-    if is_plain && matches!(input.model, Model::ByteLevel) {
+    if is_plain && matches!(input.model, TokenizerModel::ByteLevel) {
         assert_eq!(String::from_utf8_lossy(&tokenizer.decode_bytes(&ids)), input.text);
     }
 });

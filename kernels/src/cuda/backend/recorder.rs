@@ -8,8 +8,8 @@
 //! attention plan.
 //!
 //! If other processes compute on the device, the recorder takes turns with them: a turn begins when
-//! commands are enqueued and ends when the device has computed them. A step of several micro-batches
-//! passes its turn on between them, if another process waits for it.
+//! commands are enqueued and ends when the device has computed them. A step of several
+//! micro-batches passes its turn on between them, if another process waits for it.
 //!
 //! 1. A graph is launched only for a list equal to the one from which it was captured.
 //! 2. So the addresses in the graph are addresses of memory whose owners this step keeps.
