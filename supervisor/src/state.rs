@@ -25,9 +25,9 @@
 //!   `ExtendTimeout`, `OrphanAdopted`;
 //! - the kernel and the clock: `Exited`, `OrphanFound`, `Tick`.
 //!
-//! Actions: `Spawn` starts a process, `Drain` asks a worker to finish its streams, `Terminate` sends
-//! SIGTERM, `Kill` sends SIGKILL. `Stopping` turns into `Killing` when the grace period is over. `OrphanFound` takes a stopped child to
-//! Orphaned.
+//! Actions: `Spawn` starts a process, `Drain` asks a worker to finish its streams, `Terminate`
+//! sends SIGTERM, `Kill` sends SIGKILL. `Stopping` turns into `Killing` when the grace period is
+//! over. `OrphanFound` takes a stopped child to Orphaned.
 //!
 //! Invariants:
 //! 1. A process exists in Orphaned, Starting, Running, Stopping and Killing, and in no other state.

@@ -159,8 +159,8 @@ impl ServedFleet {
         ServedFleet { supervisor, http, grpc, runtime_dir, _directory: directory }
     }
 
-    /// Uses this path for the runtime directory from now on: the fleet may be in a mount namespace of
-    /// its own.
+    /// Uses this path for the runtime directory from now on: the fleet may be in a mount namespace
+    /// of its own.
     pub(crate) fn seen_from(&mut self, path: PathBuf) {
         self.runtime_dir = path;
     }

@@ -62,8 +62,8 @@ pub struct WorkerConfig {
     /// full.
     #[serde(default = "draft_depth")]
     pub draft_depth: usize,
-    /// The longest time that one step may take. A worker whose step takes longer ends and is started
-    /// again.
+    /// The longest time that one step may take. A worker whose step takes longer ends and is
+    /// started again.
     #[serde(default = "step_timeout", with = "service::duration")]
     pub step_timeout: Duration,
     /// How long streams may continue after the request to stop. The router resumes aborted streams

@@ -31,7 +31,10 @@ fn describe(info: &PanicHookInfo<'_>) -> String {
         // A String takes every text.
         let _: std::fmt::Result = prefix.write(Level::ERROR, &mut text);
     }
-    let message = info.payload_as_str().unwrap_or("without a message").replace('\n', " ");
+    let payload = info.payload();
+    let message =
+        payload.downcast_ref::<&str>().copied().or(payload.downcast_ref::<String>().map(String::as_str));
+    let message = message.unwrap_or("without a message").replace('\n', " ");
     let at = info.location().map(ToString::to_string).unwrap_or_default();
     let thread = std::thread::current();
     text += &format!("panicked thread={} at={at}: {message}\n", thread.name().unwrap_or("unnamed"));
