@@ -15,15 +15,18 @@ use crate::policy::{PROCESSES_MAX, Ticket};
 /// The length of the file.
 pub(crate) const PAGE_BYTES: u64 = 4096;
 
-/// Values of [`TurnSlot::has_ticket`].
+/// Values of [`TurnSlot::state`].
 const NO_TICKET: u32 = 0;
 const HAS_TICKET: u32 = 1;
+const RESTS: u32 = 2;
 
 /// What one process wants. A cache line, so that processes do not slow each other down.
 #[repr(C, align(64))]
 pub(crate) struct TurnSlot {
-    has_ticket: AtomicU32,
+    state: AtomicU32,
     ticket: AtomicU32,
+    /// Number of rests so far.
+    rests: AtomicU32,
 }
 
 /// The layout of the file. All values are atomics, and zeros are valid.
@@ -62,25 +65,50 @@ impl MappedPage {
     pub(crate) fn take_ticket(&self, slot: usize) -> Ticket {
         let ticket = self.page().next.fetch_add(1, Ordering::SeqCst);
         self.page().slots[slot].ticket.store(ticket, Ordering::Release);
-        self.page().slots[slot].has_ticket.store(HAS_TICKET, Ordering::Release);
+        self.page().slots[slot].state.store(HAS_TICKET, Ordering::Release);
         Ticket(ticket)
     }
 
     pub(crate) fn clear_slot(&self, slot: usize) {
-        self.page().slots[slot].has_ticket.store(NO_TICKET, Ordering::Release);
+        self.page().slots[slot].state.store(NO_TICKET, Ordering::Release);
+    }
+
+    /// The process of `slot` rests in its turn. Wakes the next process, which then watches it.
+    pub(crate) fn rest(&self, slot: usize, ticket: Ticket) {
+        self.page().slots[slot].rests.fetch_add(1, Ordering::Relaxed);
+        self.page().slots[slot].state.store(RESTS, Ordering::SeqCst);
+        if !self.is_last(ticket) {
+            wake(&self.page().serving, ticket.next());
+        }
+    }
+
+    /// Ends the rest. Returns whether the process still has its turn.
+    pub(crate) fn end_rest(&self, slot: usize, ticket: Ticket) -> bool {
+        self.page().slots[slot].state.store(HAS_TICKET, Ordering::SeqCst);
+        self.serving() == ticket
+    }
+
+    /// The number of the rest that the process of `slot` has now.
+    pub(crate) fn resting(&self, slot: usize) -> Option<u32> {
+        let slot = &self.page().slots[slot];
+        (slot.state.load(Ordering::SeqCst) == RESTS).then(|| slot.rests.load(Ordering::Relaxed))
     }
 
     /// The slot that has the ticket.
     pub(crate) fn slot_with(&self, ticket: Ticket) -> Option<usize> {
         self.page().slots.iter().position(|slot| {
-            slot.has_ticket.load(Ordering::Acquire) == HAS_TICKET
+            matches!(slot.state.load(Ordering::Acquire), HAS_TICKET | RESTS)
                 && slot.ticket.load(Ordering::Acquire) == ticket.0
         })
     }
 
-    /// Whether tickets behind this one are taken.
-    pub(crate) fn is_last(&self, ticket: Ticket) -> bool {
-        self.page().next.load(Ordering::SeqCst) == ticket.next().0
+    /// The number of tickets behind this one.
+    pub(crate) fn tickets_behind(&self, ticket: Ticket) -> u32 {
+        self.page().next.load(Ordering::SeqCst).wrapping_sub(ticket.next().0)
+    }
+
+    fn is_last(&self, ticket: Ticket) -> bool {
+        self.tickets_behind(ticket) == 0
     }
 
     /// Serves `to` if `from` is served now, and wakes the process that has it.

@@ -6,10 +6,11 @@
 //! 1. The process whose ticket is served computes.
 //! 2. A dead holder is skipped at once. A holder that computes for too long is skipped too: it is
 //!    stopped, or it hangs.
-//! 3. A ticket that no process has yet may belong to one that is just taking it. It is skipped
+//! 3. A holder that rests between two steps is skipped after [`REST_MAX`]: it has nothing to compute.
+//! 4. A ticket that no process has yet may belong to one that is just taking it. It is skipped
 //!    after [`UNKNOWN_MAX`].
-//! 4. A process that was skipped itself (it was stopped) takes a new ticket.
-//! 5. Tickets that are further apart than processes can be are nonsense: the counter is set anew.
+//! 5. A process that was skipped itself (it was stopped) takes a new ticket.
+//! 6. Tickets that are further apart than processes can be are nonsense: the counter is set anew.
 
 use std::time::Duration;
 
@@ -26,6 +27,27 @@ pub const PROBE_PERIOD: Duration = Duration::from_millis(5);
 /// Between taking a ticket and writing it down lie some instructions. On a busy machine the kernel
 /// may interrupt a process there.
 const UNKNOWN_MAX: Duration = Duration::from_millis(50);
+
+/// How long a turn lasts while one other process waits: some decode steps. The GPU takes some 0.3 ms
+/// to change from one process to another (H200), as much as an eighth of a decode step.
+const TURN_TIME: Duration = Duration::from_millis(10);
+
+/// A process with more host work than this between two steps passes its turn on after each step.
+const REST_EXPECTED_MAX: Duration = Duration::from_micros(400);
+
+/// A resting holder is expected to go on within [`REST_EXPECTED_MAX`].
+pub const REST_MAX: Duration = Duration::from_micros(600);
+
+/// Whether a turn that has lasted for `held` is over while `waiting` other processes wait.
+pub fn is_turn_over(held: Duration, waiting: u32) -> bool {
+    waiting > 0 && held >= TURN_TIME / waiting
+}
+
+/// Whether a process keeps its turn, which it has `held`, after a step. `rest` is the host work
+/// between its last two steps.
+pub fn keeps_turn(held: Duration, rest: Duration, waiting: u32) -> bool {
+    rest <= REST_EXPECTED_MAX && !is_turn_over(held, waiting)
+}
 
 /// The number of a turn. Numbers wrap around.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,6 +82,8 @@ impl Default for TurnBounds {
 pub enum HolderState {
     Alive,
     Dead,
+    /// Between two steps. The number counts its rests.
+    Resting(u32),
     /// No process has written down that ticket.
     Unknown,
 }
@@ -85,11 +109,13 @@ pub struct Waiting {
     ticket: Ticket,
     /// The ticket that was served at the last look, and since when.
     served: Option<(Ticket, Duration)>,
+    /// The rest that the holder had at the last look, and since when.
+    rest: Option<(u32, Duration)>,
 }
 
 impl Waiting {
     pub fn new(bounds: TurnBounds, ticket: Ticket) -> Self {
-        Self { bounds, ticket, served: None }
+        Self { bounds, ticket, served: None, rest: None }
     }
 
     /// Decides after a look at the file. `now` never decreases. `holder` is called only if the
@@ -117,10 +143,18 @@ impl Waiting {
             _ => now,
         };
         self.served = Some((serving, since));
+        let holder = holder();
+        self.rest = match (holder, self.rest) {
+            (HolderState::Resting(rest), Some((last, since))) if rest == last => Some((rest, since)),
+            (HolderState::Resting(rest), _) => Some((rest, now)),
+            _ => None,
+        };
+        let since = self.rest.map_or(since, |(_, since)| since);
         let held = now.saturating_sub(since);
-        let bound = match holder() {
+        let bound = match holder {
             HolderState::Dead => return WaitAction::Skip,
             HolderState::Alive => self.bounds.turn_max,
+            HolderState::Resting(_) => REST_MAX,
             HolderState::Unknown => UNKNOWN_MAX,
         };
         if held >= bound { WaitAction::Skip } else { WaitAction::Wait(PROBE_PERIOD.min(bound - held)) }
@@ -170,6 +204,30 @@ mod tests {
         assert_eq!(waiting.decide(Ticket(8), alive, ms(1100)), WaitAction::Skip);
         assert_eq!(waiting.decide(Ticket(9), alive, ms(1100)), WaitAction::Wait(PROBE_PERIOD));
         assert_eq!(waiting.decide(Ticket(9), alive, ms(2099)), WaitAction::Wait(ms(1)));
+    }
+
+    #[test]
+    fn a_holder_that_rests_for_too_long_is_skipped() {
+        let resting = |number| move || HolderState::Resting(number);
+        let micros = Duration::from_micros;
+        let mut waiting = Waiting::new(BOUNDS, Ticket(9));
+        assert_eq!(waiting.decide(Ticket(8), resting(1), micros(0)), WaitAction::Wait(REST_MAX));
+        assert_eq!(waiting.decide(Ticket(8), resting(1), micros(500)), WaitAction::Wait(micros(100)));
+        assert_eq!(waiting.decide(Ticket(8), resting(2), micros(700)), WaitAction::Wait(REST_MAX));
+        assert_eq!(waiting.decide(Ticket(8), alive, micros(1000)), WaitAction::Wait(PROBE_PERIOD));
+        assert_eq!(waiting.decide(Ticket(8), resting(3), micros(5000)), WaitAction::Wait(REST_MAX));
+        assert_eq!(waiting.decide(Ticket(8), resting(3), micros(5600)), WaitAction::Skip);
+    }
+
+    #[test]
+    fn a_turn_lasts_some_steps_and_less_if_many_wait() {
+        let short = Duration::from_micros(80);
+        assert!(keeps_turn(ms(5000), short, 0), "no process waits");
+        assert!(keeps_turn(ms(9), short, 1));
+        assert!(!keeps_turn(ms(10), short, 1));
+        assert!(keeps_turn(ms(2), short, 4));
+        assert!(!keeps_turn(ms(3), short, 4));
+        assert!(!keeps_turn(ms(1), ms(1), 0), "others may compute meanwhile");
     }
 
     #[test]

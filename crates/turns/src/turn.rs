@@ -7,13 +7,15 @@ use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 
 use crate::page::{MappedPage, PAGE_BYTES};
-use crate::policy::{HolderState, PROCESSES_MAX, Ticket, TurnBounds, WaitAction, Waiting};
+use crate::policy::{
+    HolderState, PROCESSES_MAX, Ticket, TurnBounds, WaitAction, Waiting, is_turn_over, keeps_turn,
+};
 
 #[derive(Debug, thiserror::Error)]
 pub enum TurnError {
@@ -48,6 +50,7 @@ struct SharedTurns {
 pub struct HeldTurn {
     shared: Arc<SharedTurns>,
     ticket: Ticket,
+    since: Instant,
 }
 
 impl Turns {
@@ -89,7 +92,9 @@ impl Turns {
         loop {
             let serving = shared.page.serving();
             match waiting.decide(serving, || shared.holder(serving), shared.start.elapsed()) {
-                WaitAction::Compute => return HeldTurn { shared: shared.clone(), ticket },
+                WaitAction::Compute => {
+                    return HeldTurn { shared: shared.clone(), ticket, since: Instant::now() };
+                }
                 WaitAction::Wait(time) => shared.page.wait(serving, ticket, time),
                 WaitAction::Skip => shared.page.serve(serving, serving.next()),
                 WaitAction::ServeOwn => shared.page.serve(serving, ticket),
@@ -105,6 +110,9 @@ impl Turns {
 impl SharedTurns {
     fn holder(&self, ticket: Ticket) -> HolderState {
         let Some(slot) = self.page.slot_with(ticket) else { return HolderState::Unknown };
+        if let Some(rest) = self.page.resting(slot) {
+            return HolderState::Resting(rest);
+        }
         let mut lock = lock_of_slot(slot);
         // The kernel answers with the lock that stands in the way, or with "unlocked".
         match fcntl(&self.file, FcntlArg::F_OFD_GETLK(&mut lock)) {
@@ -126,9 +134,28 @@ fn lock_of_slot(slot: usize) -> libc::flock {
 }
 
 impl HeldTurn {
-    /// Whether another process waits for a turn.
-    pub fn is_wanted(&self) -> bool {
-        !self.shared.page.is_last(self.ticket)
+    /// Whether another process waits and this turn has lasted long enough.
+    pub fn is_over(&self) -> bool {
+        is_turn_over(self.since.elapsed(), self.waiting())
+    }
+
+    /// Called after a step. Ends the turn, or keeps it for the next step if that is due soon and the
+    /// turn is not over. `rest` is the host work between the last two steps.
+    pub fn rest(self, rest: Duration) -> Option<Self> {
+        if !keeps_turn(self.since.elapsed(), rest, self.waiting()) {
+            return None;
+        }
+        self.shared.page.rest(self.shared.slot, self.ticket);
+        Some(self)
+    }
+
+    /// Called before the next step. Returns `None` if another process has taken the turn meanwhile.
+    pub fn resume(self) -> Option<Self> {
+        self.shared.page.end_rest(self.shared.slot, self.ticket).then_some(self)
+    }
+
+    fn waiting(&self) -> u32 {
+        self.shared.page.tickets_behind(self.ticket)
     }
 }
 

@@ -35,13 +35,19 @@ fn take_turns() {
     let mut journal = OpenOptions::new().create(true).append(true).open(folder.join("journal")).unwrap();
     let name = text("TURNS_NAME");
     for _ in 0..number("TURNS_COUNT") {
-        let held = turns.take();
+        let mut held = Some(turns.take());
         journal.write_all(name.as_bytes()).unwrap();
         if let Ok(rest) = std::env::var("TURNS_HOLD") {
             println!("holds");
             std::thread::sleep(Duration::from_secs(rest.parse().unwrap()));
         }
         std::thread::sleep(Duration::from_micros(200));
+        if let Ok(rest) = std::env::var("TURNS_REST") {
+            held = held.and_then(|held| held.rest(Duration::ZERO));
+            println!("rests: {}", held.is_some());
+            std::thread::sleep(Duration::from_secs(rest.parse().unwrap()));
+            held = held.and_then(turns::HeldTurn::resume);
+        }
         drop(held);
         std::thread::sleep(Duration::from_micros(number("TURNS_PAUSE_US")));
     }
@@ -61,6 +67,8 @@ struct Spawn<'a> {
     turn_max: Duration,
     /// Seconds that each turn takes.
     hold: Option<u32>,
+    /// Seconds that the process rests after a turn.
+    rest: Option<u32>,
 }
 
 impl Spawn<'_> {
@@ -76,6 +84,9 @@ impl Spawn<'_> {
             .stdout(Stdio::piped());
         if let Some(seconds) = self.hold {
             command.env("TURNS_HOLD", seconds.to_string());
+        }
+        if let Some(seconds) = self.rest {
+            command.env("TURNS_REST", seconds.to_string());
         }
         let mut child = command.spawn().unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
@@ -123,7 +134,7 @@ fn turns_of(folder: &Path, name: &str) -> usize {
 }
 
 fn spawn<'a>(folder: &'a Path, name: &'a str) -> Spawn<'a> {
-    Spawn { folder, name, count: 1_000_000, pause_us: 0, turn_max: UNREACHED, hold: None }
+    Spawn { folder, name, count: 1_000_000, pause_us: 0, turn_max: UNREACHED, hold: None, rest: None }
 }
 
 #[test]
@@ -166,6 +177,20 @@ fn the_turn_of_a_killed_holder_goes_on_at_once() {
         turns_of(folder.path(), "a") > 50 && turns_of(folder.path(), "b") > 50
     });
     eprintln!("50 turns each {took:?} after the death of the holder");
+    drop(others);
+}
+
+#[test]
+fn the_turn_of_a_resting_process_goes_on_if_it_has_nothing_to_compute() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut resting = Spawn { rest: Some(2), count: 3, ..spawn(folder.path(), "r") }.start();
+    resting.wait_for_line("rests: true");
+    let others = ["a", "b"].map(|name| spawn(folder.path(), name).start());
+    eventually("turns of the others", || {
+        turns_of(folder.path(), "a") > 50 && turns_of(folder.path(), "b") > 50
+    });
+    assert_eq!(turns_of(folder.path(), "r"), 1, "it rests still");
+    resting.wait_for_line("done");
     drop(others);
 }
 
@@ -241,5 +266,5 @@ fn slots_are_limited_and_free_again_after_use() {
     assert!(error.contains("run fewer workers"), "{error}");
     all.pop();
     let turn = open().unwrap().take();
-    assert!(!turn.is_wanted());
+    assert!(!turn.is_over());
 }

@@ -7,9 +7,9 @@
 //! So two steps have the same list if they have the same number of rows and the same bounds of the
 //! attention plan.
 //!
-//! If other processes compute on the device, the recorder takes turns with them: a turn begins when
-//! commands are enqueued and ends when the device has computed them. A step of several
-//! micro-batches passes its turn on between them, if another process waits for it.
+//! If other processes compute on the device, the recorder takes turns with them. A turn begins when
+//! commands are enqueued. It ends when the device has computed them and the turn has lasted for
+//! some steps, or one long micro-batch.
 //!
 //! 1. A graph is launched only for a list equal to the one from which it was captured.
 //! 2. So the addresses in the graph are addresses of memory whose owners this step keeps.
@@ -53,8 +53,12 @@ pub(super) struct Recorder {
     graph_time: Duration,
     /// Absent if this process does not take turns.
     turns: Option<Turns>,
-    /// Held while the device computes.
+    /// Held while the device computes, and between steps that follow closely.
     turn: Option<HeldTurn>,
+    /// When the device had computed the last commands. Absent while commands are in flight.
+    ended_at: Option<Instant>,
+    /// The host work before the commands in flight.
+    host_work: Duration,
 }
 
 struct CapturedGraph {
@@ -77,6 +81,8 @@ impl Recorder {
             graph_time: Duration::ZERO,
             turns: None,
             turn: None,
+            ended_at: None,
+            host_work: Duration::MAX,
         }
     }
 
@@ -144,10 +150,11 @@ impl Recorder {
         given
     }
 
-    /// Waits until all flushed work has ended, and ends the turn.
+    /// Waits until all flushed work has ended, and ends the turn if it has lasted long enough.
     pub(super) fn wait(&mut self) -> Result<(), OpError> {
         let ended = self.stream.synchronize().map_err(device_error("wait"));
-        self.turn = None;
+        self.turn = self.turn.take().and_then(|turn| turn.rest(self.host_work));
+        self.ended_at = Some(Instant::now());
         ended?;
         self.in_flight.clear();
         Ok(())
@@ -155,16 +162,27 @@ impl Recorder {
 
     /// Ends the turn if there is one: the device waits for the host from here on.
     pub(super) fn end_turn(&mut self) -> Result<(), OpError> {
-        if self.turn.is_some() { self.wait() } else { Ok(()) }
+        if self.turn.is_some() {
+            self.wait()?;
+            self.turn = None;
+        }
+        Ok(())
     }
 
     fn take_turn(&mut self) -> Result<(), OpError> {
-        if self.turn.as_ref().is_some_and(HeldTurn::is_wanted) {
+        let Some(turns) = self.turns.clone() else { return Ok(()) };
+        if self.ended_at.is_none()
+            && let Some(turn) = &self.turn
+        {
+            // A further micro-batch of the same step.
+            if !turn.is_over() {
+                return Ok(());
+            }
             self.wait()?;
         }
-        if let (Some(turns), None) = (&self.turns, &self.turn) {
-            self.turn = Some(turns.take());
-        }
+        self.host_work = self.ended_at.take().map_or(Duration::MAX, |ended| ended.elapsed());
+        let kept = self.turn.take().and_then(HeldTurn::resume);
+        self.turn = Some(kept.unwrap_or_else(|| turns.take()));
         Ok(())
     }
 
