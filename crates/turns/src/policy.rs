@@ -6,7 +6,7 @@
 //! 1. The process whose ticket is served computes.
 //! 2. A dead holder is skipped at once. A holder that computes for too long is skipped too: it is
 //!    stopped, or it hangs.
-//! 3. A holder that rests between two steps is skipped after [`REST_MAX`]: it has nothing to compute.
+//! 3. A holder that rests between two steps is skipped after [`REST_MAX`], as it has no work.
 //! 4. A ticket that no process has yet may belong to one that is just taking it. It is skipped
 //!    after [`UNKNOWN_MAX`].
 //! 5. A process that was skipped itself (it was stopped) takes a new ticket.
@@ -28,8 +28,8 @@ pub const PROBE_PERIOD: Duration = Duration::from_millis(5);
 /// may interrupt a process there.
 const UNKNOWN_MAX: Duration = Duration::from_millis(50);
 
-/// How long a turn lasts while one other process waits: some decode steps. The GPU takes some 0.3 ms
-/// to change from one process to another (H200), as much as an eighth of a decode step.
+/// How long a turn lasts while one other process waits: some decode steps. The GPU takes some
+/// 0.3 ms to change from one process to another (H200), as much as an eighth of a decode step.
 const TURN_TIME: Duration = Duration::from_millis(10);
 
 /// A process with more host work than this between two steps passes its turn on after each step.

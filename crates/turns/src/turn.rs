@@ -139,8 +139,8 @@ impl HeldTurn {
         is_turn_over(self.since.elapsed(), self.waiting())
     }
 
-    /// Called after a step. Ends the turn, or keeps it for the next step if that is due soon and the
-    /// turn is not over. `rest` is the host work between the last two steps.
+    /// Called after a step. Ends the turn, or keeps it for the next step if that is due soon and
+    /// the turn is not over. `rest` is the host work between the last two steps.
     pub fn rest(self, rest: Duration) -> Option<Self> {
         if !keeps_turn(self.since.elapsed(), rest, self.waiting()) {
             return None;
