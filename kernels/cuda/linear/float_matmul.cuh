@@ -177,6 +177,7 @@ struct Kernel {
                                   shared + stage * stage_bytes + warpgroup * 64 * UNITS * UNIT_ROW_BYTES,
                               *weights = shared + stage * stage_bytes + weights_at;
                 begin_products(sums);
+                // Without a branch: ptxas runs wgmma instructions of a branch one by one (C7520).
 #pragma unroll
                 for (int unit = 0; unit < UNITS; unit++)
                     multiply_unit<Float, BN, UNITS>(sums, tokens + unit * UNIT_TILE_BYTES,
