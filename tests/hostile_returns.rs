@@ -78,6 +78,19 @@ impl LoneWeightServer {
         connection
     }
 
+    /// A claim that is asked for its descriptors. It is repeated until the server has noticed that the
+    /// claimant before has gone.
+    fn requested_claim(&self, fds: u32, manifest_inode: u64) -> Connection {
+        eventually("the claim is asked for its descriptors", || {
+            let connection = self.claim_of(fds, manifest_inode);
+            match receive(&connection).unwrap() {
+                server_frame::Kind::Refused(refused) if refused.reason() == RefusalReason::Busy => None,
+                server_frame::Kind::ReturnRequested(_) => Some(connection),
+                other => panic!("{other:?}"),
+            }
+        })
+    }
+
     fn open_files(&self) -> usize {
         proc::open_files(self.process.id()).len()
     }
@@ -94,6 +107,7 @@ fn receive(connection: &Connection) -> Result<server_frame::Kind, FrameError> {
     connection.receive::<ServerFrame>().map(|(frame, _)| frame.kind.unwrap())
 }
 
+#[track_caller]
 fn expect_request(connection: &Connection) {
     let answer = receive(connection).unwrap();
     assert!(matches!(answer, server_frame::Kind::ReturnRequested(_)), "{answer:?}");
@@ -178,8 +192,7 @@ fn i8_foreign_descriptors_are_refused_and_closed() {
     ];
     let rounds = cases.len() as u64;
     for (what, fds) in cases {
-        let connection = server.claim_of(2, inode(&fds[0]));
-        expect_request(&connection);
+        let connection = server.requested_claim(2, inode(&fds[0]));
         send(&connection, &fds, 0, 2);
         let answer = receive(&connection).unwrap();
         assert!(matches!(answer, server_frame::Kind::BatchReceived(_)), "{what}: {answer:?}");
@@ -187,8 +200,7 @@ fn i8_foreign_descriptors_are_refused_and_closed() {
     }
     for (what, count, batch) in [("fewer than announced", 3, 0), ("out of order", 2, 1)] {
         let fds = generation(3, 9);
-        let connection = server.claim_of(2, inode(&fds[0]));
-        expect_request(&connection);
+        let connection = server.requested_claim(2, inode(&fds[0]));
         send(&connection, &fds, batch, count);
         expect_refusal(&connection, RefusalReason::Violation);
         drop((what, connection));
@@ -223,8 +235,7 @@ fn i7_a_silent_claimant_delays_the_next_one_for_a_bounded_time() {
 fn i2_returned_weights_with_other_bytes_are_quarantined() {
     let server = LoneWeightServer::start();
     let fds = generation(3, 9);
-    let connection = server.claim_of(2, inode(&fds[0]));
-    expect_request(&connection);
+    let connection = server.requested_claim(2, inode(&fds[0]));
     send(&connection, &fds, 0, 2);
     assert!(matches!(receive(&connection).unwrap(), server_frame::Kind::BatchReceived(_)));
     // Seals, sizes and inodes are right, the checksum is not.

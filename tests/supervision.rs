@@ -253,7 +253,10 @@ fn survives_crashes(fleet: &ServedFleet) {
 
 #[test]
 fn deleted_sockets_and_a_deleted_runtime_directory_come_back() {
-    let fleet = ServedFleet::start_config(&config(1, ""));
+    // The supervisor looks for its sockets once a second, and messages of that time are lost: a
+    // watchdog of 2 s would expire.
+    let watchdog = format!("watchdog = \"{}s\"", WATCHDOG.as_secs());
+    let fleet = ServedFleet::start_config(&config(1, "").replace(&watchdog, "watchdog = \"10s\""));
     let directory = fleet.runtime_dir().to_owned();
     let before = children(&fleet);
     for name in SOCKETS {

@@ -6,8 +6,11 @@
 use std::path::Path;
 use std::process::Command;
 
+use serde_json::json;
+
 use crate::harness::admin::try_weight_server_status;
 use crate::harness::api::{TestRequest, generate_all, runtime};
+use crate::harness::http::HttpClient;
 use crate::harness::{
     ServedFleet, ballast, demo_7m, demo_22m, device, eventually, first_json_line, proc, serve, text,
 };
@@ -227,11 +230,19 @@ fn a_model_under_a_new_name_is_served_under_that_name_only() {
     let model = demo_7m();
     let command = serve_config(directory.path(), &config, &[("before", &model)]);
     let mut fleet = ServedFleet::start_command(directory, command);
-    let tokens = continuation(&fleet);
+    let http = HttpClient::connect(&fleet);
+    let ask = |model: &str| {
+        let body = json!({"model": model, "prompt": "def add(a, b):\n", "max_tokens": 24, "temperature": 0});
+        let (status, text) = http.post("/v1/completions", &body);
+        let answer: serde_json::Value = serde_json::from_str(&text).unwrap();
+        (status == 200).then(|| answer["choices"][0]["text"].as_str().unwrap().to_owned())
+    };
+    let text = eventually("the first name is served", || ask("before"));
     let command = serve_config(fleet.runtime_dir(), &config, &[("after", &model)]);
     fleet.take_over(|| {}, command);
     assert_eq!(only_generation(&fleet).model, "after");
-    assert_eq!(continuation(&fleet), tokens);
+    assert_eq!(eventually("the new name is served", || ask("after")), text);
+    assert_eq!(ask("before"), None);
     fleet.stop();
 }
 
