@@ -78,8 +78,8 @@ impl LoneWeightServer {
         connection
     }
 
-    /// A claim that is asked for its descriptors. It is repeated until the server has noticed that the
-    /// claimant before has gone.
+    /// A claim that is asked for its descriptors. It is repeated until the server has noticed that
+    /// the claimant before has gone.
     fn requested_claim(&self, fds: u32, manifest_inode: u64) -> Connection {
         eventually("the claim is asked for its descriptors", || {
             let connection = self.claim_of(fds, manifest_inode);
