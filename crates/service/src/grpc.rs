@@ -31,9 +31,15 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 const ROOT: u32 = 0;
-/// The token streams of all clients share one connection per peer. With the default of 64 KiB, one
-/// slow stream would delay the others.
-const WINDOW_BYTES: u32 = 1 << 20;
+/// Unread bytes of one stream, after which its sender waits. 64 KiB are about 1,600 token frames.
+const STREAM_WINDOW_BYTES: u32 = 64 << 10;
+/// The largest that HTTP/2 has. The token streams of all clients share one connection per peer, so
+/// a window of the connection would let slow streams delay others; the windows of the streams bound
+/// the memory. h2 also derives a budget from it: half the window, for DATA frames below 256 bytes
+/// that are not read yet. Each costs 256 bytes less its payload, and the connection with all its
+/// streams ends once the budget is spent. An unread stream of 10-byte frames costs 1.6 MB, so that
+/// 1 GiB lasts for 650 of them.
+const CONNECTION_WINDOW_BYTES: u32 = (1 << 31) - 1;
 /// How often a listener checks that its path exists. Cleaners of /tmp delete old sockets.
 const PATH_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -166,8 +172,8 @@ pub fn server() -> Server {
     Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
-        .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(WINDOW_BYTES)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
 }
 
 type ServeFuture<'a> = Pin<Box<dyn Future<Output = Result<(), tonic::transport::Error>> + Send + 'a>>;
@@ -237,8 +243,8 @@ fn endpoint(path: &Path) -> Result<Endpoint, ConnectError> {
         .connect_timeout(CONNECT_TIMEOUT)
         .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
         .keep_alive_timeout(KEEPALIVE_TIMEOUT)
-        .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(WINDOW_BYTES))
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES))
 }
 
 /// Connects to the service at `path`. Fails if no process listens.

@@ -5,6 +5,8 @@
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpSocket;
 use tonic::Code;
 
 use crate::fake_worker::{FakeBehaviour, Fault, token_ids_of};
@@ -186,10 +188,11 @@ async fn settled_frame_count(fleet: &RouterHarness) -> usize {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_does_not_read_holds_the_worker_back_and_gets_everything_later() {
-    // The buffers between worker and client hold about half of these frames: 1 MiB of HTTP/2
-    // window, 128 deltas in the router, and up to 10 MiB of TCP buffers. With 20 log probabilities,
-    // a frame has about 150 bytes and an event about 700.
-    const TOKENS: usize = 50_000;
+    // The buffers between worker and client hold at most half of these frames: 64 KiB of HTTP/2
+    // window, 128 deltas in the router, and up to 4 MiB of TCP send buffer. With 20 log
+    // probabilities, a frame has about 150 bytes and an event about 700.
+    const TOKENS: usize = 14_000;
+    const RECEIVE_BUFFER_BYTES: u32 = 64 << 10;
     let word = token_ids_of(" word");
     let script: Vec<u32> = word.iter().copied().cycle().take(TOKENS).collect();
     let worker = FakeBehaviour { context_tokens: 2 * TOKENS as u32, ..FakeBehaviour::default() };
@@ -198,14 +201,26 @@ async fn a_client_that_does_not_read_holds_the_worker_back_and_gets_everything_l
         "prompt": [1], "max_tokens": TOKENS, "logprobs": 20, "stream": true,
         "stream_options": {"include_usage": true},
     });
-    let response = fleet.post("/v1/completions", request).await;
-    assert_eq!(response.status(), 200);
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(RECEIVE_BUFFER_BYTES).unwrap();
+    let address = fleet.url.strip_prefix("http://").unwrap().parse().unwrap();
+    let mut client = socket.connect(address).await.unwrap();
+    let body = request.to_string();
+    // HTTP/1.0: the body is not chunked, and ends with the connection.
+    let head = "POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\n";
+    let request = format!("{head}content-length: {}\r\n\r\n{body}", body.len());
+    client.write_all(request.as_bytes()).await.unwrap();
     let sent = settled_frame_count(&fleet).await;
     assert!(sent > 0 && sent < TOKENS * 3 / 4, "the worker sent {sent} of {TOKENS} frames unread");
 
-    let (events, done) = parse_events(&response.text().await.unwrap());
+    let mut response = String::new();
+    client.read_to_string(&mut response).await.unwrap();
+    let (head, body) = response.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.0 200"), "{head}");
+    let (events, done) = parse_events(body);
     assert!(done);
     assert_eq!(fleet.workers[0].sent_frames(), TOKENS);
+    assert_eq!(fleet.workers[0].calls().len(), 1, "unread frames did not end the worker's connection");
     let usage = events.last().unwrap()["usage"].clone();
     assert_eq!(usage["completion_tokens"], TOKENS, "{usage}");
     let text = joined_text(&events, 0);
