@@ -43,7 +43,7 @@ use std::time::Duration;
 
 use handoff::fd_batches::fd_batches;
 use handoff::manifest::file_identity_from_wire;
-use handoff::seqpacket::Connection;
+use handoff::seqpacket::{Connection, FrameError};
 use memory::manifest::FileIdentity;
 use memory::pack::Packing;
 use proto::weights::v1::{self as wire, loader_command, loader_frame};
@@ -69,8 +69,19 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// The interval of progress reports. A loader also notices the end of the weight-server that soon.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Runs the process. A failed load is reported to the weight-server and is not an error here.
+/// Runs the process. A failed load is reported to the weight-server and is not an error here. Nor
+/// is a weight-server that has ended: no process waits for this job.
 pub fn run() -> Result<(), LoaderError> {
+    match run_job() {
+        Err(LoaderError::Connection(FrameError::Closed)) => {
+            tracing::info!("the weight-server closed the connection, the job is abandoned");
+            Ok(())
+        }
+        result => result,
+    }
+}
+
+fn run_job() -> Result<(), LoaderError> {
     let not_started = LoaderError::NotStartedByWeightServer;
     let socket = std::io::stdin().as_fd().try_clone_to_owned().map_err(not_started)?;
     let connection = Connection::from(socket);
