@@ -2,9 +2,9 @@
 
 //! Who may write to standard output and standard error.
 //!
-//! A print macro panics if its stream is broken, and waits if nobody reads it; in a release build
-//! the first ends a fleet and the second freezes it. Processes log, and commands print through
-//! `cli/src/terminal.rs`.
+//! A print macro panics if its stream is broken, and waits if the stream is not read; in a release
+//! build the first ends a fleet and the second freezes it. Processes log, and commands print
+//! through `cli/src/terminal.rs`.
 
 use std::path::Path;
 
