@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use futures::{Stream, stream};
 use proto::v1::{self as wire, generate_frame, generate_request, inference_server};
-use serde_json::{Map, Value, json};
+use serde_json::json;
 use tokio::time::Instant;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status};
@@ -19,7 +19,7 @@ use crate::dispatch::{RETRY_AFTER, RequestRefusal};
 use crate::failover::ChoiceError;
 use crate::generate::{GenerationRequest, Generator, RequestOrigin, TokenizedPrompts};
 use crate::intake::RequestBytes;
-use crate::model::{ChatError, ServedModel};
+use crate::model::{ChatError, Conversation, ServedModel};
 use crate::params::{RequestGrammar, RequestParamError, RequestParams, token_ids};
 use crate::registry::{ModelSnapshot, ResolveError};
 use crate::request_id::ClientRequestId;
@@ -174,9 +174,13 @@ fn tokenize_prompt(
             Ok(("tokens", check_ids(model, "tokens", &tokens.ids)?, false))
         }
         Some(generate_request::Prompt::Chat(chat)) => {
-            let messages: Vec<Value> =
-                chat.messages.into_iter().map(|m| json!({"role": m.role, "content": m.content})).collect();
-            Ok(("chat", model.text.encode_chat(&messages, true, &Map::new())?, true))
+            let messages = chat.messages.into_iter().map(|m| json!({"role": m.role, "content": m.content}));
+            let conversation = Conversation {
+                messages: messages.collect(),
+                add_generation_prompt: true,
+                ..Conversation::default()
+            };
+            Ok(("chat", model.text.encode_chat(&conversation)?, true))
         }
         None => Err(Status::invalid_argument("`prompt` is missing: give text, tokens or chat")),
     }

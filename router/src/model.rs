@@ -44,6 +44,17 @@ pub(crate) struct ModelText {
     dry_breakers: DryBreakerCache,
 }
 
+/// A chat as the client sent it.
+#[derive(Debug, Default)]
+pub(crate) struct Conversation {
+    pub(crate) messages: Vec<Value>,
+    pub(crate) add_generation_prompt: bool,
+    /// The model continues the last message.
+    pub(crate) continue_final_message: bool,
+    /// Variables for the template (`chat_template_kwargs`).
+    pub(crate) variables: Map<String, Value>,
+}
+
 #[derive(Debug, thiserror::Error)]
 #[error("the model has no tokenizer: it takes token ids instead of text")]
 pub(crate) struct NoTokenizerError;
@@ -160,22 +171,19 @@ impl ModelText {
         Ok(self.tokenizer()?.encode(text, EncodeOptions { add_special, parse_special: true })?)
     }
 
-    pub(crate) fn encode_chat(
-        &self,
-        messages: &[Value],
-        add_generation_prompt: bool,
-        variables: &Map<String, Value>,
-    ) -> Result<Vec<u32>, ChatError> {
+    /// Renders a conversation and tokenizes the prompt.
+    pub(crate) fn encode_chat(&self, conversation: &Conversation) -> Result<Vec<u32>, ChatError> {
         let tokenizer = self.tokenizer()?;
         let template = self
             .template
             .as_ref()
             .map_err(|error| ChatError::NoTemplate { reason: service::exit::one_line(error) })?;
         let input = ChatInput {
-            messages,
-            tools: &[],
-            add_generation_prompt,
-            variables,
+            messages: &conversation.messages,
+            tools: None,
+            add_generation_prompt: conversation.add_generation_prompt,
+            continue_final_message: conversation.continue_final_message,
+            variables: &conversation.variables,
             now_unix_seconds: unix_seconds(),
         };
         Ok(tokenizer.encode_chat(&template.render(&input)?)?)

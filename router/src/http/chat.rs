@@ -16,15 +16,16 @@ use super::request::{AppState, ReceivedBody, RequestMetadata, run_tokenizer};
 use super::response::{ChoiceFormat, GenerationResponse, stop_reason};
 use crate::choice::{FinishCause, OutputDelta};
 use crate::generate::{GenerationRequest, TokenizedPrompts};
-use crate::model::ServedModel;
+use crate::model::{Conversation, ServedModel};
 use crate::wire::Logprob;
 
-const FIELDS: [&str; 6] = [
+const FIELDS: [&str; 7] = [
     "messages",
     "max_completion_tokens",
     "logprobs",
     "top_logprobs",
     "add_generation_prompt",
+    "continue_final_message",
     "chat_template_kwargs",
 ];
 
@@ -35,6 +36,7 @@ struct ChatFields {
     logprobs: Option<bool>,
     top_logprobs: Option<i64>,
     add_generation_prompt: Option<bool>,
+    continue_final_message: Option<bool>,
     chat_template_kwargs: Option<Map<String, Value>>,
 }
 
@@ -60,14 +62,16 @@ pub(crate) async fn post(
     check_messages(&endpoint.messages)?;
     let model = app.generator.registry.resolve(response.model.as_deref())?;
 
-    let messages: Vec<Value> = endpoint.messages.into_iter().map(Value::Object).collect();
-    let add_generation_prompt = endpoint.add_generation_prompt.unwrap_or(true);
-    let variables = endpoint.chat_template_kwargs.unwrap_or_default();
+    let continue_final_message = endpoint.continue_final_message.unwrap_or(false);
+    let conversation = Conversation {
+        messages: endpoint.messages.into_iter().map(Value::Object).collect(),
+        add_generation_prompt: endpoint.add_generation_prompt.unwrap_or(!continue_final_message),
+        continue_final_message,
+        variables: endpoint.chat_template_kwargs.unwrap_or_default(),
+    };
     let tokenizing_model = model.clone();
-    let tokens = run_tokenizer(body.bytes.len(), move || {
-        tokenizing_model.text.encode_chat(&messages, add_generation_prompt, &variables)
-    })
-    .await?;
+    let tokens =
+        run_tokenizer(body.bytes.len(), move || tokenizing_model.text.encode_chat(&conversation)).await?;
     let tokens = vec![tokens];
     drop(body);
     metadata.origin.keep_bytes(&tokens, &params);

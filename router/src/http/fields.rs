@@ -114,6 +114,7 @@ const UNSUPPORTED_FIELDS: [UnsupportedField; 30] = [
     // Chats only: the template writes the special tokens.
     unsupported("add_special_tokens", is_false),
     unsupported("chat_template", never),
+    // Supported by chats only.
     unsupported("continue_final_message", is_false),
     unsupported("kv_transfer_params", never),
     unsupported("include_reasoning", is_true),

@@ -89,3 +89,20 @@ async fn max_completion_tokens_means_max_tokens() {
     assert_eq!(body["choices"][0]["finish_reason"], "length");
     assert_eq!(body["usage"]["completion_tokens"], 2);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_final_message_is_continued_on_request() {
+    let fleet = RouterHarness::start(&token_ids_of(REPLY), &[FakeBehaviour::default()]).await;
+    let mut request = request();
+    let messages = request["messages"].as_array_mut().unwrap();
+    messages.push(json!({"role": "assistant", "content": "The answer is"}));
+    request["continue_final_message"] = json!(true);
+    let (status, body) = fleet.post_json("/v1/chat/completions", request.clone()).await;
+    assert_eq!(status, 200, "{body}");
+    let call = &fleet.workers[0].calls()[0];
+    let text = String::from_utf8(crate::fake_worker::tokenizer().decode_bytes(&call.tokens)).unwrap();
+    assert!(text.ends_with("[user] Hi\n[assistant] The answer is"), "{text}");
+    request["add_generation_prompt"] = json!(true);
+    let (status, body) = fleet.post_json("/v1/chat/completions", request).await;
+    assert_eq!((status, &body["error"]["param"]), (400, &json!("messages")), "{body}");
+}

@@ -55,11 +55,12 @@ fn may_grow(source: &str) -> bool {
 fn render(input: &Input<'_>) {
     let Ok(template) = ChatTemplate::new(input.source, input.tool_use, "<s>", "</s>") else { return };
     let tool = json!({"type": "function", "function": {"name": "f"}});
-    for tools in [&[][..], &[tool]] {
+    for tools in [None, Some(&[tool][..])] {
         let rendered = template.render(&ChatInput {
             messages: &input.messages,
             tools,
             add_generation_prompt: true,
+            continue_final_message: false,
             variables: &Map::new(),
             now_unix_seconds: 1_719_979_509,
         });

@@ -50,6 +50,10 @@ pub enum RenderError {
     InvalidMessage { index: usize, problem: &'static str },
     #[error("messages[{index}]: content of type {kind:?} is not supported, only text is")]
     UnsupportedPart { index: usize, kind: String },
+    #[error("a prompt that continues the final message has no generation prompt")]
+    GenerationPromptAndContinuation,
+    #[error("the final message cannot be continued: {problem}")]
+    Continuation { problem: &'static str },
     #[error("the template variable {name:?} is reserved for the server")]
     ReservedVariable { name: String },
     #[error("the model's chat template refuses the conversation: {message}")]

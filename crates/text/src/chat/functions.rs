@@ -5,10 +5,14 @@
 use std::error::Error as _;
 use std::fmt;
 
-use minijinja::{Error, ErrorKind};
+use minijinja::value::Kwargs;
+use minijinja::{Error, ErrorKind, Value};
 
 /// Most bytes of a format for `strftime_now`.
 const MAX_DATE_BYTES: usize = 256;
+
+/// Widest indentation, to bound the output of a hostile template.
+const MAX_INDENT: usize = 64;
 
 /// The message of a template's `raise_exception`: the conversation does not fit the model, which
 /// only the client can repair.
@@ -22,6 +26,41 @@ impl fmt::Display for RaisedException {
 }
 
 impl std::error::Error for RaisedException {}
+
+/// Jinja2's test: strings, lists, objects and undefined values are iterable. In minijinja, null is
+/// too.
+pub(crate) fn is_iterable(value: &Value) -> bool {
+    value.is_undefined() || (!value.is_none() && value.try_iter().is_ok()) || value.as_str().is_some()
+}
+
+/// Jinja2's `indent(width=4, first=false, blank=false)`. In minijinja, a final line break is lost.
+pub(crate) fn indent(text: &str, width: Option<Value>, kwargs: Kwargs) -> Result<String, Error> {
+    let width = match width {
+        Some(width) => Some(width),
+        None => kwargs.get("width")?,
+    };
+    let indentation = match width {
+        None => " ".repeat(4),
+        Some(width) => match (width.as_str(), width.as_usize()) {
+            (Some(text), _) if text.len() <= MAX_INDENT => text.to_owned(),
+            (None, Some(blanks)) if blanks <= MAX_INDENT => " ".repeat(blanks),
+            _ => return Err(Error::new(ErrorKind::InvalidOperation, "indent is too wide")),
+        },
+    };
+    let first: Option<bool> = kwargs.get("first")?;
+    let blank: Option<bool> = kwargs.get("blank")?;
+    kwargs.assert_all_used()?;
+    let mut out = String::with_capacity(text.len());
+    for (index, line) in text.split('\n').enumerate() {
+        let is_first = index == 0;
+        out.push_str(if is_first { "" } else { "\n" });
+        let is_indented =
+            if is_first { first == Some(true) } else { !line.is_empty() || blank == Some(true) };
+        out.push_str(if is_indented { &indentation } else { "" });
+        out.push_str(line);
+    }
+    Ok(out)
+}
 
 pub(crate) fn raise_exception(message: String) -> Result<String, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(RaisedException(message)))
@@ -54,6 +93,21 @@ pub(crate) fn strftime_at(unix_seconds: i64, format: &str) -> Result<String, Err
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn indentation_keeps_the_final_line_break() {
+        let mut environment = minijinja::Environment::new();
+        environment.add_filter("indent", indent);
+        let render = |filter: &str| {
+            environment
+                .render_str(&format!("{{{{ 'a\\n\\nb\\n' | {filter} }}}}"), minijinja::context! {})
+                .unwrap()
+        };
+        // Expected texts are those of Jinja2 3.1.6.
+        assert_eq!(render("indent"), "a\n\n    b\n");
+        assert_eq!(render("indent(2, first=true)"), "  a\n\n  b\n");
+        assert_eq!(render("indent(width='>', blank=true)"), "a\n>\n>b\n>");
+    }
 
     #[test]
     fn dates_are_those_of_python() {

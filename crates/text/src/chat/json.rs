@@ -53,6 +53,24 @@ pub(crate) fn tojson(value: &Value, kwargs: Kwargs) -> Result<String, Error> {
         .map_err(|source| Error::new(ErrorKind::BadSerialization, "tojson").with_source(source))
 }
 
+/// A JSON object as Python's `json.dumps(value, ensure_ascii=False)` writes it.
+pub(crate) fn dumps(object: &serde_json::Map<String, serde_json::Value>) -> String {
+    let mut out = Vec::new();
+    let style = PythonJsonFormatter {
+        indent: None,
+        item: ", ",
+        key: ": ",
+        ensure_ascii: false,
+        depth: 0,
+        filled: false,
+    };
+    // Writing JSON values to memory cannot fail.
+    match object.serialize(&mut Serializer::with_formatter(&mut out, style)) {
+        Ok(()) => String::from_utf8_lossy(&out).into_owned(),
+        Err(_) => String::new(),
+    }
+}
+
 /// Reads `indent`: a number of spaces, a string, or nothing.
 fn indent(kwargs: &Kwargs) -> Result<Option<String>, Error> {
     let Some(indent) = kwargs.get::<Option<Value>>("indent")?.filter(|value| !value.is_none()) else {

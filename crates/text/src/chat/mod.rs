@@ -8,9 +8,11 @@
 //! gives worse answers without any error.
 
 mod content;
+mod continuation;
 mod error;
 mod functions;
 mod json;
+mod probe;
 mod template;
 
 pub use error::{LoadTemplateError, RenderError};

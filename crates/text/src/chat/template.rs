@@ -9,11 +9,13 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind};
 use serde_json::{Map, Value, json};
 
-use super::content::{AcceptedContent, adapt};
+use super::content::{AcceptedContent, adapt_conversation};
+use super::continuation::ContinuedMessage;
 use super::error::{
     LoadTemplateError, MAX_INSTRUCTIONS, MAX_LOAD_INSTRUCTIONS, MAX_OUTPUT_BYTES, MAX_TEMPLATE_BYTES,
     RenderError,
 };
+use super::probe::probe;
 use super::{functions, json};
 
 /// Most nested macros, loops and includes in a template.
@@ -28,10 +30,14 @@ const TOOL_USE: &str = "chat_template.tool_use";
 pub struct ChatInput<'a> {
     /// Messages in the format of the OpenAI API.
     pub messages: &'a [Value],
-    /// Tools that the model may call; may be empty.
-    pub tools: &'a [Value],
+    /// Tools that the model may call, in the format of the OpenAI API. Templates distinguish an
+    /// empty list from none.
+    pub tools: Option<&'a [Value]>,
     /// End the prompt with the header of the assistant's reply.
     pub add_generation_prompt: bool,
+    /// End the prompt inside the last message, so that the model continues it. Not together with
+    /// `add_generation_prompt`.
+    pub continue_final_message: bool,
     /// Further template variables (`chat_template_kwargs`), such as `enable_thinking`.
     pub variables: &'a Map<String, Value>,
     /// The time that `strftime_now` returns.
@@ -66,6 +72,8 @@ impl ChatTemplate {
         environment.set_recursion_limit(MAX_RECURSION);
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_filter("tojson", json::tojson);
+        environment.add_filter("indent", functions::indent);
+        environment.add_test("iterable", functions::is_iterable);
         environment.add_function("raise_exception", functions::raise_exception);
         for (name, source) in [(DEFAULT, Some(source)), (TOOL_USE, tool_use)] {
             let Some(source) = source else { continue };
@@ -73,7 +81,7 @@ impl ChatTemplate {
                 return Err(LoadTemplateError::TooLong { name, bytes: source.len() });
             }
             environment
-                .add_template_owned(name, without_generation_marks(source))
+                .add_template_owned(name, prepare_source(source))
                 .map_err(|source| LoadTemplateError::Syntax { name, source })?;
         }
         let has_tool_use = tool_use.is_some();
@@ -87,8 +95,7 @@ impl ChatTemplate {
     /// Finds out which content the template accepts, and refuses a template that exceeds a limit.
     fn try_short_conversations(&mut self) -> Result<(), LoadTemplateError> {
         let excessive = |name| move |source| LoadTemplateError::Excessive { name, source: Box::new(source) };
-        self.accepts = AcceptedContent::probe(|messages| self.try_render(messages, &[], false))
-            .map_err(excessive(DEFAULT))?;
+        self.accepts = probe(|messages| self.try_render(messages, &[], false)).map_err(excessive(DEFAULT))?;
         let conversation = short_conversation();
         for part in [&conversation[1..2], &conversation[1..], &conversation[..2], &conversation] {
             self.try_render(part, &[], true).map_err(excessive(DEFAULT))?;
@@ -99,15 +106,20 @@ impl ChatTemplate {
     }
 
     pub fn render(&self, input: &ChatInput<'_>) -> Result<String, RenderError> {
-        let messages =
-            input.messages.iter().enumerate().map(|(index, message)| adapt(index, message, self.accepts));
-        let tools = match input.tools {
-            [] => Value::Null,
-            tools => Value::Array(tools.to_vec()),
+        let messages = adapt_conversation(input.messages, self.accepts)?;
+        self.render_adapted(messages, input)
+    }
+
+    /// Renders `messages` as they are, in place of those of `input`.
+    fn render_adapted(&self, mut messages: Vec<Value>, input: &ChatInput<'_>) -> Result<String, RenderError> {
+        let continued = match input.continue_final_message {
+            true if input.add_generation_prompt => return Err(RenderError::GenerationPromptAndContinuation),
+            true => Some(ContinuedMessage::mark(&mut messages)?),
+            false => None,
         };
         let mut variables = Map::new();
-        variables.insert("messages".to_owned(), Value::Array(messages.collect::<Result<_, _>>()?));
-        variables.insert("tools".to_owned(), tools);
+        variables.insert("messages".to_owned(), Value::Array(messages));
+        variables.insert("tools".to_owned(), input.tools.map_or(Value::Null, |tools| tools.to_vec().into()));
         variables.insert("documents".to_owned(), Value::Null);
         variables.insert("add_generation_prompt".to_owned(), json!(input.add_generation_prompt));
         variables.insert("bos_token".to_owned(), json!(self.bos));
@@ -118,8 +130,13 @@ impl ChatTemplate {
             }
             variables.insert(name.clone(), value.clone());
         }
-        let name = if self.has_tool_use && !input.tools.is_empty() { TOOL_USE } else { DEFAULT };
-        self.run(name, variables, input.now_unix_seconds)
+        let has_tools = input.tools.is_some_and(|tools| !tools.is_empty());
+        let name = if self.has_tool_use && has_tools { TOOL_USE } else { DEFAULT };
+        let prompt = self.run(name, variables, input.now_unix_seconds)?;
+        match continued {
+            Some(continued) => continued.cut(prompt),
+            None => Ok(prompt),
+        }
     }
 
     fn run(&self, name: &str, variables: Map<String, Value>, now: i64) -> Result<String, RenderError> {
@@ -160,8 +177,9 @@ impl ChatTemplate {
     ) -> Result<Option<String>, RenderError> {
         let rendered = self.render(&ChatInput {
             messages,
-            tools,
+            tools: Some(tools).filter(|tools| !tools.is_empty()),
             add_generation_prompt,
+            continue_final_message: false,
             variables: &Map::new(),
             now_unix_seconds: 0,
         });
@@ -211,9 +229,13 @@ impl io::Write for BoundedOutput {
     }
 }
 
-/// Replaces `{% generation %}`, which marks the model's own words for training and prints nothing,
-/// by `{% if true %}`. The replacement keeps the trimming of blanks.
-fn without_generation_marks(source: &str) -> String {
+/// Changes the tags that minijinja does not treat as Jinja2 does.
+///
+/// 1. `{% generation %}`, which marks the model's own words for training and prints nothing,
+///    becomes `{% if true %}`. The replacement keeps the trimming of blanks.
+/// 2. `loop.last` is false for the last character of a string, since minijinja does not count them.
+///    `loop.nextitem` works with every iterator.
+fn prepare_source(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
@@ -225,13 +247,17 @@ fn without_generation_marks(source: &str) -> String {
         match word {
             "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
             "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
-            _ => out.push_str(tag),
+            _ => out.push_str(&tag.replace("loop.last", "(loop.nextitem is undefined)")),
         }
         rest = after;
     }
     out.push_str(rest);
     out
 }
+
+#[cfg(test)]
+#[path = "rendered.rs"]
+mod rendered;
 
 const _: fn() = || {
     fn shared_between_threads<T: Send + Sync>() {}

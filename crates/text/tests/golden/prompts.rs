@@ -25,8 +25,9 @@ fn render(template: &ChatTemplate, input: &Map<String, Value>) -> Result<String,
     variables.retain(|name, _| !["messages", "tools", "add_generation_prompt"].contains(&name.as_str()));
     template.render(&ChatInput {
         messages: &list("messages"),
-        tools: &list("tools"),
+        tools: Some(&list("tools")[..]).filter(|tools| !tools.is_empty()),
         add_generation_prompt: input["add_generation_prompt"] == true,
+        continue_final_message: false,
         variables: &variables,
         now_unix_seconds: NOW,
     })
