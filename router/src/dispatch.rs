@@ -282,3 +282,69 @@ pub(crate) fn classify_refusal(
         code => Err(RequestRefusal::WorkerError { detail: format!("{code:?}: {detail}") }),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proto::worker::v1::worker_client::WorkerClient;
+    use tonic::Status;
+    use tonic::transport::Endpoint;
+
+    use super::*;
+    use crate::routing::RoutingMode;
+
+    /// What a refusal of a worker with this status means.
+    fn classify(
+        status: &Status,
+        grammar: Option<&RequestGrammar>,
+    ) -> Result<Option<RequestRefusal>, RequestRefusal> {
+        let client = WorkerClient::new(Endpoint::from_static("http://localhost").connect_lazy());
+        let worker = WorkerHandle { id: WorkerId(1), name: "worker-0".to_owned(), client };
+        classify_refusal(&WorkerRegistry::new(RoutingMode::Packed), &worker, status, grammar)
+    }
+
+    fn status(code: Code, metadata: &[(&'static str, &'static str)]) -> Status {
+        let mut status = Status::new(code, "why");
+        for (key, value) in metadata {
+            status.metadata_mut().insert(*key, value.parse().unwrap());
+        }
+        status
+    }
+
+    #[tokio::test]
+    async fn a_full_worker_is_a_temporary_refusal_with_its_pause() {
+        let full = classify(&status(Code::ResourceExhausted, &[("retry-after", "7")]), None);
+        let retry_after = Duration::from_secs(7);
+        let detail = || "why".to_owned();
+        assert_eq!(full, Ok(Some(RequestRefusal::Overloaded { detail: detail(), retry_after })));
+        let tenant = status(Code::ResourceExhausted, &[(LIMIT_METADATA, "tenant")]);
+        let limit = RequestRefusal::TenantLimit { detail: detail(), retry_after: RETRY_AFTER };
+        assert_eq!(classify(&tenant, None), Ok(Some(limit)));
+    }
+
+    #[tokio::test]
+    async fn a_worker_that_drains_leaves_the_request_to_others() {
+        for code in [Code::Unavailable, Code::FailedPrecondition, Code::Cancelled] {
+            assert_eq!(classify(&status(code, &[]), None), Ok(None), "{code:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_refusal_that_every_worker_would_repeat_is_final() {
+        let grammar = RequestGrammar { param: "guided_regex", source: proto::v1::Grammar::default() };
+        let detail = || "why".to_owned();
+        let of_grammar = status(Code::InvalidArgument, &[(FIELD_METADATA, "grammar")]);
+        let of_other_field = status(Code::InvalidArgument, &[(FIELD_METADATA, "prompt")]);
+        let param = "guided_regex";
+        assert_eq!(
+            classify(&of_grammar, Some(&grammar)),
+            Err(RequestRefusal::Grammar { param, detail: detail() })
+        );
+        for (refused, grammar) in [(&of_other_field, Some(&grammar)), (&of_grammar, None)] {
+            assert_eq!(classify(refused, grammar), Err(RequestRefusal::Invalid { detail: detail() }));
+        }
+        let late = classify(&status(Code::DeadlineExceeded, &[]), None);
+        assert_eq!(late, Err(RequestRefusal::DeadlineExceeded));
+        let failed = classify(&status(Code::Internal, &[]), None);
+        assert_eq!(failed, Err(RequestRefusal::WorkerError { detail: "Internal: why".to_owned() }));
+    }
+}

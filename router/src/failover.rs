@@ -169,6 +169,7 @@ mod tests {
         assert!(matches!(progress.handle_loss(died(), RESUME), FailoverAction::Resume { .. }));
         assert_eq!(progress.output(), [5, 6, 7]);
         assert_eq!(progress.sampler_state(), "mu");
+        assert_eq!(progress.losses(), 1);
     }
 
     #[test]
@@ -219,7 +220,10 @@ mod tests {
 
     #[test]
     fn a_worker_that_sends_too_much_violates_the_protocol() {
+        assert!(progress_with(2, &[5]).append(&[6], Bytes::new()).is_ok());
         assert!(progress_with(2, &[5]).append(&[6, 7], Bytes::new()).is_err());
-        assert!(ChoiceProgress::new(2).append(&[6], Bytes::from(vec![0; 33])).is_err());
+        let state = |bytes| Bytes::from(vec![0; bytes]);
+        assert!(ChoiceProgress::new(2).append(&[6], state(SAMPLER_STATE_BYTES_MAX)).is_ok());
+        assert!(ChoiceProgress::new(2).append(&[6], state(SAMPLER_STATE_BYTES_MAX + 1)).is_err());
     }
 }

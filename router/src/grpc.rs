@@ -333,6 +333,18 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_earlier_of_two_deadlines_holds_and_zero_means_none() {
+        let milliseconds = |n| Some(Duration::from_millis(n));
+        assert_eq!(earlier_deadline_ms(None, 0), None);
+        assert_eq!(earlier_deadline_ms(None, 5), Some(5));
+        assert_eq!(earlier_deadline_ms(milliseconds(9), 0), Some(9));
+        assert_eq!(earlier_deadline_ms(milliseconds(9), 5), Some(5));
+        assert_eq!(earlier_deadline_ms(milliseconds(3), 5), Some(3));
+        assert_eq!(earlier_deadline_ms(Some(Duration::ZERO), 5), Some(1));
+        assert_eq!(earlier_deadline_ms(None, u64::MAX), Some(i64::MAX));
+    }
+
+    #[test]
     fn grpc_timeouts_are_parsed_in_every_unit() {
         let timeout = |text: &str| {
             let mut metadata = MetadataMap::new();

@@ -9,6 +9,9 @@
 //!    removed when its connection ends. Workers that the router cannot serve are listed apart.
 //! 3. The registry and its routing policy hold the same workers.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+
+use gguf::MetadataBuilder;
+use tonic::transport::Endpoint;
+
+use super::*;
+use crate::model::ServedModelInfo;
+use crate::routing::WorkerFingerprint;
+
+/// A model without tokenizer. Its key is `name` and `fingerprint`, its content is `digest`.
+fn model(name: &str, fingerprint: u8, digest: u8, generation: u64) -> Arc<ServedModel> {
+    let mut metadata = MetadataBuilder::default();
+    metadata.put("tokenizer.ggml.model", "none").unwrap();
+    let key = ModelKey { name: name.into(), fingerprint: WorkerFingerprint(vec![fingerprint]) };
+    let description = ServedModelInfo {
+        key,
+        digest: vec![digest],
+        generation,
+        context_tokens: 64,
+        vocabulary: 16,
+        weight_bytes: 1,
+    };
+    Arc::new(ServedModel::load(description, metadata.bytes().to_vec()).unwrap())
+}
+
+fn register(registry: &WorkerRegistry, model: &Arc<ServedModel>) -> WorkerId {
+    let client = WorkerClient::new(Endpoint::from_static("http://localhost").connect_lazy());
+    let capacity = WorkerCapacity { running_max: 4, ..WorkerCapacity::default() };
+    registry.register(format!("worker of {}", model.name()), model.clone(), client, "host".into(), capacity)
+}
+
+fn registry() -> Arc<WorkerRegistry> {
+    WorkerRegistry::new(RoutingMode::LeastLoaded)
+}
+
+fn generation(registry: &WorkerRegistry, name: Option<&str>) -> u64 {
+    registry.resolve(name).unwrap().description.generation
+}
+
+#[tokio::test]
+async fn a_name_means_the_newest_model_that_has_workers() {
+    let registry = registry();
+    let (old, new) = (model("m", 1, 1, 7), model("m", 2, 2, 8));
+    let new_worker = register(&registry, &new);
+    register(&registry, &old);
+    assert_eq!(generation(&registry, Some("m")), 8);
+    registry.remove(new_worker);
+    assert_eq!(generation(&registry, Some("m")), 7, "the newer model has no worker any more");
+    register(&registry, &new);
+    assert_eq!(generation(&registry, None), 8);
+}
+
+#[tokio::test]
+async fn a_missing_name_is_resolved_only_if_all_models_have_one_name() {
+    let registry = registry();
+    assert_eq!(registry.resolve(None).unwrap_err(), ResolveError::NoModel);
+    register(&registry, &model("a", 1, 1, 1));
+    register(&registry, &model("a", 2, 2, 2));
+    assert_eq!(generation(&registry, None), 2);
+    register(&registry, &model("b", 3, 3, 3));
+    let known = vec!["a".to_owned(), "b".to_owned()];
+    assert_eq!(registry.resolve(None).unwrap_err(), ResolveError::Ambiguous { known: known.clone() });
+    assert_eq!(
+        registry.resolve(Some("c")).unwrap_err(),
+        ResolveError::Unknown { name: "c".to_owned(), known }
+    );
+}
+
+#[tokio::test]
+async fn equal_content_is_shared_and_the_same_key_is_preferred() {
+    let registry = registry();
+    let (first, renamed) = (model("first", 1, 9, 1), model("renamed", 2, 9, 1));
+    register(&registry, &renamed);
+    register(&registry, &first);
+    register(&registry, &model("other", 3, 8, 2));
+    for wanted in [&first, &renamed] {
+        assert_eq!(registry.model_with_content(wanted.key(), &[9]).unwrap().key(), wanted.key());
+    }
+    assert!(registry.model_with_content(first.key(), &[7]).is_none());
+}
+
+#[tokio::test]
+async fn the_eight_newest_models_without_workers_stay_known() {
+    let registry = registry();
+    let keys = |registry: &WorkerRegistry| -> Vec<String> {
+        registry.model_keys().iter().map(|key| key.name.to_string()).collect()
+    };
+    register(&registry, &model("served", 0, 0, 0));
+    for n in 1..=10 {
+        let worker = register(&registry, &model(&format!("m{n}"), n, n, n.into()));
+        registry.remove(worker);
+    }
+    // Idle models are removed when the next worker registers.
+    register(&registry, &model("last", 11, 11, 11));
+    let kept = ["served", "m3", "m4", "m5", "m6", "m7", "m8", "m9", "m10", "last"];
+    assert_eq!(keys(&registry), kept);
+    assert!(registry.resolve(Some("m2")).is_err() && registry.resolve(Some("m3")).is_ok());
+}
+
+#[tokio::test]
+async fn a_model_that_registers_again_is_known_once() {
+    let registry = registry();
+    let served = model("m", 1, 1, 1);
+    let workers = [register(&registry, &served), register(&registry, &served)];
+    assert_ne!(workers[0], workers[1]);
+    assert_eq!(registry.model_keys().len(), 1);
+    let snapshot = registry.snapshot();
+    assert_eq!((snapshot.len(), snapshot[0].workers.len()), (1, 2));
+}
+
+#[tokio::test]
+async fn reports_are_in_the_snapshot_and_steer_streams() {
+    let registry = registry();
+    let served = model("m", 1, 1, 1);
+    let (first, second) = (register(&registry, &served), register(&registry, &served));
+    let busy = WorkerReport { running: 4, steps: 9, ..WorkerReport::default() };
+    registry.update_report(first, busy);
+    let reports: Vec<u32> =
+        registry.snapshot()[0].workers.iter().map(|worker| worker.report.running).collect();
+    assert_eq!(reports, [4, 0]);
+    for _ in 0..3 {
+        assert_eq!(registry.choose_worker(served.key(), &[]).unwrap().id, second);
+    }
+}
+
+#[tokio::test]
+async fn subscribers_see_each_change_of_the_workers() {
+    let registry = registry();
+    let mut changes = registry.subscribe();
+    let worker = register(&registry, &model("m", 1, 1, 1));
+    assert!(changes.has_changed().unwrap());
+    changes.mark_unchanged();
+    registry.remove(worker);
+    assert!(changes.has_changed().unwrap() && !registry.has_workers());
+}
