@@ -40,6 +40,7 @@ use crate::fleet::{CommandSender, EVENT_BROADCAST_CAPACITY, FleetHandle, FleetLo
 use crate::grpc;
 use crate::model_record::recorded_models;
 use crate::notify_server::Checkpoint;
+use crate::parent_fd_store::ParentFdStore;
 use crate::process::ChildProcess;
 use crate::spec::{ChildSpec, FleetSpec, ModelSpec, WorkerSlot};
 use crate::state::{ChildEvent, ChildState, ChildStateMachine};
@@ -74,6 +75,8 @@ pub enum FleetStartError {
         "at most {limit} descriptors may be open (RLIMIT_NOFILE), this fleet needs {needed}: raise the limit with `ulimit -n`"
     )]
     FewDescriptors { limit: u64, needed: u64 },
+    #[error("cannot start a thread")]
+    Thread(#[source] io::Error),
     #[error("cannot raise the limit of open descriptors (RLIMIT_NOFILE)")]
     DescriptorLimit(#[source] io::Error),
     #[error("cannot offer gRPC reflection")]
@@ -90,6 +93,7 @@ impl HasExit for FleetStartError {
             FleetStartError::Notify(error) => error.exit(),
             FleetStartError::FewDescriptors { .. } => Exit::OutOfResources,
             FleetStartError::DescriptorLimit(source)
+            | FleetStartError::Thread(source)
             | FleetStartError::NotifySocket { source, .. }
             | FleetStartError::RuntimeDir(source) => exit_for_io_error(source),
             FleetStartError::Reflection(_) => Exit::Internal,
@@ -149,8 +153,10 @@ struct SupervisorLoop {
     children: BTreeMap<Arc<str>, SupervisedChild>,
     models: BTreeMap<String, ManagedModel>,
     fd_store: FdStore,
+    /// The second copy of the FD store, if the parent is systemd.
+    parent_fds: ParentFdStore,
     admin: WeightServerAdmin,
-    /// The supervisor's own parent. If it is systemd, it keeps a second copy of the FD store.
+    /// The supervisor's own parent.
     parent: Notify,
     reported_summary: String,
     commands: CommandSender,
@@ -185,6 +191,7 @@ impl FleetHandle {
             children: BTreeMap::new(),
             models: BTreeMap::new(),
             fd_store: FdStore::default(),
+            parent_fds: ParentFdStore::start(parent.clone()).map_err(FleetStartError::Thread)?,
             admin: WeightServerAdmin::new(channel),
             parent,
             reported_summary: String::new(),
@@ -194,7 +201,7 @@ impl FleetHandle {
             clock: RunningClock::new(Instant::now(), PAUSE),
         };
         for InheritedFd { name, fd } in stored {
-            if let Err(error) = event_loop.fd_store.store(&name, fd) {
+            if let Err(error) = event_loop.fd_store.store(&name, Arc::new(fd)) {
                 tracing::warn!(name, %error, "lost a descriptor from systemd's FD store");
             }
         }
@@ -244,6 +251,8 @@ impl SupervisorLoop {
         for model in self.models.values() {
             model.abort();
         }
+        // The last removals are sent before this process ends.
+        self.parent_fds.flush().await;
     }
 
     /// Creates the runtime directory again if it was deleted. Stops the fleet if another supervisor

@@ -10,6 +10,7 @@
 //! 3. Descriptors are removed by name.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 /// Twice the descriptors of the largest models with one allocation per tensor.
 pub(crate) const MAX_STORED_FDS: usize = 8192;
@@ -19,7 +20,7 @@ pub(crate) const MAX_NAME_BYTES: usize = 120 << 10;
 #[derive(Debug)]
 struct StoredFd {
     name: String,
-    fd: OwnedFd,
+    fd: Arc<OwnedFd>,
     device: u64,
     inode: u64,
 }
@@ -45,7 +46,7 @@ impl FdStore {
         self.entries.len()
     }
 
-    pub(crate) fn store(&mut self, name: &str, fd: OwnedFd) -> Result<(), StoreFdError> {
+    pub(crate) fn store(&mut self, name: &str, fd: Arc<OwnedFd>) -> Result<(), StoreFdError> {
         let stat = rustix::fs::fstat(&fd).map_err(StoreFdError::Stat)?;
         let (device, inode) = (stat.st_dev, stat.st_ino);
         if self.entries.iter().any(|e| e.name == name && e.device == device && e.inode == inode) {
@@ -82,8 +83,8 @@ impl FdStore {
 mod tests {
     use super::*;
 
-    fn file() -> OwnedFd {
-        tempfile::tempfile().unwrap().into()
+    fn file() -> Arc<OwnedFd> {
+        Arc::new(tempfile::tempfile().unwrap().into())
     }
 
     #[test]
@@ -102,8 +103,8 @@ mod tests {
     fn the_same_file_under_the_same_name_is_kept_once() {
         let mut store = FdStore::default();
         let fd = file();
-        store.store("a", fd.try_clone().unwrap()).unwrap();
-        store.store("a", fd.try_clone().unwrap()).unwrap();
+        store.store("a", fd.clone()).unwrap();
+        store.store("a", Arc::new(fd.try_clone().unwrap())).unwrap();
         store.store("b", fd).unwrap();
         assert_eq!(store.len(), 2);
     }

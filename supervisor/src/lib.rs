@@ -36,6 +36,7 @@ mod model_record;
 pub mod mps;
 mod notification;
 mod notify_server;
+mod parent_fd_store;
 mod process;
 pub mod shim;
 mod spec;

@@ -2,20 +2,13 @@
 
 //! Handles notifications of children, and the FD store.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
-
-use service::Notify;
-use service::notify::NotifyError;
 
 use super::SupervisorLoop;
 use crate::notification::Notification;
 use crate::spec::ChildRole;
 use crate::state::ChildEvent;
-
-/// How long systemd may take to process the messages that were forwarded to it.
-const PARENT_BARRIER: Duration = Duration::from_secs(5);
 
 impl SupervisorLoop {
     pub(super) fn handle_notification(&mut self, name: &Arc<str>, notification: Notification) {
@@ -60,34 +53,22 @@ impl SupervisorLoop {
         };
         if !store {
             self.fd_store.remove(fd_name);
-            self.forward_to_parent(|parent| parent.fdstore_remove(fd_name));
-            return;
+            return self.parent_fds.remove(fd_name);
         }
-        for fd in fds {
-            self.forward_to_parent(|parent| parent.fdstore(fd_name, &[fd.as_fd()]));
+        for fd in fds.into_iter().map(Arc::new) {
+            self.parent_fds.store(fd_name, fd.clone());
             if let Err(error) = self.fd_store.store(fd_name, fd) {
                 tracing::error!(fd_name, %error, "cannot store a descriptor");
             }
         }
     }
 
-    fn forward_to_parent(&self, send: impl FnOnce(&Notify) -> Result<(), NotifyError>) {
-        if let Err(error) = send(&self.parent) {
-            tracing::error!(%error, "cannot forward to systemd's FD store");
-        }
-    }
-
     /// Closing the descriptor answers the barrier. All earlier messages are processed by then. If
     /// systemd keeps copies of the FD store, the answer waits for systemd too.
     fn answer_barrier(&self, fds: Vec<OwnedFd>) {
-        if !self.parent.has_parent() {
-            return;
-        }
-        let parent = self.parent.clone();
-        tokio::task::spawn_blocking(move || {
-            if let Err(error) = parent.barrier(PARENT_BARRIER) {
-                tracing::error!(%error, "systemd does not answer the barrier");
-            }
+        let Some(handled) = self.parent_fds.barrier() else { return };
+        tokio::spawn(async move {
+            handled.await;
             drop(fds);
         });
     }
