@@ -8,12 +8,14 @@
 
 mod admission;
 mod bad_input;
+mod clock_jumps;
 mod devices;
 mod documents;
 mod double_death;
 mod exact;
 mod faults;
 mod fleet_commands;
+mod fuzzed_frames;
 mod golden;
 mod gpu;
 mod harness;
@@ -27,6 +29,8 @@ mod mps;
 mod one_copy;
 mod quarantine;
 mod routing;
+mod soak;
+mod storms;
 mod structured;
 mod supervision;
 mod systemd;

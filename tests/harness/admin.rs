@@ -5,7 +5,7 @@
 use proto::weights::v1::weight_server_client::WeightServerClient;
 use proto::weights::v1::{GetStatusRequest, Status};
 use proto::worker::v1::worker_client::WorkerClient;
-use proto::worker::v1::{StatsReply, StatsRequest};
+use proto::worker::v1::{GetMetadataRequest, StatsReply, StatsRequest, metadata_frame::Frame};
 
 use super::ServedFleet;
 
@@ -24,4 +24,15 @@ pub(crate) async fn worker_stats(fleet: &ServedFleet) -> StatsReply {
     let socket = service::RuntimeDir::at(fleet.runtime_dir()).worker_socket(0);
     let channel = service::grpc::connect(&socket).await.unwrap();
     WorkerClient::new(channel).stats(StatsRequest {}).await.unwrap().into_inner()
+}
+
+/// What requests to the fleet's first worker must name.
+pub(crate) async fn worker_fingerprint(fleet: &ServedFleet) -> bytes::Bytes {
+    let socket = service::RuntimeDir::at(fleet.runtime_dir()).worker_socket(0);
+    let mut client = WorkerClient::new(service::grpc::connect(&socket).await.unwrap());
+    let mut frames = client.get_metadata(GetMetadataRequest {}).await.unwrap().into_inner();
+    match frames.message().await.unwrap().unwrap().frame.unwrap() {
+        Frame::Description(description) => description.fingerprint,
+        Frame::Gguf(_) => panic!("the first frame is the description"),
+    }
 }

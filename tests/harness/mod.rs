@@ -7,6 +7,7 @@ pub(crate) mod admin;
 pub(crate) mod api;
 pub(crate) mod http;
 pub(crate) mod proc;
+pub(crate) mod random;
 pub(crate) mod unusable_worker;
 
 use serde_json::Value;
@@ -144,7 +145,12 @@ impl ServedFleet {
 
     /// The same for a complete `serve` command.
     pub(crate) fn start_command(directory: tempfile::TempDir, mut command: Command) -> ServedFleet {
-        let mut supervisor = command.spawn().unwrap();
+        let supervisor = command.spawn().unwrap();
+        Self::announced(directory, supervisor)
+    }
+
+    /// The same for a running `serve`, whose standard output is a pipe.
+    pub(crate) fn announced(directory: tempfile::TempDir, mut supervisor: Child) -> ServedFleet {
         let ready = first_json_line(&mut supervisor);
         let url =
             |name: &str| ready[name].as_str().unwrap_or_else(|| panic!("no {name} in {ready}")).to_owned();

@@ -20,6 +20,19 @@ pub(crate) fn send_signal(pid: u32, name: &str) {
         .status();
 }
 
+/// Ends the process by the signal. Rust's handler takes a first SIGSEGV for a stack overflow that
+/// did not happen, and restores the default action for the second.
+pub(crate) fn end_by_signal(pid: u32, name: &str) {
+    send_signal(pid, name);
+    for _ in 0..100 {
+        std::thread::sleep(Duration::from_millis(10));
+        if !is_alive(pid) {
+            return;
+        }
+        send_signal(pid, name);
+    }
+}
+
 /// Whether the process exists and is not a zombie.
 pub(crate) fn is_alive(pid: u32) -> bool {
     match std::fs::read_to_string(format!("/proc/{pid}/stat")) {

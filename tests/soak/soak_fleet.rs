@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The fleet of the soak: `ballast serve` with several models, restarted like a service manager
+//! does it whenever the supervisor ends.
+
+use std::collections::VecDeque;
+use std::fmt::Write;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use crate::harness::http::HttpClient;
+use crate::harness::{ServedFleet, TIMEOUT, ballast, demo_22m, device, proc};
+
+/// A silent process is replaced after this time. Pauses of the soak are shorter and longer.
+pub(super) const WATCHDOG: Duration = Duration::from_secs(5);
+
+/// Name of the model that is loaded and unloaded while the fleet serves others.
+pub(super) const THIRD: &str = "third";
+
+/// Last lines of the log, printed if the soak fails.
+const LOG_LINES_MAX: usize = 400;
+
+pub(super) struct SoakFleet {
+    pub(super) fleet: ServedFleet,
+    pub(super) models: Vec<(String, PathBuf)>,
+    folder: tempfile::TempDir,
+    listen: String,
+    pub(super) log: Log,
+    /// Supervisors that followed others.
+    pub(super) successors: u32,
+}
+
+/// What the processes write to standard error, which is a pipe.
+#[derive(Clone, Default)]
+pub(super) struct Log {
+    lines: Arc<Mutex<VecDeque<String>>>,
+    /// Nothing is read, so that the pipe becomes full.
+    pub(super) stalls: Arc<AtomicBool>,
+}
+
+impl Log {
+    fn read(&self, child: &mut Child) {
+        let (log, stderr) = (self.clone(), child.stderr.take().unwrap());
+        std::thread::spawn(move || {
+            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+                while log.stalls.load(Ordering::Relaxed) {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                let mut lines = log.lines.lock().unwrap();
+                if lines.len() == LOG_LINES_MAX {
+                    lines.pop_front();
+                }
+                lines.push_back(line);
+            }
+        });
+    }
+
+    pub(super) fn last_lines(&self) -> String {
+        self.lines.lock().unwrap().iter().fold(String::new(), |all, line| all + line + "\n")
+    }
+}
+
+impl SoakFleet {
+    pub(super) fn start(models: &[PathBuf], workers: u32) -> Self {
+        let folder = tempfile::Builder::new().prefix("ballast-soak-").tempdir().unwrap();
+        let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+        let named = |(index, path): (usize, &PathBuf)| (format!("m{index}"), path.clone());
+        let models: Vec<(String, PathBuf)> = models.iter().enumerate().map(named).collect();
+        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let config = folder.path().join("ballast.toml");
+        std::fs::write(&config, configuration(&models, workers)).unwrap();
+        let log = Log::default();
+        let mut command = serve(&config, &directory.path().join("run"), &free.to_string());
+        let mut supervisor = command.spawn().unwrap();
+        log.read(&mut supervisor);
+        let fleet = ServedFleet::announced(directory, supervisor);
+        Self { fleet, models, folder, listen: free.to_string(), log, successors: 0 }
+    }
+
+    pub(super) fn runtime_dir(&self) -> &Path {
+        self.fleet.runtime_dir()
+    }
+
+    /// Starts a successor if the supervisor has ended.
+    pub(super) fn keep_supervised(&mut self) {
+        if self.fleet.supervisor.try_wait().unwrap().is_none() {
+            return;
+        }
+        let config = self.folder.path().join("ballast.toml");
+        let mut successor = serve(&config, self.runtime_dir(), &self.listen).spawn().unwrap();
+        self.log.read(&mut successor);
+        let mut stdout = successor.stdout.take().unwrap();
+        std::thread::spawn(move || std::io::copy(&mut stdout, &mut std::io::sink()));
+        self.fleet.supervisor = successor;
+        self.successors += 1;
+    }
+
+    /// Waits, and replaces the supervisor if it ends meanwhile.
+    pub(super) fn sleep_until(&mut self, end: Instant) {
+        while Instant::now() < end {
+            self.keep_supervised();
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Living processes of a role, from /proc: `ballast ps` does not answer while the supervisor is
+    /// away.
+    pub(super) fn pids(&self, role: &str) -> Vec<u32> {
+        if role == "supervisor" {
+            return vec![self.fleet.supervisor.id()];
+        }
+        let mark = format!("{}/", self.runtime_dir().display());
+        let has_role = |pid: &u32| proc::arguments(*pid).get(1).is_some_and(|first| first == role);
+        proc::processes_with_argument(&mark).into_iter().filter(has_role).collect()
+    }
+
+    /// Waits until all processes are ready, and the router says so too.
+    pub(super) fn wait_until_ready(&mut self) {
+        let end = Instant::now() + TIMEOUT;
+        loop {
+            self.keep_supervised();
+            let processes = self.fleet.try_processes().unwrap_or_default();
+            let is_ready = !processes.is_empty() && processes.iter().all(|process| process.state == "ready");
+            if is_ready && HttpClient::connect(&self.fleet).try_get("/ready") == Some(200) {
+                return;
+            }
+            let log = self.log.last_lines();
+            assert!(Instant::now() < end, "not ready after {TIMEOUT:?}: {processes:?}\n{log}");
+            std::thread::sleep(Duration::from_millis(200));
+        }
+    }
+
+    /// Stops the fleet as Ctrl-C does, and checks that nothing is left.
+    pub(super) fn stop(self) {
+        let directory = self.runtime_dir().to_owned();
+        self.fleet.stop();
+        let left = proc::processes_with_argument(&directory.display().to_string());
+        assert!(left.is_empty(), "processes are left: {left:?}");
+        assert!(!directory.exists(), "{} is left", directory.display());
+    }
+
+    /// Arguments of `ballast` that load the third model: a copy of a small one.
+    pub(super) fn load_arguments(&self) -> Vec<String> {
+        let model = self.folder.path().join("third.gguf");
+        if !model.exists() {
+            std::fs::copy(demo_22m(), &model).unwrap();
+        }
+        let options = ["--threads", "1", "--kv-tokens", "512", "--device", &device(), "--name", THIRD];
+        let mut arguments = vec!["load".to_owned(), model.display().to_string()];
+        arguments.extend(options.map(str::to_owned));
+        arguments
+    }
+
+    /// Runs a command of at most a minute, and returns what it says if it fails.
+    pub(super) fn command(&mut self, arguments: &[&str]) -> Result<(), String> {
+        let mut command = ballast();
+        command.args(arguments).arg("--runtime-dir").arg(self.runtime_dir());
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let began = Instant::now();
+        while child.try_wait().unwrap().is_none() {
+            self.keep_supervised();
+            if began.elapsed() > Duration::from_secs(60) {
+                child.kill().unwrap();
+                let _ = child.wait();
+                return Err(format!("{arguments:?} did not end within a minute"));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let output = child.wait_with_output().unwrap();
+        match output.status.success() {
+            true => Ok(()),
+            false => Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+        }
+    }
+}
+
+fn configuration(models: &[(String, PathBuf)], workers: u32) -> String {
+    let each = (workers / models.len() as u32).max(1);
+    let mut config = format!(
+        "[supervision]\nwatchdog = \"{}s\"\n[router]\nquarantine = \"5s\"\n[routing]\nmode = \"least-loaded\"\n",
+        WATCHDOG.as_secs()
+    );
+    for (index, (name, path)) in models.iter().enumerate() {
+        let draft = if index == 1 { "draft = \"lookup\"\n" } else { "" };
+        writeln!(
+            config,
+            "[[models]]\nname = {name:?}\npath = {path:?}\ndevice = {:?}\nworkers = {each}\nthreads = 1\n\
+             kv-tokens = 8192\n{draft}",
+            device()
+        )
+        .unwrap();
+    }
+    config
+}
+
+fn serve(config: &Path, runtime_dir: &Path, listen: &str) -> Command {
+    let mut command = ballast();
+    command.args(["serve", "--json", "--listen", listen, "--config"]).arg(config);
+    command.arg("--runtime-dir").arg(runtime_dir);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
