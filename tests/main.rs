@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do: at once, saying where")]
 
+mod access;
 mod admission;
 mod bad_input;
 mod clock_jumps;

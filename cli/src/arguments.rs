@@ -5,8 +5,8 @@
 use clap::{Parser, Subcommand};
 
 use crate::{
-    bench, chat, devices, doctor, eval, file_tools, fleet_commands, generate, inspect, plan, process, ps,
-    serve, tokenize, worker_lifecycle,
+    bench, chat, devices, doctor, eval, file_tools, fleet_commands, generate, inspect, key, plan, process,
+    ps, serve, tokenize, worker_lifecycle,
 };
 
 /// Serve GGUF models: one copy of the weights in shared memory, many worker processes
@@ -59,6 +59,8 @@ pub(crate) enum CliCommand {
     Drain(worker_lifecycle::DrainArguments),
     /// Restart a process of a running fleet, or all workers one after the other
     Restart(worker_lifecycle::RestartArguments),
+    /// Make an API key: print it, and add its hash to a key file
+    Key(key::KeyArguments),
     /// Empty the prefix caches of all workers of a running fleet
     ResetPrefixCache(fleet_commands::FleetSelector),
     /// Run the process that holds the weights (started by the supervisor)

@@ -116,6 +116,7 @@ impl FleetArguments {
             routing: RoutingConfig { mode: self.routing },
             gpu: GpuSharingConfig::default(),
             router: router::RouterLimits::default(),
+            access: router::AccessConfig::default(),
             supervision: supervisor::SupervisionConfig::default(),
             models: std::iter::once(self.worker.model(model, self.workers))
                 .chain(self.worker.draft_model())

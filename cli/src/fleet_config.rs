@@ -52,6 +52,9 @@ pub(crate) struct FleetConfig {
     /// Limits of the router on requests, connections and memory.
     #[serde(default)]
     pub(crate) router: router::RouterLimits,
+    /// Who may call the API over TCP.
+    #[serde(default)]
+    pub(crate) access: router::AccessConfig,
     /// When the supervisor replaces a process.
     #[serde(default)]
     pub(crate) supervision: SupervisionConfig,
@@ -85,11 +88,13 @@ impl FleetConfig {
         for model in &mut config.models {
             model.path = base.join(&model.path);
         }
+        config.access.keys = config.access.keys.take().map(|keys| base.join(keys));
         let invalid = |error: &dyn std::fmt::Display| {
             CliError::new(Exit::Usage, format!("configuration {}: {error}", path.display()))
         };
         config.admission.check().map_err(|error| invalid(&error))?;
         config.router.check().map_err(|error| invalid(&error))?;
+        config.access.check()?;
         config.supervision.check().map_err(|error| invalid(&error))?;
         if let Some(short) = config.models.iter().find(|model| model.step_timeout < STEP_TIMEOUT_MIN) {
             let (name, timeout) = (&short.name, short.step_timeout);
@@ -167,6 +172,7 @@ impl FleetConfig {
         router.admission = self.admission;
         router.routing = self.routing;
         router.limits = self.router.clone();
+        router.access = self.access.absolute();
         let gpus = sized.iter().filter_map(|model| model.choice.gpu.as_ref());
         let mut weight_server = self.weight_server(directory, gpus);
         resident.add_devices(&mut weight_server);
@@ -372,6 +378,7 @@ mod tests {
             routing: router::RoutingConfig::default(),
             gpu: GpuSharingConfig::default(),
             router: router::RouterLimits::default(),
+            access: router::AccessConfig::default(),
             supervision: SupervisionConfig::default(),
             models: Vec::new(),
         };

@@ -25,6 +25,7 @@ mod generate;
 mod gguf_file;
 mod gpu_support;
 mod inspect;
+mod key;
 mod model_config;
 mod plan;
 mod process;
@@ -84,6 +85,7 @@ fn run(command: CliCommand) -> CliResult {
         CliCommand::RemoveWorker(arguments) => fleet_commands::remove_worker(arguments),
         CliCommand::Drain(arguments) => worker_lifecycle::drain(arguments),
         CliCommand::Restart(arguments) => worker_lifecycle::restart(arguments),
+        CliCommand::Key(arguments) => key::run(arguments),
         CliCommand::ResetPrefixCache(place) => fleet_commands::reset_prefix_cache(place),
         CliCommand::WeightServer(arguments) => process::weight_server(arguments),
         CliCommand::Loader => process::loader(),

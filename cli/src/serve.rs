@@ -27,12 +27,18 @@ pub(crate) struct ServeArguments {
     /// Model file
     #[arg(value_name = "MODEL.gguf", required_unless_present = "config", conflicts_with = "config")]
     model: Option<PathBuf>,
+    /// Name of the model in requests [default: the name of the file without extension]
+    #[arg(long, conflicts_with = "config")]
+    name: Option<String>,
     /// Fleet of several models, configured in TOML
     #[arg(long, value_name = "FILE.toml")]
     config: Option<PathBuf>,
     /// Address and port of HTTP and gRPC; port 0 selects a free port [default: 127.0.0.1:8080]
     #[arg(long, value_name = "ADDRESS:PORT")]
     listen: Option<SocketAddr>,
+    /// File of API keys, which `ballast key` makes; clients without one of them are refused
+    #[arg(long, value_name = "FILE.toml")]
+    keys: Option<PathBuf>,
     /// Print one line of JSON when the fleet is ready
     #[arg(long)]
     json: bool,
@@ -50,11 +56,21 @@ pub(crate) struct SupervisorArguments {
 pub(crate) fn run(arguments: ServeArguments) -> CliResult {
     let mut config = match (&arguments.config, &arguments.model) {
         (Some(path), _) => FleetConfig::load(path, arguments.fleet.runtime_dir())?,
-        (None, Some(model)) => arguments.fleet.config(model, None),
+        (None, Some(model)) => {
+            let mut config = arguments.fleet.config(model, None);
+            if let (Some(served), Some(name)) = (config.models.first_mut(), arguments.name) {
+                served.name = name;
+            }
+            config
+        }
         (None, None) => return Err(CliError::new(Exit::Usage, "name a model file or --config FILE.toml")),
     };
     let default = || DEFAULT_LISTEN.parse().ok();
     config.listen = arguments.listen.or(config.listen).or_else(default);
+    if arguments.keys.is_some() {
+        config.access.keys = arguments.keys;
+        config.access.check()?;
+    }
     // `report` prints the errors of children as text.
     service::logging::init("supervisor", Level::ERROR);
     let json = arguments.json;

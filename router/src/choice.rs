@@ -13,6 +13,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
+use crate::access_control::KeyedRequest;
 use crate::admission_control::StreamPermits;
 use crate::dispatch::{Dispatcher, OpenStream};
 use crate::failover::{ChoiceError, ChoiceProgress, FailoverAction, StreamLoss};
@@ -74,6 +75,8 @@ pub(crate) struct ChoiceTask {
     pub(crate) arrived: Instant,
     pub(crate) deadline: Option<Instant>,
     pub(crate) events: mpsc::Sender<ChoiceEvent>,
+    /// Counts the output for the API key, however the choice ends.
+    pub(crate) active: Option<KeyedRequest>,
     /// The choice holds its permit until it ends, whichever worker serves it.
     pub(crate) _permit: StreamPermits,
 }
@@ -101,9 +104,13 @@ impl ChoiceTask {
         };
         // Notices a client that disconnects, also while the worker computes a long prefill.
         let outcome = tokio::select! {
-            outcome = running.run(stream) => outcome,
-            () = events.closed() => return metrics::record_cancelled_choice(model.name()),
+            outcome = running.run(stream) => Some(outcome),
+            () = events.closed() => None,
         };
+        if let Some(active) = &running.task.active {
+            active.record_output(running.progress.output().len());
+        }
+        let Some(outcome) = outcome else { return metrics::record_cancelled_choice(model.name()) };
         match &outcome {
             Ok(ChoiceOutcome { finish, total_time, .. }) => {
                 metrics::record_finished_choice(model.name(), finish.reason(), *total_time);

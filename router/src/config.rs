@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::access::{KeyFileError, read_keys};
 use crate::admission::AdmissionLimits;
 use crate::limits::RouterLimits;
 pub use crate::routing::RoutingMode;
@@ -29,13 +30,17 @@ pub struct RouterConfig {
     /// Limits of requests, connections and memory.
     #[serde(default)]
     pub limits: RouterLimits,
+    /// Who may call the API over TCP.
+    #[serde(default)]
+    pub access: AccessConfig,
 }
 
 impl RouterConfig {
     /// Defaults for everything except the address and the directory.
     pub fn new(listen: Option<SocketAddr>, runtime_dir: PathBuf) -> Self {
         let (admission, limits) = (AdmissionConfig::default(), RouterLimits::default());
-        Self { listen, runtime_dir, admission, routing: RoutingConfig::default(), limits }
+        let (routing, access) = (RoutingConfig::default(), AccessConfig::default());
+        Self { listen, runtime_dir, admission, routing, limits, access }
     }
 }
 
@@ -55,6 +60,29 @@ pub struct AdmissionConfig {
 impl Default for AdmissionConfig {
     fn default() -> Self {
         Self { queue_max: 256, tenant_queue_max: 128, interactive_floor: 10, batch_floor: 5 }
+    }
+}
+
+/// Access to the API over TCP.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
+pub struct AccessConfig {
+    /// The file of API keys. If absent, everybody who can connect may call.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keys: Option<PathBuf>,
+}
+
+impl AccessConfig {
+    /// The same with an absolute path, for a process with another directory. A path that cannot be
+    /// made absolute stays as it is.
+    pub fn absolute(&self) -> Self {
+        let keys = self.keys.as_ref().map(|keys| std::path::absolute(keys).unwrap_or_else(|_| keys.clone()));
+        Self { keys }
+    }
+
+    /// Reads the key file, as the router does.
+    pub fn check(&self) -> Result<(), KeyFileError> {
+        self.keys.as_deref().map_or(Ok(()), |keys| read_keys(keys).map(drop))
     }
 }
 

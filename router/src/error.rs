@@ -9,6 +9,7 @@ use service::Exit;
 use service::exit::{HasExit, exit_for_io_error};
 use service::metrics::MetricsError;
 
+use crate::access::KeyFileError;
 use crate::config::AdmissionConfigError;
 use crate::limits::RouterLimitsError;
 
@@ -36,6 +37,8 @@ pub enum RouterError {
     Admission(#[from] AdmissionConfigError),
     #[error("the router's configuration is invalid")]
     Limits(#[from] RouterLimitsError),
+    #[error(transparent)]
+    Keys(#[from] KeyFileError),
     #[error("the gRPC server on router.sock failed")]
     Serve(#[source] tonic::transport::Error),
 }
@@ -55,7 +58,7 @@ impl HasExit for RouterError {
             RouterError::Listen { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
                 Exit::Usage
             }
-            RouterError::Admission(_) | RouterError::Limits(_) => Exit::Usage,
+            RouterError::Admission(_) | RouterError::Limits(_) | RouterError::Keys(_) => Exit::Usage,
             RouterError::Listen { source, .. }
             | RouterError::Runtime(source)
             | RouterError::Signals(source)

@@ -13,6 +13,7 @@ use prost::Message;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
+use crate::access_control::KeyedRequest;
 use crate::admission::{AdmissionRequest, CapacityExceeded, ModelCapacity, PriorityClass, Tenant};
 use crate::admission_control::{AdmissionController, StreamPermits};
 use crate::choice::{ChoiceEvent, ChoiceTask};
@@ -53,6 +54,8 @@ pub(crate) struct RequestOrigin {
     pub(crate) tenant: Tenant,
     /// The bytes that the request holds, until its last choice ends.
     pub(crate) bytes: Option<RequestBytes>,
+    /// The request under its API key, which counts it until its last choice ends.
+    pub(crate) active: Option<KeyedRequest>,
 }
 
 impl RequestOrigin {
@@ -216,6 +219,9 @@ impl Generator {
         let events = self.spawn_choices(request, choices, permits, deadline)?;
         for prompt in request.prompts() {
             metrics::record_prompt_tokens(request.model.name(), prompt.len());
+            if let Some(active) = &request.origin.active {
+                active.record_prompt(prompt.len());
+            }
         }
         Ok(events)
     }
@@ -257,6 +263,7 @@ impl Generator {
                 arrived: request.origin.arrived,
                 deadline: Some(deadline),
                 events: events.clone(),
+                active: request.origin.active.clone(),
                 _permit: permits.split_one(),
             };
             tasks.push(task.run(stream, progress, text, ended_permit));

@@ -13,6 +13,8 @@ use tokio::time::Instant;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status};
 
+use crate::access::{ApiKey, ModelAccess};
+use crate::access_control::KeyedRequest;
 use crate::admission::Tenant;
 use crate::choice::{ChoiceEvent, ChoiceOutcome, FinishCause};
 use crate::dispatch::{RETRY_AFTER, RequestRefusal};
@@ -41,10 +43,11 @@ impl inference_server::Inference for InferenceService {
     ) -> Result<Response<InferenceStream>, Status> {
         let arrived = Instant::now();
         let timeout = grpc_timeout(request.metadata());
-        let tenant = self.resolve_tenant(request.metadata(), &request.get_ref().tenant)?;
+        let active = request.extensions().get::<KeyedRequest>().cloned();
+        let key = active.as_ref().map(KeyedRequest::key);
+        let tenant = self.resolve_tenant(request.metadata(), &request.get_ref().tenant, key)?;
         let bytes = request.extensions().get::<RequestBytes>().cloned();
-        let request = request.into_inner();
-        let model = self.resolve(&request.model)?;
+        let (model, request) = self.resolve(request, |request| &request.model)?;
         let (param, tokens, at_text_start) = tokenize_prompt(&model, request.prompt)?;
         let params = RequestParams {
             max_tokens: Some(i64::from(request.max_tokens)).filter(|&max| max > 0),
@@ -61,7 +64,8 @@ impl inference_server::Inference for InferenceService {
             ..sampling_to_params(request.sampling.unwrap_or_default())
         };
         let tokens = vec![tokens];
-        let origin = RequestOrigin { request_id: ClientRequestId::random().0, arrived, tenant, bytes };
+        let origin =
+            RequestOrigin { request_id: ClientRequestId::random().0, arrived, tenant, bytes, active };
         origin.keep_bytes(&tokens, &params);
         let prompts = TokenizedPrompts { param, tokens, at_text_start };
         let request = GenerationRequest::new(model, prompts, params, origin)?;
@@ -105,8 +109,7 @@ impl inference_server::Inference for InferenceService {
         &self,
         request: Request<wire::TokenizeRequest>,
     ) -> Result<Response<wire::TokenizeReply>, Status> {
-        let request = request.into_inner();
-        let model = self.resolve(&request.model)?;
+        let (model, request) = self.resolve(request, |request| &request.model)?;
         let tokens = model.text.encode(&request.text, !request.no_special);
         let tokens = tokens.map_err(|error| Status::invalid_argument(error.to_string()))?;
         Ok(Response::new(wire::TokenizeReply { tokens }))
@@ -116,8 +119,7 @@ impl inference_server::Inference for InferenceService {
         &self,
         request: Request<wire::DetokenizeRequest>,
     ) -> Result<Response<wire::DetokenizeReply>, Status> {
-        let request = request.into_inner();
-        let model = self.resolve(&request.model)?;
+        let (model, request) = self.resolve(request, |request| &request.model)?;
         let ids = check_ids(&model, "tokens", &request.tokens)?;
         let text = model.text.decode(&ids).map_err(|error| Status::invalid_argument(error.to_string()))?;
         Ok(Response::new(wire::DetokenizeReply { text }))
@@ -125,7 +127,7 @@ impl inference_server::Inference for InferenceService {
 
     async fn list_models(
         &self,
-        _: Request<wire::ListModelsRequest>,
+        request: Request<wire::ListModelsRequest>,
     ) -> Result<Response<wire::ListModelsReply>, Status> {
         let entry = |snapshot: &ModelSnapshot| wire::Model {
             name: snapshot.model.name().to_owned(),
@@ -134,22 +136,40 @@ impl inference_server::Inference for InferenceService {
             workers: snapshot.workers.len() as u32,
             weight_bytes: snapshot.model.description.weight_bytes,
         };
-        let models = self.generator.registry.snapshot().iter().map(entry).collect();
+        let models = self.generator.registry.snapshot_for(&model_access(&request));
+        let models = models.iter().map(entry).collect();
         Ok(Response::new(wire::ListModelsReply { models }))
     }
 }
 
 impl InferenceService {
-    fn resolve(&self, name: &str) -> Result<Arc<ServedModel>, Status> {
-        Ok(self.generator.registry.resolve(Some(name).filter(|name| !name.is_empty()))?)
+    /// The model that the request names, and its message.
+    fn resolve<T>(
+        &self,
+        request: Request<T>,
+        name: impl Fn(&T) -> &String,
+    ) -> Result<(Arc<ServedModel>, T), Status> {
+        let access = model_access(&request);
+        let message = request.into_inner();
+        let name = Some(name(&message).as_str()).filter(|name| !name.is_empty());
+        Ok((self.generator.registry.resolve(name, &access)?, message))
     }
 
     /// The header of a gateway overrides the caller's field.
-    fn resolve_tenant(&self, metadata: &MetadataMap, field: &str) -> Result<Tenant, Status> {
+    fn resolve_tenant(
+        &self,
+        metadata: &MetadataMap,
+        field: &str,
+        key: Option<&ApiKey>,
+    ) -> Result<Tenant, Status> {
         let header = |name: &str| metadata.get(name).map(MetadataValue::as_bytes);
         let field = Some(field.as_bytes()).filter(|field| !field.is_empty());
-        Ok(self.generator.tenants.resolve(header(tenant::HEADER).or(field), header("authorization"))?)
+        Ok(self.generator.tenants.resolve(header(tenant::HEADER).or(field), header("authorization"), key)?)
     }
+}
+
+fn model_access<T>(request: &Request<T>) -> ModelAccess {
+    KeyedRequest::models(request.extensions().get::<KeyedRequest>())
 }
 
 /// The earlier of the call's deadline and the message's deadline, at least 1 ms. 0 means none.

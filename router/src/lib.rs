@@ -10,6 +10,7 @@
 //! ```text
 //! server -- listener     accepts connections
 //!       \-- intake/      limits connections and request bodies (pure)
+//!       \-- access_control  runs access (pure): who may call, and how much
 //!       \-- http/ (OpenAI)      -\
 //!       \-- grpc  (ballast.v1) --+--> params    checks parameters
 //!                                     |
@@ -30,6 +31,8 @@
 
 #![forbid(unsafe_code)]
 
+mod access;
+mod access_control;
 mod admission;
 mod admission_control;
 mod choice;
@@ -68,7 +71,10 @@ mod wire;
 mod worker_link;
 mod worker_search;
 
-pub use config::{AdmissionConfig, AdmissionConfigError, RouterConfig, RoutingConfig, RoutingMode};
+pub use access::{KeyFileError, check_key_text};
+pub use config::{
+    AccessConfig, AdmissionConfig, AdmissionConfigError, RouterConfig, RoutingConfig, RoutingMode,
+};
 pub use error::RouterError;
 pub use limits::{RouterLimits, RouterLimitsError};
 pub use run::run;

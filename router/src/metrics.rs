@@ -68,6 +68,20 @@ pub(crate) fn record_http_response(route: &str, status: u16) {
         .increment(1);
 }
 
+/// A request was refused because of its API key.
+pub(crate) fn record_access_refusal(reason: &'static str) {
+    counter!("ballast:requests_denied_total", "reason" => reason).increment(1);
+}
+
+/// `key` is a name of the key file.
+pub(crate) fn record_key_prompt_tokens(key: &str, tokens: usize) {
+    counter!("ballast:key_prompt_tokens_total", "key" => key.to_owned()).increment(tokens as u64);
+}
+
+pub(crate) fn record_key_output_tokens(key: &str, tokens: usize) {
+    counter!("ballast:key_generation_tokens_total", "key" => key.to_owned()).increment(tokens as u64);
+}
+
 /// A request was put into quarantine.
 pub(crate) fn record_quarantine(model: &str) {
     counter!("ballast:requests_quarantined_total", "model_name" => model.to_owned()).increment(1);

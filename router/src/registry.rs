@@ -22,6 +22,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tonic::transport::Channel;
 
+use crate::access::ModelAccess;
 use crate::admission::{ModelCapacity, WorkerCapacity};
 use crate::model::ServedModel;
 use crate::refused_workers::{RefusedWorkers, SocketId};
@@ -100,12 +101,19 @@ impl Drop for PlacedStream {
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ResolveError {
-    #[error("the model `{name}` does not exist; served models: {}", .known.join(", "))]
+    #[error("the model `{name}` does not exist; served models: {}", list(.known))]
     Unknown { name: String, known: Vec<String> },
-    #[error("`model` is missing; served models: {}", .known.join(", "))]
+    #[error("`model` is missing; served models: {}", list(.known))]
     Ambiguous { known: Vec<String> },
     #[error("no worker serves a model yet")]
     NoModel,
+}
+
+fn list(models: &[String]) -> String {
+    match models {
+        [] => "none".to_owned(),
+        models => models.join(", "),
+    }
 }
 
 impl ResolveError {
@@ -267,24 +275,29 @@ impl WorkerRegistry {
         self.changes.subscribe()
     }
 
-    /// The model of that name. While a model is swapped, two models have one name: the newer one
-    /// that has workers is returned.
-    pub(crate) fn resolve(&self, name: Option<&str>) -> Result<Arc<ServedModel>, ResolveError> {
+    /// The model of that name, among those that the caller may use. While a model is swapped, two
+    /// models have one name: the newer one that has workers is returned.
+    pub(crate) fn resolve(
+        &self,
+        name: Option<&str>,
+        access: &ModelAccess,
+    ) -> Result<Arc<ServedModel>, ResolveError> {
         let state = self.lock();
+        let allowed = || state.models.iter().filter(|model| access.allows(model.name()));
         let known = || {
-            let mut names: Vec<String> = state.models.iter().map(|model| model.name().to_owned()).collect();
+            let mut names: Vec<String> = allowed().map(|model| model.name().to_owned()).collect();
             names.sort();
             names.dedup();
             names
         };
         let name = match (name, known()) {
-            (_, names) if names.is_empty() => return Err(ResolveError::NoModel),
+            _ if state.models.is_empty() => return Err(ResolveError::NoModel),
             (Some(name), _) => name.to_owned(),
             (None, mut names) if names.len() == 1 => names.remove(0),
             (None, known) => return Err(ResolveError::Ambiguous { known }),
         };
         let has_workers = |model: &ServedModel| state.routing.worker_count(model.key()) > 0;
-        let named = state.models.iter().filter(|model| model.name() == name);
+        let named = allowed().filter(|model| model.name() == name);
         named
             .max_by_key(|model| (has_workers(model), model.description.generation))
             .cloned()
@@ -294,6 +307,13 @@ impl WorkerRegistry {
     /// True if any worker serves a model.
     pub(crate) fn has_workers(&self) -> bool {
         !self.lock().workers.is_empty()
+    }
+
+    /// Every known model with its workers, by name, among those that the caller may use.
+    pub(crate) fn snapshot_for(&self, access: &ModelAccess) -> Vec<ModelSnapshot> {
+        let mut models = self.snapshot();
+        models.retain(|snapshot| access.allows(snapshot.model.name()));
+        models
     }
 
     /// Every known model with its workers, by name.

@@ -16,6 +16,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
+use crate::access_control::{AccessController, require_key};
 use crate::admission_control::AdmissionController;
 use crate::config::RouterConfig;
 use crate::discovery;
@@ -45,6 +46,7 @@ pub struct Router {
     health: Option<TcpListener>,
     socket: UdsListener,
     generator: Generator,
+    access: Option<Arc<AccessController>>,
     metrics: Metrics,
 }
 
@@ -57,6 +59,7 @@ impl Router {
     ) -> Result<Self, RouterError> {
         config.admission.check()?;
         config.limits.check()?;
+        let access = config.access.keys.clone().map(AccessController::load).transpose()?;
         let tcp = match inherited {
             Some(listener) => Some(to_tokio_listener(listener).map_err(RouterError::Inherited)?),
             None => listen(config.listen).await?,
@@ -77,7 +80,7 @@ impl Router {
             tenants: TenantResolver::default(),
             request_timeout: config.limits.request_timeout,
         };
-        Ok(Self { config, tcp, health, socket, generator, metrics })
+        Ok(Self { config, tcp, health, socket, generator, access, metrics })
     }
 
     /// The TCP address. If the configured port is 0, it has the port that the kernel chose.
@@ -96,7 +99,7 @@ impl Router {
 
     /// Serves until a stop is requested and all streams have ended, or the drain time is over.
     pub async fn serve(self, shutdown: &Shutdown) -> Result<(), RouterError> {
-        let Router { config, tcp, health: health_tcp, socket, generator, metrics } = self;
+        let Router { config, tcp, health: health_tcp, socket, generator, access, metrics } = self;
         // Links to workers stay until the last stream has ended: a draining router still fails
         // over.
         let links = CancellationToken::new();
@@ -137,7 +140,12 @@ impl Router {
             http::routes(app).layer(middleware::from_fn_with_state(http_bodies, limit_request_body));
         let grpc_server = service::grpc::server().add_routes(Routes::from(grpc.clone()));
         let on_socket = service::grpc::serve(grpc_server, socket, shutdown.requested());
-        let all_routes = http_routes.merge(grpc);
+        let mut all_routes = http_routes.merge(grpc);
+        let mut reloads = None;
+        if let Some(access) = access {
+            reloads = Some(tokio::spawn(access.clone().reload_on_change(links.clone())));
+            all_routes = all_routes.layer(middleware::from_fn_with_state(access, require_key));
+        }
         let on_tcp = serve_on(tcp, all_routes, limits.listener(), shutdown);
         let on_health = serve_on(health_tcp, health_routes, limits.health_listener(), shutdown);
         let drained = async {
@@ -157,6 +165,9 @@ impl Router {
         drop(discovery.await);
         drop(watched.await);
         drop(admission.await);
+        if let Some(reloads) = reloads {
+            drop(reloads.await);
+        }
         served
     }
 }

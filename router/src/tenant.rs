@@ -2,18 +2,22 @@
 
 //! Determines the tenant of a request, for fairness and per-tenant limits.
 //!
+//! With a key file ([`crate::access`]), the name of the API key is the tenant. A key that is marked
+//! as a gateway names the tenant itself, as below. Without a key file:
+//!
 //! 1. The header `x-ballast-tenant` names the tenant. In gRPC it is metadata, and the field
 //!    `tenant` is an alternative.
 //! 2. Otherwise the caller's API key stands for a tenant.
 //! 3. Otherwise the tenant is unnamed.
 //!
-//! The router authenticates no one. A gateway in front of it sets the header, and removes it from
-//! requests of its users. The router keeps only a hash of a key, under a secret of this process,
-//! because the tenant appears in metrics and goes to workers.
+//! The router then authenticates no one. A gateway in front of it sets the header, and removes it
+//! from requests of its users. The router keeps only a hash of a key, under a secret of this
+//! process, because the tenant appears in metrics and goes to workers.
 
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 
+use crate::access::ApiKey;
 use crate::admission::Tenant;
 
 pub(crate) const HEADER: &str = "x-ballast-tenant";
@@ -23,10 +27,23 @@ const NAME_BYTES_MAX: usize = 64;
 /// Prefix of an API key in `authorization`.
 const BEARER: &str = "Bearer ";
 
+/// What an error says about an invalid name.
+pub(crate) const NAME_RULE: &str = "1 to 64 letters, digits and any of - _ . : @ are allowed";
+const _: () = assert!(NAME_BYTES_MAX == 64);
+
+pub(crate) fn is_name(name: &[u8]) -> bool {
+    let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.:@".contains(byte);
+    (1..=NAME_BYTES_MAX).contains(&name.len()) && name.iter().all(is_plain)
+}
+
+/// The API key in the value of the header `authorization`.
+pub(crate) fn bearer_key(authorization: Option<&[u8]>) -> Option<&[u8]> {
+    let (scheme, key) = authorization?.split_at_checked(BEARER.len())?;
+    (scheme.eq_ignore_ascii_case(BEARER.as_bytes()) && !key.is_empty()).then_some(key)
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "`x-ballast-tenant` is not a tenant name: 1 to {NAME_BYTES_MAX} letters, digits and any of - _ . : @ are allowed"
-)]
+#[error("`x-ballast-tenant` is not a tenant name: {NAME_RULE}")]
 pub(crate) struct TenantNameError;
 
 /// Determines tenants under a secret of this process. Cheap to clone.
@@ -36,22 +53,23 @@ pub(crate) struct TenantResolver {
 }
 
 impl TenantResolver {
-    /// `name` is the value of the header or field, `authorization` the HTTP header.
+    /// `name` is the value of the header or field, `authorization` the HTTP header. `key` is the
+    /// key of the key file that the request was admitted with.
     pub(crate) fn resolve(
         &self,
         name: Option<&[u8]>,
         authorization: Option<&[u8]>,
+        key: Option<&ApiKey>,
     ) -> Result<Tenant, TenantNameError> {
-        if let Some(name) = name {
-            let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.:@".contains(byte);
-            let name = std::str::from_utf8(name).map_err(|_| TenantNameError)?;
-            let is_valid = (1..=NAME_BYTES_MAX).contains(&name.len()) && name.as_bytes().iter().all(is_plain);
-            return if is_valid { Ok(Tenant::Named(name.into())) } else { Err(TenantNameError) };
+        if let Some(name) = name.filter(|_| key.is_none_or(|key| key.is_gateway)) {
+            let name = std::str::from_utf8(name).ok().filter(|name| is_name(name.as_bytes()));
+            return name.map(|name| Tenant::Named(name.into())).ok_or(TenantNameError);
         }
-        let is_bearer = |scheme: &[u8]| scheme.eq_ignore_ascii_case(BEARER.as_bytes());
-        let key = authorization.and_then(|value| value.split_at_checked(BEARER.len()));
-        Ok(match key.filter(|(scheme, key)| is_bearer(scheme) && !key.is_empty()) {
-            Some((_, key)) => Tenant::Named(format!("key-{:016x}", self.secret.hash_one(key)).into()),
+        if let Some(key) = key {
+            return Ok(Tenant::Named(key.name.clone()));
+        }
+        Ok(match bearer_key(authorization) {
+            Some(key) => Tenant::Named(format!("key-{:016x}", self.secret.hash_one(key)).into()),
             None => Tenant::Unnamed,
         })
     }
@@ -71,7 +89,7 @@ mod tests {
     use super::*;
 
     fn resolve(tenants: &TenantResolver, name: Option<&str>, authorization: Option<&str>) -> String {
-        match tenants.resolve(name.map(str::as_bytes), authorization.map(str::as_bytes)) {
+        match tenants.resolve(name.map(str::as_bytes), authorization.map(str::as_bytes), None) {
             Ok(Tenant::Named(name)) => name.to_string(),
             Ok(Tenant::Unnamed) => "unnamed".to_owned(),
             Err(TenantNameError) => "invalid".to_owned(),

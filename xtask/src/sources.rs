@@ -25,8 +25,9 @@ const UNSAFE_ALLOWED: [&str; 5] =
 /// `portable.rs`.
 const ARCHITECTURE_NAMES: [&str; 6] = ["x86", "x86_64", "avx2", "avx512", "neon", "aarch64"];
 
-/// The whole tree, demo models included.
-const TREE_BYTES_MAX: u64 = 36 << 20;
+/// The whole tree, demo models included. With the GPU bundle (24 MiB), it fits into the 64 MiB that
+/// travel to a machine with a GPU.
+const TREE_BYTES_MAX: u64 = 40 << 20;
 
 pub(crate) fn check() -> Result<Vec<String>> {
     let mut findings = Vec::new();

@@ -60,7 +60,7 @@ pub(crate) async fn post(
         }
     };
     check_messages(&endpoint.messages)?;
-    let model = app.generator.registry.resolve(response.model.as_deref())?;
+    let model = app.generator.registry.resolve(response.model.as_deref(), &metadata.models)?;
 
     let continue_final_message = endpoint.continue_final_message.unwrap_or(false);
     let conversation = Conversation {

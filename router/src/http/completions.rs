@@ -49,7 +49,7 @@ pub(crate) async fn post(
 ) -> Result<Response, ApiError> {
     let ParsedBody { endpoint, sampling, response } = parse_body::<CompletionFields>(&body.bytes, &FIELDS)?;
     let mut options = response.options()?;
-    let model = app.generator.registry.resolve(response.model.as_deref())?;
+    let model = app.generator.registry.resolve(response.model.as_deref(), &metadata.models)?;
     // Ids are all that a model without tokenizer can answer with.
     options.return_token_ids |= model.text.tokenizer().is_err();
     let mut params = sampling.params()?;

@@ -13,6 +13,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use service::printable::excerpt;
 
+use crate::access::AccessRefusal;
 use crate::admission::CapacityExceeded;
 use crate::dispatch::{RETRY_AFTER, RequestRefusal};
 use crate::failover::ChoiceError;
@@ -106,6 +107,9 @@ impl ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status, Json(self.body())).into_response();
+        if self.status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
         if let Some(retry_after) = self.retry_after {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(retry_after.as_secs()));
         }
@@ -119,6 +123,23 @@ impl From<RequestParamError> for ApiError {
         let mut api = Self::invalid(Some(error.param()), error.to_string());
         api.code = context.then_some("context_length_exceeded");
         api
+    }
+}
+
+impl From<AccessRefusal> for ApiError {
+    fn from(refusal: AccessRefusal) -> Self {
+        let (message, retry_after) = (refusal.to_string(), refusal.retry_after().unwrap_or(RETRY_AFTER));
+        match refusal {
+            AccessRefusal::NoKey | AccessRefusal::UnknownKey => {
+                Self::invalid(None, message).with_status(StatusCode::UNAUTHORIZED, "invalid_api_key")
+            }
+            AccessRefusal::TooManyRequests { .. } | AccessRefusal::TooManyConcurrent { .. } => {
+                Self::rate_limit(message, retry_after)
+            }
+            AccessRefusal::NoTokensLeft { .. } => {
+                Self { code: Some("insufficient_quota"), ..Self::rate_limit(message, retry_after) }
+            }
+        }
     }
 }
 

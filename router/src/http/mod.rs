@@ -20,9 +20,10 @@ use axum::routing::{get, post};
 use axum::{Json, Router, middleware};
 use serde_json::{Value, json};
 
+use crate::access::ModelAccess;
 use crate::gauges;
 use crate::registry::{ModelSnapshot, ResolveError};
-use error::ApiError;
+pub(crate) use error::ApiError;
 pub(crate) use request::AppState;
 
 /// Routes that are label values of the response counter.
@@ -78,13 +79,17 @@ async fn ready(State(app): State<AppState>) -> Result<Json<Value>, ApiError> {
     }
 }
 
-async fn models(State(app): State<AppState>) -> Json<Value> {
-    let data: Vec<Value> = app.generator.registry.snapshot().iter().map(model_entry).collect();
+async fn models(State(app): State<AppState>, access: ModelAccess) -> Json<Value> {
+    let data: Vec<Value> = app.generator.registry.snapshot_for(&access).iter().map(model_entry).collect();
     Json(json!({"object": "list", "data": data}))
 }
 
-async fn model(State(app): State<AppState>, Path(name): Path<String>) -> Result<Json<Value>, ApiError> {
-    let models = app.generator.registry.snapshot();
+async fn model(
+    State(app): State<AppState>,
+    access: ModelAccess,
+    Path(name): Path<String>,
+) -> Result<Json<Value>, ApiError> {
+    let models = app.generator.registry.snapshot_for(&access);
     match models.iter().find(|snapshot| snapshot.model.name() == name) {
         Some(snapshot) => Ok(Json(model_entry(snapshot))),
         None => {

@@ -2,6 +2,7 @@
 
 //! Extracts what every handler needs from an HTTP request: id, tenant, arrival time and the body.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 
 use axum::extract::{FromRequest, FromRequestParts, Request, State};
@@ -15,6 +16,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
 use super::error::ApiError;
+use crate::access::ModelAccess;
+use crate::access_control::KeyedRequest;
 use crate::fleet_watch::FleetWatch;
 use crate::generate::{Generator, RequestOrigin};
 use crate::intake::{RequestBytes, SharedBudget, body_error};
@@ -56,6 +59,7 @@ impl AppState {
 #[derive(Debug)]
 pub(crate) struct RequestMetadata {
     pub(crate) origin: RequestOrigin,
+    pub(crate) models: ModelAccess,
     pub(crate) created_unix_seconds: i64,
 }
 
@@ -66,10 +70,22 @@ impl FromRequestParts<AppState> for RequestMetadata {
         let request_id = parts.extensions.get::<ClientRequestId>();
         let request_id = request_id.expect("`observe` runs around every route").0.clone();
         let header = |name: &str| parts.headers.get(name).map(HeaderValue::as_bytes);
-        let tenant = app.generator.tenants.resolve(header(tenant::HEADER), header("authorization"))?;
+        let active = parts.extensions.get::<KeyedRequest>().cloned();
+        let key = active.as_ref().map(KeyedRequest::key);
+        let (name, authorization) = (header(tenant::HEADER), header("authorization"));
+        let tenant = app.generator.tenants.resolve(name, authorization, key)?;
+        let models = KeyedRequest::models(active.as_ref());
         let bytes = parts.extensions.get::<RequestBytes>().cloned();
-        let origin = RequestOrigin { request_id, arrived: Instant::now(), tenant, bytes };
-        Ok(Self { origin, created_unix_seconds: unix_seconds() })
+        let origin = RequestOrigin { request_id, arrived: Instant::now(), tenant, bytes, active };
+        Ok(Self { origin, models, created_unix_seconds: unix_seconds() })
+    }
+}
+
+impl FromRequestParts<AppState> for ModelAccess {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &AppState) -> Result<Self, Infallible> {
+        Ok(KeyedRequest::models(parts.extensions.get::<KeyedRequest>()))
     }
 }
 

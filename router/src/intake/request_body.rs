@@ -21,6 +21,7 @@ use super::body_pace::{BodyPace, PaceLimits};
 use super::byte_budget::{BudgetExceeded, BudgetKey, BudgetScope, ByteReservation, SharedBudget};
 use super::client_address::ClientAddress;
 use super::connection_table::TcpConnectionId;
+use crate::access_control::KeyedRequest;
 use crate::admission::Tenant;
 use crate::tenant::{self, TenantResolver};
 
@@ -138,7 +139,7 @@ pub(crate) async fn limit_request_body(
     next: Next,
 ) -> Response {
     let connection = request.extensions().get::<ClientConnection>().copied();
-    let key = limits.budget_key(request.headers(), connection);
+    let key = limits.budget_key(request.headers(), request.extensions().get(), connection);
     let reservation = limits.budget.open(key, connection.map(|connection| connection.id));
     let bytes = RequestBytes(Arc::new(Mutex::new(reservation)));
     request.extensions_mut().insert(bytes.clone());
@@ -146,10 +147,16 @@ pub(crate) async fn limit_request_body(
 }
 
 impl BodyLimits {
-    fn budget_key(&self, headers: &HeaderMap, connection: Option<ClientConnection>) -> BudgetKey {
+    fn budget_key(
+        &self,
+        headers: &HeaderMap,
+        active: Option<&KeyedRequest>,
+        connection: Option<ClientConnection>,
+    ) -> BudgetKey {
         let header = |name: &str| headers.get(name).map(|value| value.as_bytes());
         // The handler refuses a malformed tenant. Until then, its bytes count for the address.
-        match (self.tenants.resolve(header(tenant::HEADER), header("authorization")), connection) {
+        let (name, authorization) = (header(tenant::HEADER), header("authorization"));
+        match (self.tenants.resolve(name, authorization, active.map(KeyedRequest::key)), connection) {
             (Ok(Tenant::Named(name)), _) => BudgetKey::Tenant(name),
             (_, Some(connection)) => BudgetKey::Address(connection.address),
             (_, None) => BudgetKey::Local,

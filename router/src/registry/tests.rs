@@ -34,7 +34,7 @@ fn registry() -> Arc<WorkerRegistry> {
 }
 
 fn generation(registry: &WorkerRegistry, name: Option<&str>) -> u64 {
-    registry.resolve(name).unwrap().description.generation
+    registry.resolve(name, &ModelAccess::default()).unwrap().description.generation
 }
 
 #[tokio::test]
@@ -53,17 +53,36 @@ async fn a_name_means_the_newest_model_that_has_workers() {
 #[tokio::test]
 async fn a_missing_name_is_resolved_only_if_all_models_have_one_name() {
     let registry = registry();
-    assert_eq!(registry.resolve(None).unwrap_err(), ResolveError::NoModel);
+    assert_eq!(registry.resolve(None, &ModelAccess::default()).unwrap_err(), ResolveError::NoModel);
     register(&registry, &model("a", 1, 1, 1));
     register(&registry, &model("a", 2, 2, 2));
     assert_eq!(generation(&registry, None), 2);
     register(&registry, &model("b", 3, 3, 3));
     let known = vec!["a".to_owned(), "b".to_owned()];
-    assert_eq!(registry.resolve(None).unwrap_err(), ResolveError::Ambiguous { known: known.clone() });
     assert_eq!(
-        registry.resolve(Some("c")).unwrap_err(),
+        registry.resolve(None, &ModelAccess::default()).unwrap_err(),
+        ResolveError::Ambiguous { known: known.clone() }
+    );
+    assert_eq!(
+        registry.resolve(Some("c"), &ModelAccess::default()).unwrap_err(),
         ResolveError::Unknown { name: "c".to_owned(), known }
     );
+}
+
+#[tokio::test]
+async fn models_that_the_caller_may_not_use_do_not_exist_for_it() {
+    let registry = registry();
+    register(&registry, &model("a", 1, 1, 1));
+    register(&registry, &model("b", 2, 2, 2));
+    let only = |name: &str| ModelAccess::only(vec![name.to_owned()]);
+    assert_eq!(registry.resolve(None, &only("a")).unwrap().name(), "a");
+    let error = registry.resolve(Some("b"), &only("a")).unwrap_err();
+    assert_eq!(error.to_string(), "the model `b` does not exist; served models: a");
+    let error = registry.resolve(Some("a"), &only("c")).unwrap_err();
+    assert_eq!(error.to_string(), "the model `a` does not exist; served models: none");
+    let names: Vec<String> =
+        registry.snapshot_for(&only("b")).iter().map(|snapshot| snapshot.model.name().to_owned()).collect();
+    assert_eq!(names, ["b"]);
 }
 
 #[tokio::test]
@@ -94,7 +113,10 @@ async fn the_eight_newest_models_without_workers_stay_known() {
     register(&registry, &model("last", 11, 11, 11));
     let kept = ["served", "m3", "m4", "m5", "m6", "m7", "m8", "m9", "m10", "last"];
     assert_eq!(keys(&registry), kept);
-    assert!(registry.resolve(Some("m2")).is_err() && registry.resolve(Some("m3")).is_ok());
+    assert!(
+        registry.resolve(Some("m2"), &ModelAccess::default()).is_err()
+            && registry.resolve(Some("m3"), &ModelAccess::default()).is_ok()
+    );
 }
 
 #[tokio::test]

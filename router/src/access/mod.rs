@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Who may call the API over TCP, and how much: API keys with their limits. Plain values, without
+//! I/O or clock; [`crate::access_control`] runs them.
+//!
+//! Once there is a key file, a request without a valid key is refused, whatever its route
+//! ([`crate::access_control::require_key`] names the exceptions). `router.sock` needs no key: only
+//! processes of the same user can connect to it.
+
+mod key_file;
+mod policy;
+
+pub(crate) use key_file::{ApiKey, read_keys};
+pub use key_file::{KeyFileError, check_key_text};
+pub(crate) use policy::{AccessPolicy, AccessRefusal, AccessTime};
+
+use std::sync::Arc;
+
+/// The models that a caller may use.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ModelAccess(Option<Arc<[String]>>);
+
+impl ModelAccess {
+    pub(crate) fn only(models: Vec<String>) -> Self {
+        Self(Some(models.into()))
+    }
+
+    pub(crate) fn allows(&self, model: &str) -> bool {
+        self.0.as_ref().is_none_or(|models| models.iter().any(|allowed| allowed == model))
+    }
+}

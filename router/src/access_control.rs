@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Runs the [`AccessPolicy`]: the middleware that admits requests, and the watch of the key file.
+//!
+//! A small lock guards the policy. It is held for a hash and a few comparisons, never across an
+//! await.
+
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use tokio::time::{Instant, MissedTickBehavior};
+use tokio_util::sync::CancellationToken;
+use tonic::Status;
+
+use crate::access::{AccessPolicy, AccessRefusal, AccessTime, ApiKey, KeyFileError, ModelAccess, read_keys};
+use crate::http::ApiError;
+use crate::metrics;
+use crate::tenant;
+
+/// What needs no key, so that probes work. Metrics need one; `health-listen` serves them without.
+const OPEN_ROUTES: [&str; 4] =
+    ["/health", "/ready", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"];
+/// How soon a changed key file is used.
+const RELOAD_INTERVAL: Duration = Duration::from_secs(1);
+const GRPC_CONTENT_TYPE: &[u8] = b"application/grpc";
+
+#[derive(Debug)]
+pub(crate) struct AccessController {
+    start: Instant,
+    path: PathBuf,
+    policy: Mutex<AccessPolicy>,
+}
+
+/// A request that runs under its API key. An extension of the request. The key counts it as running
+/// until the last clone is dropped.
+#[derive(Clone, Debug)]
+pub(crate) struct KeyedRequest(Arc<KeyHold>);
+
+#[derive(Debug)]
+struct KeyHold {
+    controller: Arc<AccessController>,
+    key: Arc<ApiKey>,
+}
+
+impl Drop for KeyHold {
+    fn drop(&mut self) {
+        self.controller.lock().end_request(&self.key);
+    }
+}
+
+impl KeyedRequest {
+    pub(crate) fn key(&self) -> &ApiKey {
+        &self.0.key
+    }
+
+    /// The models that the caller may use: all without a key file.
+    pub(crate) fn models(active: Option<&Self>) -> ModelAccess {
+        active.map_or_else(ModelAccess::default, |active| active.key().models.clone())
+    }
+
+    pub(crate) fn record_prompt(&self, tokens: usize) {
+        metrics::record_key_prompt_tokens(&self.key().name, tokens);
+        self.record_tokens(tokens);
+    }
+
+    pub(crate) fn record_output(&self, tokens: usize) {
+        metrics::record_key_output_tokens(&self.key().name, tokens);
+        self.record_tokens(tokens);
+    }
+
+    fn record_tokens(&self, tokens: usize) {
+        let controller = &self.0.controller;
+        controller.lock().record_tokens(self.key(), tokens as u64, controller.now());
+    }
+}
+
+/// When a file was last changed: a new file, or new content.
+fn version(file: &Metadata) -> (u64, u64, i64, i64) {
+    (file.ino(), file.len(), file.mtime(), file.mtime_nsec())
+}
+
+impl AccessController {
+    pub(crate) fn load(path: PathBuf) -> Result<Arc<Self>, KeyFileError> {
+        let mut policy = AccessPolicy::default();
+        policy.replace_keys(read_keys(&path)?);
+        Ok(Arc::new(Self { start: Instant::now(), path, policy: policy.into() }))
+    }
+
+    /// Reads the key file again whenever it has changed, until `stop`. A file that is not valid
+    /// changes nothing and is reported.
+    pub(crate) async fn reload_on_change(self: Arc<Self>, stop: CancellationToken) {
+        let mut ticks = tokio::time::interval(RELOAD_INTERVAL);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut read = None;
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                _ = ticks.tick() => {}
+            }
+            let found = std::fs::metadata(&self.path).ok().as_ref().map(version);
+            if found == read {
+                continue;
+            }
+            read = found;
+            match read_keys(&self.path) {
+                Ok(keys) => {
+                    tracing::info!(keys = keys.len(), "read the key file");
+                    self.lock().replace_keys(keys);
+                }
+                Err(error) => {
+                    let error = service::exit::one_line(&error);
+                    tracing::error!(error, "the keys stay as they were");
+                }
+            }
+        }
+    }
+
+    fn begin_request(self: &Arc<Self>, authorization: Option<&[u8]>) -> Result<KeyedRequest, AccessRefusal> {
+        let presented = tenant::bearer_key(authorization);
+        let key = self.lock().begin_request(presented, self.now())?;
+        Ok(KeyedRequest(Arc::new(KeyHold { controller: self.clone(), key })))
+    }
+
+    fn now(&self) -> AccessTime {
+        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        AccessTime { uptime: self.start.elapsed(), unix }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, AccessPolicy> {
+        // A panic under this lock is a bug that ends the process in release builds (panic = abort).
+        self.policy.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Middleware around all routes, also unknown ones: nothing of a body is read without a valid key.
+pub(crate) async fn require_key(
+    State(access): State<Arc<AccessController>>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    if OPEN_ROUTES.contains(&request.uri().path()) {
+        return next.run(request).await;
+    }
+    let header = request.headers().get(AUTHORIZATION).map(HeaderValue::as_bytes);
+    match access.begin_request(header) {
+        Ok(active) => {
+            request.extensions_mut().insert(active);
+            next.run(request).await
+        }
+        Err(refusal) => {
+            metrics::record_access_refusal(refusal.reason());
+            let content_type = request.headers().get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+            match content_type.is_some_and(|value| value.starts_with(GRPC_CONTENT_TYPE)) {
+                true => Status::from(refusal).into_http::<Body>(),
+                false => ApiError::from(refusal).into_response(),
+            }
+        }
+    }
+}
+
+impl From<AccessRefusal> for Status {
+    fn from(refusal: AccessRefusal) -> Self {
+        let message = refusal.to_string();
+        let mut status = match refusal {
+            AccessRefusal::NoKey | AccessRefusal::UnknownKey => Status::unauthenticated(message),
+            AccessRefusal::TooManyRequests { .. }
+            | AccessRefusal::TooManyConcurrent { .. }
+            | AccessRefusal::NoTokensLeft { .. } => Status::resource_exhausted(message),
+        };
+        if let Some(retry_after) = refusal.retry_after() {
+            status.metadata_mut().insert("retry-after", retry_after.as_secs().into());
+        }
+        status
+    }
+}

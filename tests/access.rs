@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! API keys: who may call, which models, and how much.
+
+use std::fmt::Write as _;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use proto::v1::ListModelsRequest;
+use proto::v1::inference_client::InferenceClient;
+use reqwest::header::HeaderMap;
+use serde_json::{Value, json};
+use tonic::{Code, Request};
+
+use crate::harness::api::connect;
+use crate::harness::http::HttpClient;
+use crate::harness::{ServedFleet, ballast, demo_7m, eventually, text};
+
+// As documented in docs/OPERATING.md.
+const USAGE: i32 = 2;
+
+/// Makes a key with `ballast key`, and appends lines to its entry.
+fn add_key(file: &Path, name: &str, lines: &str) -> String {
+    let output = ballast().args(["key", name, "--file"]).arg(file).output().unwrap();
+    let (key, stderr) = text(&output);
+    assert!(output.status.success(), "{stderr}");
+    let mut content = std::fs::read_to_string(file).unwrap();
+    writeln!(content, "{lines}").unwrap();
+    assert!(!content.contains(key.trim()), "the file holds no key");
+    std::fs::write(file, content).unwrap();
+    key.trim().to_owned()
+}
+
+fn fleet_with_keys(file: &Path) -> ServedFleet {
+    let keys = ["--workers", "1", "--threads", "1", "--name", "m", "--keys", file.to_str().unwrap()];
+    ServedFleet::start(&demo_7m(), &keys)
+}
+
+fn with_headers(fleet: &ServedFleet, headers: &[(&'static str, String)]) -> HttpClient {
+    let headers: HeaderMap =
+        headers.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap())).collect();
+    let client = reqwest::Client::builder().default_headers(headers).build().unwrap();
+    HttpClient { client, ..HttpClient::connect(fleet) }
+}
+
+fn with_key(fleet: &ServedFleet, key: &str) -> HttpClient {
+    with_headers(fleet, &[("authorization", format!("Bearer {key}"))])
+}
+
+fn completion(max_tokens: u32) -> Value {
+    json!({"model": "m", "prompt": "def add(a, b):", "max_tokens": max_tokens, "ignore_eos": true})
+}
+
+/// The code of an error, or an empty string.
+fn error_code(reply: &str) -> String {
+    let reply: Value = serde_json::from_str(reply).unwrap();
+    reply["error"]["code"].as_str().unwrap_or_default().to_owned()
+}
+
+#[test]
+fn without_a_valid_key_nothing_but_health_is_served() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("keys.toml");
+    let key = add_key(&file, "team-a", "");
+    assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600);
+    let fleet = fleet_with_keys(&file);
+    let wrong = format!("{key}0");
+    for client in [HttpClient::connect(&fleet), with_key(&fleet, &wrong)] {
+        for path in ["/v1/models", "/v1/models/m", "/metrics", "/", "/v1/unknown", "/health/x"] {
+            let (status, reply) = client.get(path);
+            assert_eq!((status, error_code(&reply).as_str()), (401, "invalid_api_key"), "{path}: {reply}");
+        }
+        for path in ["/v1/completions", "/v1/chat/completions", "/health"] {
+            let status = client.post(path, &completion(1)).0;
+            assert_eq!(status, if path == "/health" { 405 } else { 401 }, "{path}");
+        }
+        assert_eq!((client.get("/health").0, client.get("/ready").0), (200, 200));
+    }
+    let client = with_key(&fleet, &key);
+    assert_eq!(client.get("/v1/models").0, 200);
+    assert_eq!(client.post("/v1/completions", &completion(4)).0, 200);
+    let used = client.metric("ballast:key_generation_tokens_total{key=\"team-a\"}");
+    assert_eq!(used, Some(4.0));
+    assert!(client.metric("ballast:requests_denied_total{reason=\"unknown_key\"}").unwrap() >= 8.0);
+
+    client.runtime.block_on(async {
+        let mut grpc: InferenceClient<_> = connect(&fleet.grpc).await;
+        let mut request = Request::new(ListModelsRequest::default());
+        assert_eq!(
+            grpc.list_models(ListModelsRequest::default()).await.unwrap_err().code(),
+            Code::Unauthenticated
+        );
+        request.metadata_mut().insert("authorization", format!("Bearer {key}").parse().unwrap());
+        assert_eq!(grpc.list_models(request).await.unwrap().into_inner().models.len(), 1);
+    });
+    // The commands of the fleet's user connect over Unix sockets.
+    assert!(fleet.run_command(&["ps"]).status.success());
+    fleet.stop();
+}
+
+#[test]
+fn a_key_is_bound_to_its_models_rate_and_tokens() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("keys.toml");
+    let foreign = add_key(&file, "foreign", "models = [\"other\"]");
+    let twice = add_key(&file, "twice", "requests-per-minute = 2");
+    let small = add_key(&file, "small", "tokens-per-day = 12");
+    let gateway = add_key(&file, "gateway", "gateway = true");
+    let fleet = fleet_with_keys(&file);
+
+    let client = with_key(&fleet, &foreign);
+    let (status, reply) = client.post("/v1/completions", &completion(1));
+    assert_eq!((status, error_code(&reply).as_str()), (404, "model_not_found"), "{reply}");
+    assert!(!reply.contains("served models: m"), "{reply}");
+    let listed: Value = serde_json::from_str(&client.get("/v1/models").1).unwrap();
+    assert_eq!(listed["data"], json!([]));
+
+    let client = with_key(&fleet, &twice);
+    for _ in 0..2 {
+        assert_eq!(client.post("/v1/completions", &completion(1)).0, 200);
+    }
+    let reply = client.runtime.block_on(async {
+        let request = client.client.post(format!("{}/v1/completions", client.url)).json(&completion(1));
+        request.send().await.unwrap()
+    });
+    assert_eq!(reply.status().as_u16(), 429);
+    let retry_after: u64 = reply.headers()["retry-after"].to_str().unwrap().parse().unwrap();
+    assert!((1..=30).contains(&retry_after), "a bucket of two fills every 30 s: {retry_after}");
+
+    let client = with_key(&fleet, &small);
+    assert_eq!(client.post("/v1/completions", &completion(12)).0, 200);
+    let (status, reply) = client.post("/v1/completions", &completion(1));
+    assert_eq!((status, error_code(&reply).as_str()), (429, "insufficient_quota"), "{reply}");
+
+    // Only a gateway names tenants; a wrong name is its error and not that of others.
+    let tenant = |key: &str| {
+        let headers = [("x-ballast-tenant", "a b".to_owned()), ("authorization", format!("Bearer {key}"))];
+        with_headers(&fleet, &headers).post("/v1/completions", &completion(1)).0
+    };
+    assert_eq!(tenant(&gateway), 400);
+    assert_eq!(tenant(&foreign), 404);
+    fleet.stop();
+}
+
+#[test]
+fn a_running_request_counts_for_its_key_until_it_ends() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("keys.toml");
+    let key = add_key(&file, "one", "concurrent-requests = 1");
+    let fleet = fleet_with_keys(&file);
+    let client = with_key(&fleet, &key);
+    let streamed = client.runtime.block_on(async {
+        let mut body = completion(2000);
+        body["stream"] = json!(true);
+        let mut reply =
+            client.client.post(format!("{}/v1/completions", client.url)).json(&body).send().await.unwrap();
+        assert!(reply.chunk().await.unwrap().is_some());
+        reply
+    });
+    assert_eq!(client.get("/v1/models").0, 429);
+    drop(streamed);
+    eventually("the cancelled request ends", || (client.get("/v1/models").0 == 200).then_some(()));
+    fleet.stop();
+}
+
+#[test]
+fn a_changed_key_file_is_used_and_a_wrong_one_changes_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("keys.toml");
+    let first = add_key(&file, "first", "");
+    let fleet = fleet_with_keys(&file);
+    let second = add_key(&file, "second", "");
+    let client = with_key(&fleet, &second);
+    eventually("the new key is valid", || (client.get("/v1/models").0 == 200).then_some(()));
+
+    let content = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, format!("{content}\ncolour = 1\n")).unwrap();
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    assert_eq!((client.get("/v1/models").0, with_key(&fleet, &first).get("/v1/models").0), (200, 200));
+    let output = ballast().args(["key", "third", "--file"]).arg(&file).output().unwrap();
+    assert_eq!(output.status.code(), Some(USAGE));
+    assert!(text(&output).1.contains("colour"), "{}", text(&output).1);
+
+    let only_second = content.split_once("\n\n").unwrap().1;
+    std::fs::write(&file, only_second).unwrap();
+    let removed = with_key(&fleet, &first);
+    eventually("the removed key is refused", || (removed.get("/v1/models").0 == 401).then_some(()));
+    assert_eq!(client.get("/v1/models").0, 200);
+    fleet.stop();
+}
+
+#[test]
+fn a_fleet_with_a_wrong_key_file_does_not_start() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("keys.toml");
+    for (content, words) in [(None, "No such file"), (Some("[[keys]]\nname = \"a\"\n"), "blake3")] {
+        if let Some(content) = content {
+            std::fs::write(&file, content).unwrap();
+        }
+        let mut command = ballast();
+        command.arg("serve").arg(demo_7m()).args(["--listen", "127.0.0.1:0", "--keys"]).arg(&file);
+        let output = command.output().unwrap();
+        let stderr = text(&output).1;
+        assert_eq!(output.status.code(), Some(USAGE), "{stderr}");
+        assert!(stderr.contains(words) && stderr.contains("keys.toml"), "{stderr}");
+    }
+}
