@@ -27,15 +27,10 @@ use memory::mapping::MappingWatch;
 use proto::weights::v1::{self as wire, RefusalReason, server_frame, worker_frame};
 
 use crate::attach_error::AttachModelError;
+use crate::claim_retry::{ClaimAnswer, ClaimRetry, ClaimStep};
 use crate::fd_batches::fd_batches;
 use crate::frames::{SEND_TIMEOUT, receive, send, unexpected};
 use crate::seqpacket::Connection;
-
-/// First wait before a re-claim; each wait doubles, up to `LAST_RETRY`. Attempts end only with the
-/// lease: a worker without a weight-server keeps serving, and a weight-server that comes back late
-/// has to find it.
-const FIRST_RETRY: Duration = Duration::from_millis(20);
-const LAST_RETRY: Duration = Duration::from_secs(1);
 
 /// A successor answers a re-claim from its tables, without loading.
 const RECLAIM_TIMEOUT: Duration = Duration::from_secs(10);
@@ -179,7 +174,7 @@ fn watch(shared: &WatchedLease, mut connection: Arc<Connection>, claim: &Reclaim
 
 /// Claims the lease until it is held again. Returns `None` if it is released or lost meanwhile.
 fn reclaim(shared: &WatchedLease, claim: &ReclaimRequest) -> Option<Arc<Connection>> {
-    let mut wait = FIRST_RETRY;
+    let mut retry = ClaimRetry::default();
     for attempts in 0.. {
         let mut state = shared.lock();
         if state.released {
@@ -188,16 +183,20 @@ fn reclaim(shared: &WatchedLease, claim: &ReclaimRequest) -> Option<Arc<Connecti
         state.status = LeaseStatus::Broken { attempts };
         let (state, _) = shared
             .wake
-            .wait_timeout_while(state, wait, |state| !state.released)
+            .wait_timeout_while(state, retry.next_wait(), |state| !state.released)
             .unwrap_or_else(PoisonError::into_inner);
         let (released, returnable) = (state.released, Arc::clone(&state.returnable));
         drop(state);
         if released {
             return None;
         }
-        wait = LAST_RETRY.min(wait * 2);
-        match try_reclaim(claim, &returnable) {
-            Ok(connection) => {
+        let (answer, claimed) = match try_reclaim(claim, &returnable) {
+            Ok(connection) => (ClaimAnswer::Reclaimed, Ok(connection)),
+            Err(AttachModelError::Refused { reason, text }) => (ClaimAnswer::Refused(reason), Err(text)),
+            Err(error) => (ClaimAnswer::Nothing, Err(error.to_string())),
+        };
+        match (ClaimRetry::handle(answer), claimed) {
+            (ClaimStep::Held, Ok(connection)) => {
                 let connection = Arc::new(connection);
                 let mut state = shared.lock();
                 if state.released {
@@ -207,12 +206,11 @@ fn reclaim(shared: &WatchedLease, claim: &ReclaimRequest) -> Option<Arc<Connecti
                 state.connection = Arc::clone(&connection);
                 return Some(connection);
             }
-            Err(AttachModelError::Refused { reason, text }) if is_final(reason) => {
+            (ClaimStep::Lost(reason), Err(text)) => {
                 shared.lose(reason, text);
                 return None;
             }
-            // There is no server, or it is busy, shuts down or broke off: try again.
-            Err(_) => {}
+            _ => {}
         }
     }
     None
@@ -248,23 +246,4 @@ fn return_descriptors(connection: &Connection, returnable: &[OwnedFd]) -> Result
         }
     }
     Ok(())
-}
-
-/// Whether another attempt cannot succeed.
-fn is_final(reason: RefusalReason) -> bool {
-    match reason {
-        RefusalReason::Busy | RefusalReason::ShuttingDown | RefusalReason::Unspecified => false,
-        RefusalReason::Protocol
-        | RefusalReason::Layout
-        | RefusalReason::ManifestFormat
-        | RefusalReason::Device
-        | RefusalReason::UnknownModel
-        | RefusalReason::LoadFailed
-        | RefusalReason::Token
-        | RefusalReason::PeerUid
-        | RefusalReason::Ledger
-        | RefusalReason::UnknownLease
-        | RefusalReason::Violation
-        | RefusalReason::Quarantined => true,
-    }
 }

@@ -10,12 +10,14 @@
 //! fd_batches      many descriptors, one batch at a time
 //! manifest        a manifest as bytes, and back
 //! attach, lease   the worker's side: request a model, map it, hold the lease
+//! claim_retry     when a worker claims its lease again (pure)
 //! lease_record    what a successor of the weight-server reads about a lease
 //! pidfd           processes that cannot be confused with later ones
 //! ```
 
 pub mod attach;
 mod attach_error;
+pub mod claim_retry;
 pub mod event_loop;
 pub mod fd_batches;
 pub mod fd_passing;
