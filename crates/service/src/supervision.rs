@@ -34,11 +34,30 @@ use crate::{Notify, RunningClock, Shutdown};
 /// How long a child keeps working while it waits for a successor.
 pub const SUCCESSOR_WAIT: Duration = Duration::from_secs(10);
 /// How often a child without a supervisor offers itself.
-const OFFER_PERIOD: Duration = Duration::from_millis(100);
+pub const OFFER_PERIOD: Duration = Duration::from_millis(100);
 /// How long a successor may take to answer one offer.
 const ANSWER_WAIT: Duration = Duration::from_secs(1);
 /// A supervisor's answer to an offer that it accepts.
 pub const ADOPTED: u8 = b'a';
+
+/// The wait for a successor. A process that was stopped meanwhile still waits for its successor
+/// afterwards. A plain value.
+#[derive(Debug)]
+pub struct SuccessorWait {
+    clock: RunningClock,
+    deadline: Instant,
+}
+
+impl SuccessorWait {
+    pub fn new(now: Instant) -> Self {
+        Self { clock: RunningClock::new(now, 2 * ANSWER_WAIT), deadline: now + SUCCESSOR_WAIT }
+    }
+
+    /// Call it at least every 2 s: a longer gap counts as a pause.
+    pub fn is_over(&mut self, now: Instant) -> bool {
+        self.clock.advance(now) >= self.deadline
+    }
+}
 
 /// The supervisor of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,10 +165,8 @@ async fn wait_for_end_of_file(liveness: &mut UnixStream) {
 
 impl AdoptionOffer {
     async fn find_successor(&self) -> Option<UnixStream> {
-        // A process that was stopped meanwhile still waits for its successor afterwards.
-        let mut clock = RunningClock::new(Instant::now(), 2 * ANSWER_WAIT);
-        let deadline = Instant::now() + SUCCESSOR_WAIT;
-        while clock.advance(Instant::now()) < deadline {
+        let mut wait = SuccessorWait::new(Instant::now());
+        while !wait.is_over(Instant::now()) {
             if let Some(adopted) = self.offer_once().await {
                 return Some(adopted);
             }
