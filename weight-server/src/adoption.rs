@@ -7,7 +7,6 @@
 //! lease. Without its commit record, or with a descriptor that does not match it, a generation or
 //! lease is dropped. Adoption reads no model file.
 
-use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
@@ -19,6 +18,7 @@ use service::listen::InheritedFd;
 use crate::catalog::{GenerationContents, LoadKey};
 use crate::events::AdoptedGeneration;
 use crate::held_fds::{GenerationFds, GenerationFdsError, LeaseFds};
+use crate::stored_fds::{SortedFds, StoredFdName, StoredGeneration, StoredLease, sort_stored};
 
 #[derive(Debug, Default)]
 pub(crate) struct AdoptedState {
@@ -50,69 +50,13 @@ pub(crate) enum AdoptionNote {
     Unrecognized { name: String },
 }
 
-/// What a descriptor is, according to its name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum StoredFdName {
-    Allocation { generation: u64, index: usize },
-    Manifest { generation: u64 },
-    Retired { generation: u64 },
-    Pidfd { lease: u64 },
-    Record { lease: u64 },
-}
-
-impl StoredFdName {
-    fn parse(name: &str) -> Option<Self> {
-        let (owner, part) = name.split_once('.')?;
-        let number = |text: &str| text.parse::<u64>().ok().filter(|number| number.to_string() == text);
-        if let Some(generation) = owner.strip_prefix('g').and_then(number) {
-            return match part.strip_prefix('a').and_then(number) {
-                Some(index) => Some(Self::Allocation { generation, index: usize::try_from(index).ok()? }),
-                None if part == "manifest" => Some(Self::Manifest { generation }),
-                None => (part == "retired").then_some(Self::Retired { generation }),
-            };
-        }
-        let lease = owner.strip_prefix('l').and_then(number)?;
-        match part {
-            "pidfd" => Some(Self::Pidfd { lease }),
-            "record" => Some(Self::Record { lease }),
-            _ => None,
-        }
-    }
-}
-
-#[derive(Default)]
-struct InheritedGeneration {
-    manifest: Option<OwnedFd>,
-    retired: bool,
-    allocations: BTreeMap<usize, OwnedFd>,
-}
-
-#[derive(Default)]
-struct InheritedLease {
-    record: Option<OwnedFd>,
-    pidfd: Option<OwnedFd>,
-}
-
 /// Sorts and checks all descriptors. Those that it does not return are closed.
 pub(crate) fn adopt(inherited: Vec<InheritedFd>) -> AdoptedState {
-    let mut generations: BTreeMap<u64, InheritedGeneration> = BTreeMap::new();
-    let mut leases: BTreeMap<u64, InheritedLease> = BTreeMap::new();
+    let SortedFds { generations, leases, unrecognized } =
+        sort_stored(inherited.into_iter().map(|InheritedFd { name, fd }| (name, fd)));
     let mut adopted = AdoptedState::default();
-    for InheritedFd { name, fd } in inherited {
-        match StoredFdName::parse(&name) {
-            Some(StoredFdName::Allocation { generation, index }) => {
-                generations.entry(generation).or_default().allocations.insert(index, fd);
-            }
-            Some(StoredFdName::Manifest { generation }) => {
-                generations.entry(generation).or_default().manifest = Some(fd)
-            }
-            Some(StoredFdName::Retired { generation }) => {
-                generations.entry(generation).or_default().retired = true
-            }
-            Some(StoredFdName::Pidfd { lease }) => leases.entry(lease).or_default().pidfd = Some(fd),
-            Some(StoredFdName::Record { lease }) => leases.entry(lease).or_default().record = Some(fd),
-            None => adopted.reject_unrecognized(name),
-        }
+    for name in unrecognized {
+        adopted.reject_unrecognized(name);
     }
     for (generation, parts) in generations {
         adopted.add_generation(generation, parts);
@@ -129,33 +73,25 @@ impl AdoptedState {
         self.notes.push(AdoptionNote::Unrecognized { name });
     }
 
-    fn add_generation(&mut self, id: u64, parts: InheritedGeneration) {
-        let mut names: Vec<String> =
-            parts.allocations.keys().map(|index| format!("g{id}.a{index}")).collect();
-        names.extend(parts.retired.then(|| format!("g{id}.retired")));
-        let Some(manifest) = parts.manifest else {
-            // The predecessor died while it stored or removed this generation.
-            return names.into_iter().for_each(|name| self.reject_unrecognized(name));
-        };
-        match read_generation(id, manifest, parts.retired, parts.allocations) {
+    fn add_generation(&mut self, id: u64, parts: StoredGeneration<OwnedFd>) {
+        let names = parts.names(id);
+        match read_generation(id, parts) {
             Ok(generation) => self.generations.push(generation),
             Err(note) => {
                 self.notes.push(note);
-                self.names_to_remove.push(format!("g{id}.manifest"));
                 self.names_to_remove.extend(names);
             }
         }
     }
 
-    fn add_lease(&mut self, id: u64, parts: InheritedLease) {
+    fn add_lease(&mut self, id: u64, parts: StoredLease<OwnedFd>) {
         let had_pidfd = parts.pidfd.is_some();
-        let Some(record) = parts.record else { return self.reject_unrecognized(format!("l{id}.pidfd")) };
-        match self.read_lease(id, record, parts.pidfd) {
+        match self.read_lease(id, parts.record, parts.pidfd) {
             Ok(lease) => self.leases.push(lease),
             Err(note) => {
                 self.notes.push(note);
-                self.names_to_remove.push(format!("l{id}.record"));
-                self.names_to_remove.extend(had_pidfd.then(|| format!("l{id}.pidfd")));
+                self.names_to_remove.push(StoredFdName::Record { lease: id }.to_string());
+                self.names_to_remove.extend(had_pidfd.then(|| StoredFdName::Pidfd { lease: id }.to_string()));
             }
         }
     }
@@ -182,17 +118,11 @@ impl AdoptedState {
 
 fn read_generation(
     id: u64,
-    manifest: OwnedFd,
-    retired: bool,
-    allocations: BTreeMap<usize, OwnedFd>,
+    parts: StoredGeneration<OwnedFd>,
 ) -> Result<(AdoptedGeneration, Arc<GenerationFds>), AdoptionNote> {
-    let mut fds = vec![manifest];
-    for (expected, (index, fd)) in allocations.into_iter().enumerate() {
-        if index != expected {
-            return Err(AdoptionNote::MissingAllocation { generation: id, index: expected });
-        }
-        fds.push(fd);
-    }
+    let retired = parts.is_retired;
+    let missing = |index| AdoptionNote::MissingAllocation { generation: id, index };
+    let fds = parts.into_ordered().map_err(missing)?;
     let (generation, fds) =
         read_returned(fds).map_err(|source| AdoptionNote::Generation { generation: id, source })?;
     if generation.id != id {

@@ -43,6 +43,6 @@ fn open(pid: i32) -> Option<(WorkerProcess, OwnedFd)> {
 
 /// Where an incarnation starts to number generations and leases. One that has lost its history
 /// leaves the numbers alone that workers may still claim.
-pub(crate) fn first_id(knows_history: bool) -> u64 {
-    if knows_history { 1 } else { ID_STEP * u64::from(1 + std::process::id() % ID_STEP as u32) }
+pub fn first_id(knows_history: bool, pid: u32) -> u64 {
+    if knows_history { 1 } else { ID_STEP * u64::from(1 + pid % ID_STEP as u32) }
 }

@@ -24,21 +24,21 @@ use crate::waiters::Waiter;
 
 /// Identifies a load. Requests with the same key share one load.
 #[derive(Debug, Clone)]
-pub(crate) struct LoadKey {
-    pub(crate) files: Vec<FileIdentity>,
-    pub(crate) device: String,
-    pub(crate) layout: u32,
+pub struct LoadKey {
+    pub files: Vec<FileIdentity>,
+    pub device: String,
+    pub layout: u32,
     /// Every tensor has an allocation of its own.
-    pub(crate) one_per_tensor: bool,
+    pub one_per_tensor: bool,
 }
 
 impl LoadKey {
-    pub(crate) fn is_same(&self, other: &Self) -> bool {
+    pub fn is_same(&self, other: &Self) -> bool {
         self.has_same_source(other) && self.one_per_tensor == other.one_per_tensor
     }
 
     /// The same bytes in the same layout on the same device, in whatever allocations.
-    pub(crate) fn has_same_source(&self, other: &Self) -> bool {
+    pub fn has_same_source(&self, other: &Self) -> bool {
         self.device == other.device
             && self.layout == other.layout
             && self.files.len() == other.files.len()
@@ -47,7 +47,7 @@ impl LoadKey {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum GenerationPhase {
+pub enum GenerationPhase {
     /// Another load on the same device comes first.
     Queued,
     /// The loader checks the headers of the model files.
@@ -63,26 +63,26 @@ pub(crate) enum GenerationPhase {
 
 /// Sizes and digest of a generation, from the loader's plan or from an adopted manifest.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct GenerationContents {
-    pub(crate) digest: Option<Digest>,
-    pub(crate) tensor_bytes: u64,
-    pub(crate) allocation_bytes: u64,
-    pub(crate) manifest_bytes: u64,
+pub struct GenerationContents {
+    pub digest: Option<Digest>,
+    pub tensor_bytes: u64,
+    pub allocation_bytes: u64,
+    pub manifest_bytes: u64,
     /// Tells two loads of one model apart.
-    pub(crate) manifest_inode: u64,
-    pub(crate) allocations: u32,
-    pub(crate) tensors: u32,
+    pub manifest_inode: u64,
+    pub allocations: u32,
+    pub tensors: u32,
     /// When the load ended.
-    pub(crate) created_unix_seconds: u64,
+    pub created_unix_seconds: u64,
     /// Device memory that the load takes beside the allocations, until it is done.
-    pub(crate) staging_bytes: u64,
+    pub staging_bytes: u64,
     /// Host memory that the load takes. On the host, and on boards that share its memory, it
     /// includes the allocations.
-    pub(crate) host_bytes: u64,
+    pub host_bytes: u64,
 }
 
 impl GenerationContents {
-    pub(crate) fn from_manifest(manifest: &Manifest, memfd: &SealedMemfd) -> Self {
+    pub fn from_manifest(manifest: &Manifest, memfd: &SealedMemfd) -> Self {
         Self {
             digest: Some(manifest.digest),
             tensor_bytes: manifest.tensor_bytes(),
@@ -99,7 +99,7 @@ impl GenerationContents {
 
     /// What the generation reserves: its device's memory, and one descriptor for each allocation
     /// and for the manifest. The manifest is in host memory on every device.
-    pub(crate) fn reservation(&self, device: &str) -> LedgerReservation {
+    pub fn reservation(&self, device: &str) -> LedgerReservation {
         let manifest = if device == HOST_DEVICE { self.manifest_bytes } else { 0 };
         let bytes = self.allocation_bytes.saturating_add(manifest).saturating_add(self.staging_bytes);
         LedgerReservation { device: device.to_owned(), bytes, fds: u64::from(self.allocations) + 1 }
@@ -108,7 +108,7 @@ impl GenerationContents {
 
 /// Whether the bytes in memory are known to be those that were loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum GenerationIntegrity {
+pub enum GenerationIntegrity {
     /// This weight-server's loader computed the checksums, or the kernel's seals protect the bytes.
     Loaded,
     /// Returned by a worker, or adopted on a GPU, where a process that had it mapped could have
@@ -121,45 +121,45 @@ pub(crate) enum GenerationIntegrity {
 
 /// The state of checking a generation's bytes on a GPU.
 #[derive(Debug, Default)]
-pub(crate) struct VerificationState {
-    pub(crate) running: bool,
+pub struct VerificationState {
+    pub running: bool,
     /// Admin calls that wait for the result.
-    pub(crate) calls: Vec<CallId>,
+    pub calls: Vec<CallId>,
     /// A check that failed is not repeated before this time.
-    pub(crate) not_before: Duration,
+    pub not_before: Duration,
 }
 
 #[derive(Debug)]
-pub(crate) struct Generation {
-    pub(crate) id: u64,
-    pub(crate) model: String,
-    pub(crate) key: LoadKey,
-    pub(crate) phase: GenerationPhase,
-    pub(crate) contents: GenerationContents,
-    pub(crate) done_bytes: u64,
-    pub(crate) requested_at: Duration,
+pub struct Generation {
+    pub id: u64,
+    pub model: String,
+    pub key: LoadKey,
+    pub phase: GenerationPhase,
+    pub contents: GenerationContents,
+    pub done_bytes: u64,
+    pub requested_at: Duration,
     /// When the loader last made progress. A load without progress is stopped.
-    pub(crate) progressed_at: Duration,
-    pub(crate) waiters: Vec<Waiter>,
-    pub(crate) adopted: bool,
-    pub(crate) integrity: GenerationIntegrity,
-    pub(crate) verification: VerificationState,
+    pub progressed_at: Duration,
+    pub waiters: Vec<Waiter>,
+    pub adopted: bool,
+    pub integrity: GenerationIntegrity,
+    pub verification: VerificationState,
     /// The generation is quarantined, and its model must be loaded again.
-    pub(crate) reload: bool,
+    pub reload: bool,
 }
 
 impl Generation {
-    pub(crate) fn path(&self) -> PathBuf {
+    pub fn path(&self) -> PathBuf {
         self.key.files.first().map(|file| file.path.clone()).unwrap_or_default()
     }
 
     /// A device has one loader at a time, and this generation's loader is it.
-    pub(crate) fn occupies_loader(&self) -> bool {
+    pub fn occupies_loader(&self) -> bool {
         matches!(self.phase, GenerationPhase::Starting | GenerationPhase::Loading)
     }
 
     /// The generation is on its way to Ready.
-    pub(crate) fn is_pending(&self) -> bool {
+    pub fn is_pending(&self) -> bool {
         matches!(
             self.phase,
             GenerationPhase::Queued
@@ -170,7 +170,7 @@ impl Generation {
     }
 
     /// Memory that is reserved but not yet taken from the host.
-    pub(crate) fn outstanding_bytes(&self, reserved: u64) -> u64 {
+    pub fn outstanding_bytes(&self, reserved: u64) -> u64 {
         match self.phase {
             GenerationPhase::Storing | GenerationPhase::Ready | GenerationPhase::Retiring => 0,
             GenerationPhase::Queued | GenerationPhase::Starting | GenerationPhase::Loading

@@ -29,6 +29,7 @@ use crate::messages::{ConnectionCommand, InputSender, LoadCall, LoopInput};
 use crate::refusal::{UnloadRefusal, VerifyFailure};
 use crate::state::WeightServerState;
 use crate::status::{CatalogChange, StatusSnapshot};
+use crate::stored_fds::StoredFdName;
 use crate::system_limits::available_bytes;
 use crate::verifier_child::{self, VerifierHandle};
 use crate::waiters::WaiterId;
@@ -266,9 +267,9 @@ impl WeightServerLoop {
             WeightServerAction::MarkRetired { generation } => {
                 self.fd_store.send(FdStoreRequest::MarkRetired { generation })
             }
-            WeightServerAction::UnmarkRetired { generation } => {
-                self.fd_store.send(FdStoreRequest::Remove { name: format!("g{generation}.retired") })
-            }
+            WeightServerAction::UnmarkRetired { generation } => self
+                .fd_store
+                .send(FdStoreRequest::Remove { name: StoredFdName::Retired { generation }.to_string() }),
             WeightServerAction::RemoveGeneration { generation } => {
                 if let Some(fds) = self.generations.remove(&generation) {
                     let allocations = fds.allocations().len();

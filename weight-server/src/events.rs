@@ -15,16 +15,16 @@ use crate::refusal::{AttachRefusal, LoadFailure, UnloadRefusal, VerifyFailure};
 use crate::waiters::{AttachParams, LeaseClaim, LoadProgress, WaiterId};
 
 #[derive(Debug)]
-pub(crate) struct LoadParams {
-    pub(crate) model: String,
-    pub(crate) path: PathBuf,
-    pub(crate) device: String,
+pub struct LoadParams {
+    pub model: String,
+    pub path: PathBuf,
+    pub device: String,
     /// The files that are at the path now, or why they cannot be opened.
-    pub(crate) key: Result<LoadKey, LoadFailure>,
+    pub key: Result<LoadKey, LoadFailure>,
 }
 
 #[derive(Debug)]
-pub(crate) enum WeightServerEvent {
+pub enum WeightServerEvent {
     LoadRequested {
         call: CallId,
         params: LoadParams,
@@ -110,7 +110,7 @@ pub(crate) enum WeightServerEvent {
 }
 
 #[derive(Debug, PartialEq)]
-pub(crate) enum WeightServerAction {
+pub enum WeightServerAction {
     StartLoader {
         generation: u64,
     },
@@ -199,31 +199,31 @@ pub(crate) enum WeightServerAction {
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct LoadOutcome {
-    pub(crate) generation: u64,
-    pub(crate) read_from_file: bool,
-    pub(crate) elapsed: Duration,
+pub struct LoadOutcome {
+    pub generation: u64,
+    pub read_from_file: bool,
+    pub elapsed: Duration,
 }
 
 /// The result of a verifier.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct VerifyReport {
+pub struct VerifyReport {
     /// Names of the first damaged tensors.
-    pub(crate) damaged: Vec<String>,
-    pub(crate) damaged_count: u32,
-    pub(crate) checked_bytes: u64,
-    pub(crate) took: Duration,
+    pub damaged: Vec<String>,
+    pub damaged_count: u32,
+    pub checked_bytes: u64,
+    pub took: Duration,
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct VerifyOutcome {
-    pub(crate) generation: u64,
-    pub(crate) report: VerifyReport,
+pub struct VerifyOutcome {
+    pub generation: u64,
+    pub report: VerifyReport,
 }
 
 /// A change that clients of WatchEvents see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ChangeNotice {
+pub enum ChangeNotice {
     Generation(u64),
     GenerationRemoved(u64),
     Lease(u64),
@@ -232,11 +232,11 @@ pub(crate) enum ChangeNotice {
 
 /// A generation that was found in the FD store.
 #[derive(Debug)]
-pub(crate) struct AdoptedGeneration {
-    pub(crate) id: u64,
-    pub(crate) model: String,
-    pub(crate) key: LoadKey,
-    pub(crate) contents: GenerationContents,
+pub struct AdoptedGeneration {
+    pub id: u64,
+    pub model: String,
+    pub key: LoadKey,
+    pub contents: GenerationContents,
     /// The model had been unloaded or replaced before.
-    pub(crate) retired: bool,
+    pub retired: bool,
 }

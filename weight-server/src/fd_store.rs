@@ -3,16 +3,9 @@
 //! The client of the FD store: keeps copies of this process's descriptors in its parent (the
 //! supervisor or systemd), so that they outlive the process.
 //!
-//! One thread sends all requests in order, because sd_notify calls may block. Names of stored
-//! descriptors:
+//! One thread sends all requests in order, because sd_notify calls may block. `stored_fds` has the
+//! names and the order of the descriptors.
 //!
-//! ```text
-//! g<generation>.a<index>    an allocation
-//! g<generation>.manifest    the commit record of a generation: stored last, removed first
-//! g<generation>.retired     an empty memfd: the model was unloaded or replaced while in use
-//! l<lease>.pidfd            the worker's process
-//! l<lease>.record           the commit record of a lease: stored last, removed first
-//! ```
 //! If the FD store fails, the weight-server reports that and continues. The weights then do not
 //! survive its death.
 
@@ -29,6 +22,10 @@ use service::notify::NotifyError;
 use crate::events::WeightServerEvent;
 use crate::held_fds::{GenerationFds, LeaseFds};
 use crate::messages::{InputSender, LoopInput};
+use crate::stored_fds::{
+    StoredFdName, names_to_remove_generation, names_to_remove_lease, names_to_store_generation,
+    names_to_store_lease,
+};
 
 /// The parent processes a thousand descriptors in about a second.
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -148,10 +145,9 @@ impl FdStoreWriter {
                 self.inputs.send_blocking(LoopInput::Event(WeightServerEvent::LeaseStored { lease }));
             }
             FdStoreRequest::RemoveLease { lease } => {
-                let forgotten = self
-                    .notify
-                    .fdstore_remove(&format!("l{lease}.record"))
-                    .and_then(|()| self.notify.fdstore_remove(&format!("l{lease}.pidfd")));
+                let forgotten = names_to_remove_lease(lease)
+                    .into_iter()
+                    .try_for_each(|name| self.notify.fdstore_remove(&name.to_string()));
                 self.record_result("remove a lease", forgotten);
             }
             FdStoreRequest::Remove { name } => {
@@ -179,30 +175,29 @@ impl FdStoreWriter {
     }
 
     fn store_generation(&self, generation: u64, fds: &GenerationFds) -> Result<(), NotifyError> {
-        for (index, allocation) in fds.allocations().iter().enumerate() {
-            self.notify.fdstore(&format!("g{generation}.a{index}"), &[allocation.as_fd()])?;
+        let stored = fds.allocations().iter().map(AsFd::as_fd).chain([fds.manifest().as_fd()]);
+        for (name, fd) in names_to_store_generation(generation, fds.allocations().len()).zip(stored) {
+            self.notify.fdstore(&name.to_string(), &[fd])?;
         }
-        self.notify.fdstore(&format!("g{generation}.manifest"), &[fds.manifest().as_fd()])?;
         self.notify.barrier(BARRIER_TIMEOUT)
     }
 
     fn mark_retired(&self, generation: u64) -> Result<(), FdStoreError> {
         let mark = SealedMemfd::from_bytes("ballast-retired", &[])?;
-        Ok(self.notify.fdstore(&format!("g{generation}.retired"), &[mark.as_fd()])?)
+        Ok(self.notify.fdstore(&StoredFdName::Retired { generation }.to_string(), &[mark.as_fd()])?)
     }
 
     fn remove_generation(&self, generation: u64, allocations: usize) -> Result<(), NotifyError> {
-        self.notify.fdstore_remove(&format!("g{generation}.manifest"))?;
-        self.notify.fdstore_remove(&format!("g{generation}.retired"))?;
-        for index in 0..allocations {
-            self.notify.fdstore_remove(&format!("g{generation}.a{index}"))?;
-        }
-        Ok(())
+        names_to_remove_generation(generation, allocations)
+            .try_for_each(|name| self.notify.fdstore_remove(&name.to_string()))
     }
 
     fn store_lease(&self, lease: u64, fds: &LeaseFds) -> Result<(), NotifyError> {
-        self.notify.fdstore(&format!("l{lease}.pidfd"), &[fds.pidfd.as_fd()])?;
-        self.notify.fdstore(&format!("l{lease}.record"), &[fds.record()])
+        let stored = [fds.pidfd.as_fd(), fds.record()];
+        for (name, fd) in names_to_store_lease(lease).into_iter().zip(stored) {
+            self.notify.fdstore(&name.to_string(), &[fd])?;
+        }
+        Ok(())
     }
 
     fn record_result(&self, what: &'static str, result: Result<(), impl Into<FdStoreError>>) {

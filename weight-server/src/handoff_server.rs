@@ -360,7 +360,7 @@ impl From<wire::Attach> for AttachParams {
 }
 
 impl AttachRefusal {
-    fn reason(&self) -> wire::RefusalReason {
+    pub fn reason(&self) -> wire::RefusalReason {
         use wire::RefusalReason as Reason;
         match self {
             Self::Protocol { .. } => Reason::Protocol,

@@ -32,15 +32,15 @@ use crate::tokens::TokenDigest;
 
 /// The process at the other end of a connection, as the kernel identifies it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct WorkerProcess {
-    pub(crate) pid: i32,
-    pub(crate) uid: u32,
+pub struct WorkerProcess {
+    pub pid: i32,
+    pub uid: u32,
     /// The start time distinguishes the process from a later one with the same id; 0 if unknown.
-    pub(crate) start_ticks: u64,
+    pub start_ticks: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LeasePhase {
+pub enum LeasePhase {
     Restoring { connection: ConnectionId },
     Storing { connection: ConnectionId },
     Granting { connection: ConnectionId },
@@ -50,21 +50,21 @@ pub(crate) enum LeasePhase {
 }
 
 #[derive(Debug)]
-pub(crate) struct LeaseEntry {
-    pub(crate) id: u64,
-    pub(crate) generation: u64,
-    pub(crate) worker: WorkerProcess,
-    pub(crate) device: String,
-    pub(crate) kv_bytes: u64,
-    pub(crate) workspace_bytes: u64,
-    pub(crate) token: Option<(String, TokenDigest)>,
-    pub(crate) phase: LeasePhase,
+pub struct LeaseEntry {
+    pub id: u64,
+    pub generation: u64,
+    pub worker: WorkerProcess,
+    pub device: String,
+    pub kv_bytes: u64,
+    pub workspace_bytes: u64,
+    pub token: Option<(String, TokenDigest)>,
+    pub phase: LeasePhase,
     /// The lease was adopted, and its worker has not reclaimed it yet.
-    pub(crate) awaiting_reclaim: bool,
+    pub awaiting_reclaim: bool,
 }
 
 impl LeaseEntry {
-    pub(crate) fn connection(&self) -> Option<ConnectionId> {
+    pub fn connection(&self) -> Option<ConnectionId> {
         match self.phase {
             LeasePhase::Restoring { connection }
             | LeasePhase::Storing { connection }
@@ -75,7 +75,7 @@ impl LeaseEntry {
     }
 
     /// KV cache and workspace of the worker, and this process's descriptors for the lease.
-    pub(crate) fn reservation(&self) -> LedgerReservation {
+    pub fn reservation(&self) -> LedgerReservation {
         /// The connection, the record and the worker's pidfd.
         const FDS: u64 = 3;
         LedgerReservation {
@@ -85,7 +85,7 @@ impl LeaseEntry {
         }
     }
 
-    pub(crate) fn record(&self) -> LeaseRecord {
+    pub fn record(&self) -> LeaseRecord {
         LeaseRecord {
             lease: self.id,
             generation: self.generation,
@@ -100,7 +100,7 @@ impl LeaseEntry {
         }
     }
 
-    pub(crate) fn adopted(record: LeaseRecord, now: Duration) -> Self {
+    pub fn adopted(record: LeaseRecord, now: Duration) -> Self {
         Self {
             id: record.lease,
             generation: record.generation,
@@ -115,7 +115,7 @@ impl LeaseEntry {
     }
 
     /// Whether a reclaim comes from the process to which the lease was granted.
-    pub(crate) fn is_held_by(&self, peer: &WorkerProcess, token: &TokenDigest) -> bool {
+    pub fn is_held_by(&self, peer: &WorkerProcess, token: &TokenDigest) -> bool {
         let same_process = self.worker.pid == peer.pid
             && self.worker.uid == peer.uid
             && (self.worker.start_ticks == peer.start_ticks || self.worker.start_ticks == 0);
@@ -124,48 +124,48 @@ impl LeaseEntry {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct LeaseTable {
+pub struct LeaseTable {
     leases: BTreeMap<u64, LeaseEntry>,
 }
 
 impl LeaseTable {
-    pub(crate) fn insert(&mut self, lease: LeaseEntry) {
+    pub fn insert(&mut self, lease: LeaseEntry) {
         self.leases.insert(lease.id, lease);
     }
 
-    pub(crate) fn get(&self, id: u64) -> Option<&LeaseEntry> {
+    pub fn get(&self, id: u64) -> Option<&LeaseEntry> {
         self.leases.get(&id)
     }
 
-    pub(crate) fn get_mut(&mut self, id: u64) -> Option<&mut LeaseEntry> {
+    pub fn get_mut(&mut self, id: u64) -> Option<&mut LeaseEntry> {
         self.leases.get_mut(&id)
     }
 
-    pub(crate) fn remove(&mut self, id: u64) -> Option<LeaseEntry> {
+    pub fn remove(&mut self, id: u64) -> Option<LeaseEntry> {
         self.leases.remove(&id)
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &LeaseEntry> {
+    pub fn iter(&self) -> impl Iterator<Item = &LeaseEntry> {
         self.leases.values()
     }
 
-    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut LeaseEntry> {
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut LeaseEntry> {
         self.leases.values_mut()
     }
 
-    pub(crate) fn find_by_connection(&self, connection: ConnectionId) -> Option<&LeaseEntry> {
+    pub fn find_by_connection(&self, connection: ConnectionId) -> Option<&LeaseEntry> {
         self.iter().find(|lease| lease.connection() == Some(connection))
     }
 
-    pub(crate) fn count_of_generation(&self, generation: u64) -> usize {
+    pub fn count_of_generation(&self, generation: u64) -> usize {
         self.iter().filter(|lease| lease.generation == generation).count()
     }
 
-    pub(crate) fn count_of_process(&self, worker: &WorkerProcess) -> usize {
+    pub fn count_of_process(&self, worker: &WorkerProcess) -> usize {
         self.iter().filter(|lease| lease.worker == *worker).count()
     }
 
-    pub(crate) fn awaiting_reclaim(&self) -> usize {
+    pub fn awaiting_reclaim(&self) -> usize {
         self.iter().filter(|lease| lease.awaiting_reclaim).count()
     }
 

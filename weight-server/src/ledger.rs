@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use service::ByteSize;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum ReservationKey {
+pub enum ReservationKey {
     /// A load that is queued or runs, by generation.
     Loading(u64),
     /// A resident generation.
@@ -24,14 +24,14 @@ pub(crate) enum ReservationKey {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct LedgerReservation {
-    pub(crate) device: String,
-    pub(crate) bytes: u64,
-    pub(crate) fds: u64,
+pub struct LedgerReservation {
+    pub device: String,
+    pub bytes: u64,
+    pub fds: u64,
 }
 
 #[derive(Debug)]
-pub(crate) struct Ledger {
+pub struct Ledger {
     devices: BTreeMap<String, u64>,
     fds: u64,
     reservations: BTreeMap<ReservationKey, LedgerReservation>,
@@ -39,7 +39,7 @@ pub(crate) struct Ledger {
 
 /// Why a reservation was refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum ReservationError {
+pub enum ReservationError {
     #[error("there is no device {device}: {known}")]
     UnknownDevice { device: String, known: String },
     #[error(
@@ -55,12 +55,12 @@ pub(crate) enum ReservationError {
 }
 
 impl Ledger {
-    pub(crate) fn new(devices: BTreeMap<String, u64>, fds: u64) -> Self {
+    pub fn new(devices: BTreeMap<String, u64>, fds: u64) -> Self {
         Self { devices, fds, reservations: BTreeMap::new() }
     }
 
     /// Adds a reservation or changes an existing one. A refusal changes nothing.
-    pub(crate) fn reserve(
+    pub fn reserve(
         &mut self,
         key: ReservationKey,
         reservation: LedgerReservation,
@@ -99,39 +99,39 @@ impl Ledger {
     }
 
     /// Adds a reservation for memory that is in use already, whatever the capacity is.
-    pub(crate) fn reserve_unchecked(&mut self, key: ReservationKey, reservation: LedgerReservation) {
+    pub fn reserve_unchecked(&mut self, key: ReservationKey, reservation: LedgerReservation) {
         self.reservations.insert(key, reservation);
     }
 
     /// Raises a capacity that was measured while this much memory was in use already.
-    pub(crate) fn raise_capacity(&mut self, device: &str, bytes: u64) {
+    pub fn raise_capacity(&mut self, device: &str, bytes: u64) {
         if let Some(capacity) = self.devices.get_mut(device) {
             *capacity = capacity.saturating_add(bytes);
         }
     }
 
-    pub(crate) fn free_fds(&self) -> u64 {
+    pub fn free_fds(&self) -> u64 {
         let reserved = self.reservations.values().map(|reservation| reservation.fds);
         self.fds.saturating_sub(reserved.fold(0, u64::saturating_add))
     }
 
     /// Turns the reservation of a load into that of a resident generation.
-    pub(crate) fn commit_load(&mut self, generation: u64) {
+    pub fn commit_load(&mut self, generation: u64) {
         if let Some(reservation) = self.reservations.remove(&ReservationKey::Loading(generation)) {
             self.reservations.insert(ReservationKey::Weights(generation), reservation);
         }
     }
 
-    pub(crate) fn release(&mut self, key: ReservationKey) {
+    pub fn release(&mut self, key: ReservationKey) {
         self.reservations.remove(&key);
     }
 
-    pub(crate) fn reservations(&self) -> impl Iterator<Item = (ReservationKey, &LedgerReservation)> {
+    pub fn reservations(&self) -> impl Iterator<Item = (ReservationKey, &LedgerReservation)> {
         self.reservations.iter().map(|(key, reservation)| (*key, reservation))
     }
 
     /// Capacity and reserved bytes of each device.
-    pub(crate) fn devices(&self) -> impl Iterator<Item = (&str, u64, u64)> {
+    pub fn devices(&self) -> impl Iterator<Item = (&str, u64, u64)> {
         self.devices.iter().map(|(device, capacity)| {
             let reservations = self.reservations.values().filter(|reservation| reservation.device == *device);
             let bytes = reservations.map(|reservation| reservation.bytes);
@@ -139,7 +139,7 @@ impl Ledger {
         })
     }
 
-    pub(crate) fn capacity_fds(&self) -> u64 {
+    pub fn capacity_fds(&self) -> u64 {
         self.fds
     }
 }

@@ -19,30 +19,31 @@
 #![forbid(unsafe_code)]
 
 mod adoption;
-mod awaited_workers;
-mod catalog;
+pub mod awaited_workers;
+pub mod catalog;
 mod config;
 mod event_loop;
-mod events;
+pub mod events;
 mod fd_store;
 mod grpc;
 mod handoff_server;
 mod held_fds;
-mod ids;
-mod lease_table;
-mod ledger;
+pub mod ids;
+pub mod lease_table;
+pub mod ledger;
 pub mod loader;
 mod loader_child;
 mod messages;
 mod model_files;
-mod refusal;
-mod state;
+pub mod refusal;
+pub mod state;
 mod status;
+pub mod stored_fds;
 mod system_limits;
 mod text_check_child;
-mod tokens;
+pub mod tokens;
 mod verifier_child;
-mod waiters;
+pub mod waiters;
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -253,7 +254,7 @@ fn driver(
     let has_lost_generation = names_to_remove.iter().any(|name| name.starts_with('g'));
     let knows_history = !has_lost_generation && awaited.is_empty();
     let inherited = InheritedState {
-        first_id: awaited_workers::first_id(knows_history),
+        first_id: awaited_workers::first_id(knows_history, std::process::id()),
         generations: generations.into_iter().map(|(generation, _)| generation).collect(),
         leases: leases.into_iter().map(|(record, _)| record).collect(),
         awaited: awaited.iter().map(|(worker, _)| *worker).collect(),

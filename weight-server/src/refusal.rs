@@ -11,7 +11,7 @@ use crate::ledger::ReservationError;
 
 /// What a loader reports; the text is the loader's own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LoaderErrorKind {
+pub enum LoaderErrorKind {
     File,
     ModelRefused,
     FileChanged,
@@ -23,7 +23,7 @@ pub(crate) enum LoaderErrorKind {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum LoadFailure {
+pub enum LoadFailure {
     #[error("{text}")]
     Loader { kind: LoaderErrorKind, text: String },
     #[error("the loader was lost: {how}; nothing of the model is left in memory")]
@@ -52,7 +52,7 @@ pub(crate) enum LoadFailure {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum AttachRefusal {
+pub enum AttachRefusal {
     #[error(
         "hand-off protocol {found} is not supported, {PROTOCOL_VERSION} is: use the weight-server's own executable"
     )]
@@ -98,7 +98,7 @@ pub(crate) enum AttachRefusal {
 
 /// Why a generation was not verified.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum VerifyFailure {
+pub enum VerifyFailure {
     #[error("model {model:?} is not loaded on a GPU{}; loaded are: {known}", of_device(.device))]
     UnknownModel { model: String, device: String, known: String },
     #[error("{text}")]
@@ -118,7 +118,7 @@ fn of_device(device: &str) -> String {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum UnloadRefusal {
+pub enum UnloadRefusal {
     #[error("model {model:?} is not loaded; loaded are: {known}")]
     UnknownModel { model: String, known: String },
     #[error(

@@ -55,48 +55,48 @@ use crate::state::returning::GenerationReturns;
 use crate::tokens::{TokenDigest, TokenError, TokenRegistry};
 
 /// A disk that delivers nothing for this long is unlikely to recover.
-pub(crate) const PROGRESS_TIMEOUT: Duration = Duration::from_secs(30);
+pub const PROGRESS_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long a lease waits for its worker after the connection ended, before it counts as orphaned.
 /// Workers retry every second.
-pub(crate) const RECLAIM_TIMEOUT: Duration = Duration::from_secs(30);
+pub const RECLAIM_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Loads that run or wait. Each is a model of gigabytes.
-pub(crate) const MAX_PENDING_LOADS: usize = 64;
+pub const MAX_PENDING_LOADS: usize = 64;
 
 /// Leases and waiting attaches; above any fleet on one machine.
-pub(crate) const MAX_CLIENTS: usize = 4096;
+pub const MAX_CLIENTS: usize = 4096;
 
 /// A worker holds one lease per model that it uses (target, draft, adapters).
-pub(crate) const MAX_LEASES_PER_PROCESS: usize = 64;
+pub const MAX_LEASES_PER_PROCESS: usize = 64;
 
 /// Limits that do not change while the process lives.
 #[derive(Debug)]
-pub(crate) struct WeightServerLimits {
-    pub(crate) device_bytes: BTreeMap<String, u64>,
-    pub(crate) fds: u64,
-    pub(crate) uids: BTreeSet<u32>,
+pub struct WeightServerLimits {
+    pub device_bytes: BTreeMap<String, u64>,
+    pub fds: u64,
+    pub uids: BTreeSet<u32>,
     /// The host's capacity is the memory that was available at the start. What is returned later
     /// was in use then.
-    pub(crate) host_capacity_is_measured: bool,
+    pub host_capacity_is_measured: bool,
     /// A supervisor runs, which registers the token of every worker.
-    pub(crate) tokens_required: bool,
+    pub tokens_required: bool,
 }
 
 /// What is left of earlier incarnations.
 #[derive(Debug, Default)]
-pub(crate) struct InheritedState {
-    pub(crate) generations: Vec<AdoptedGeneration>,
-    pub(crate) leases: Vec<LeaseRecord>,
+pub struct InheritedState {
+    pub generations: Vec<AdoptedGeneration>,
+    pub leases: Vec<LeaseRecord>,
     /// Living workers without a lease here, which may hold generations of an incarnation whose
     /// descriptors were lost.
-    pub(crate) awaited: Vec<WorkerProcess>,
+    pub awaited: Vec<WorkerProcess>,
     /// The first number of new generations and leases, above those that awaited workers may name.
-    pub(crate) first_id: u64,
+    pub first_id: u64,
 }
 
 #[derive(Debug)]
-pub(crate) struct WeightServerState {
+pub struct WeightServerState {
     generations: BTreeMap<u64, Generation>,
     leases: LeaseTable,
     ledger: Ledger,
@@ -114,7 +114,7 @@ pub(crate) struct WeightServerState {
 
 impl WeightServerState {
     /// Starts with what was inherited. Actions that follow from it come with the first event.
-    pub(crate) fn new(limits: WeightServerLimits, inherited: InheritedState, now: Duration) -> Self {
+    pub fn new(limits: WeightServerLimits, inherited: InheritedState, now: Duration) -> Self {
         let InheritedState { generations, leases, awaited, first_id } = inherited;
         let mut state = Self {
             generations: BTreeMap::new(),
@@ -206,44 +206,44 @@ impl WeightServerState {
         }
     }
 
-    pub(crate) fn allow_token(&mut self, name: String, digest: TokenDigest) -> Result<(), TokenError> {
+    pub fn allow_token(&mut self, name: String, digest: TokenDigest) -> Result<(), TokenError> {
         self.tokens.allow(name, digest)
     }
 
-    pub(crate) fn forget_token(&mut self, name: &str) {
+    pub fn forget_token(&mut self, name: &str) {
         self.tokens.forget(name);
     }
 
-    pub(crate) fn generations(&self) -> impl Iterator<Item = &Generation> {
+    pub fn generations(&self) -> impl Iterator<Item = &Generation> {
         self.generations.values()
     }
 
-    pub(crate) fn generation(&self, id: u64) -> Option<&Generation> {
+    pub fn generation(&self, id: u64) -> Option<&Generation> {
         self.generations.get(&id)
     }
 
-    pub(crate) fn leases(&self) -> impl Iterator<Item = &LeaseEntry> {
+    pub fn leases(&self) -> impl Iterator<Item = &LeaseEntry> {
         self.leases.iter()
     }
 
-    pub(crate) fn lease(&self, id: u64) -> Option<&LeaseEntry> {
+    pub fn lease(&self, id: u64) -> Option<&LeaseEntry> {
         self.leases.get(id)
     }
 
-    pub(crate) fn ledger(&self) -> &Ledger {
+    pub fn ledger(&self) -> &Ledger {
         &self.ledger
     }
 
-    pub(crate) fn registered_tokens(&self) -> usize {
+    pub fn registered_tokens(&self) -> usize {
         self.tokens.len()
     }
 
-    pub(crate) fn tokens_required(&self) -> bool {
+    pub fn tokens_required(&self) -> bool {
         self.tokens.required()
     }
 
     /// Applies one event. Returns the actions in the order in which they must be executed.
-    pub(crate) fn handle(&mut self, event: WeightServerEvent, now: Duration) -> Vec<WeightServerAction> {
+    pub fn handle(&mut self, event: WeightServerEvent, now: Duration) -> Vec<WeightServerAction> {
         self.now = now;
         match event {
             WeightServerEvent::LoadRequested { call, params, available_bytes } => {

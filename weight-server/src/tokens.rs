@@ -8,16 +8,16 @@
 
 use std::collections::BTreeMap;
 
-pub(crate) type TokenDigest = [u8; 32];
+pub type TokenDigest = [u8; 32];
 
 /// One per worker name; above any fleet.
-pub(crate) const MAX_TOKENS: usize = 4096;
+pub const MAX_TOKENS: usize = 4096;
 
 /// A shorter token could be guessed, a longer one is not a token.
-pub(crate) const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=256;
+pub const TOKEN_BYTES: std::ops::RangeInclusive<usize> = 16..=256;
 
 #[derive(Debug, Default)]
-pub(crate) struct TokenRegistry {
+pub struct TokenRegistry {
     by_name: BTreeMap<String, TokenDigest>,
     /// Tokens are required: one was registered, an adopted lease had one, or a supervisor runs,
     /// which registers them.
@@ -25,7 +25,7 @@ pub(crate) struct TokenRegistry {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum TokenError {
+pub enum TokenError {
     #[error("a token has {} to {} bytes", TOKEN_BYTES.start(), TOKEN_BYTES.end())]
     Length,
     #[error("at most {MAX_TOKENS} token names can be registered")]
@@ -33,18 +33,18 @@ pub(crate) enum TokenError {
 }
 
 /// The digest of a token that a supervisor registers.
-pub(crate) fn digest_of(token: &[u8]) -> Result<TokenDigest, TokenError> {
+pub fn digest_of(token: &[u8]) -> Result<TokenDigest, TokenError> {
     if TOKEN_BYTES.contains(&token.len()) { Ok(token_digest(token)) } else { Err(TokenError::Length) }
 }
 
 /// Digests are compared instead of tokens, so the time of a comparison reveals nothing about a
 /// token.
-pub(crate) fn token_digest(token: &[u8]) -> TokenDigest {
+pub fn token_digest(token: &[u8]) -> TokenDigest {
     *blake3::hash(token).as_bytes()
 }
 
 impl TokenRegistry {
-    pub(crate) fn allow(&mut self, name: String, digest: TokenDigest) -> Result<(), TokenError> {
+    pub fn allow(&mut self, name: String, digest: TokenDigest) -> Result<(), TokenError> {
         if self.by_name.len() >= MAX_TOKENS && !self.by_name.contains_key(&name) {
             return Err(TokenError::TooMany);
         }
@@ -54,12 +54,12 @@ impl TokenRegistry {
     }
 
     /// The worker is gone for good. Tokens stay required.
-    pub(crate) fn forget(&mut self, name: &str) {
+    pub fn forget(&mut self, name: &str) {
         self.by_name.remove(name);
     }
 
     /// From now on tokens are required, even if none is registered.
-    pub(crate) fn expect(&mut self) {
+    pub fn expect(&mut self) {
         self.expected = true;
     }
 
@@ -67,12 +67,12 @@ impl TokenRegistry {
         self.by_name.len()
     }
 
-    pub(crate) fn required(&self) -> bool {
+    pub fn required(&self) -> bool {
         self.expected
     }
 
     /// The name under which the token was registered.
-    pub(crate) fn name_of(&self, digest: &TokenDigest) -> Option<&str> {
+    pub fn name_of(&self, digest: &TokenDigest) -> Option<&str> {
         self.by_name.iter().find(|(_, known)| *known == digest).map(|(name, _)| name.as_str())
     }
 }
