@@ -18,7 +18,7 @@ mod takeover;
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytes::Bytes;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -27,13 +27,15 @@ use service::grpc::{BindError, ConnectError};
 use service::listen::{InheritedFd, ListenError};
 use service::notify::NotifyError;
 use service::runtime_dir::{ClaimedRuntimeDir, RuntimeDirError};
-use service::{Notify, RunningClock, config};
+use service::{Notify, config};
 use tokio::sync::{broadcast, mpsc};
 use tokio::task::{AbortHandle, JoinHandle};
 
+use self::children::supervised_child;
 use self::takeover::LivingChildren;
 use crate::attach_token::AttachToken;
 use crate::commands::{CommandError, CommandReply};
+use crate::deadlines::ChildDeadlines;
 use crate::events::SupervisorEvent;
 use crate::fd_store::FdStore;
 use crate::fleet::{CommandSender, EVENT_BROADCAST_CAPACITY, FleetHandle, FleetLoss};
@@ -46,11 +48,6 @@ use crate::spec::{ChildSpec, FleetSpec, ModelSpec, WorkerSlot};
 use crate::state::{ChildEvent, ChildState, ChildStateMachine};
 use crate::status::{ChildStatus, FleetEvent, LastTermination, ModelState, ModelStatus};
 use crate::weight_server_admin::WeightServerAdmin;
-
-/// How often the event loop reads its clock, at least.
-const HEARTBEAT: Duration = Duration::from_millis(500);
-/// If the event loop does not read its clock for longer, the process did not run.
-const PAUSE: Duration = Duration::from_secs(1);
 
 /// Events that wait for the loop. Senders wait when the queue is full.
 const EVENT_QUEUE_CAPACITY: usize = 256;
@@ -117,8 +114,6 @@ struct SupervisedChild {
     forwarder: JoinHandle<()>,
     /// To the task that forwards the notifications.
     checkpoints: mpsc::Sender<Checkpoint>,
-    /// The current deadline has passed, and the notifications before that are being forwarded.
-    is_deadline_reported: bool,
     status_text: String,
     last_termination: Option<LastTermination>,
     /// The adopted process was started with another configuration.
@@ -163,8 +158,7 @@ struct SupervisorLoop {
     /// Compares what is resident in a new weight-server with `models`.
     sync_task: Option<AbortHandle>,
     stopping: bool,
-    /// Every deadline of a child is on this clock.
-    clock: RunningClock,
+    deadlines: ChildDeadlines,
 }
 
 impl FleetHandle {
@@ -198,7 +192,7 @@ impl FleetHandle {
             commands: commands.clone(),
             sync_task: None,
             stopping: false,
-            clock: RunningClock::new(Instant::now(), PAUSE),
+            deadlines: ChildDeadlines::new(Instant::now()),
         };
         for InheritedFd { name, fd } in stored {
             if let Err(error) = event_loop.fd_store.store(&name, Arc::new(fd)) {
@@ -290,32 +284,32 @@ impl SupervisorLoop {
     }
 
     fn next_tick(&self) -> Instant {
-        let open = self.children.values().filter(|child| !child.is_deadline_reported);
-        let deadline = open.filter_map(|child| child.machine.deadline()).min();
-        let heartbeat = Instant::now() + HEARTBEAT;
-        deadline.map_or(heartbeat, |deadline| self.clock.monotonic(deadline).min(heartbeat))
+        let deadlines = self.children.iter().map(|(name, child)| (name, child.machine.deadline()));
+        self.deadlines.next_tick(Instant::now(), deadlines)
     }
 
     /// Reports passed deadlines. The event loop acts on them after the notifications that the
     /// children have sent before.
     fn tick(&mut self) {
-        let paused_before = self.clock.paused();
-        let now = self.clock.advance(Instant::now());
-        let pause = self.clock.paused() - paused_before;
+        let paused_before = self.deadlines.paused();
+        let deadlines = self.children.iter().map(|(name, child)| (name, child.machine.deadline()));
+        let passed = self.deadlines.report_passed(Instant::now(), deadlines);
+        let pause = self.deadlines.paused() - paused_before;
         if !pause.is_zero() {
             tracing::warn!(?pause, "this process did not run: all deadlines of children move");
         }
         self.check_directory();
-        for child in self.children.values_mut().filter(|child| !child.is_deadline_reported) {
-            if child.machine.deadline().is_some_and(|deadline| deadline <= now) {
-                child.is_deadline_reported = child.checkpoints.try_send(Checkpoint::DeadlinePassed).is_ok();
+        for name in passed {
+            let child = supervised_child(&mut self.children, &name);
+            if child.checkpoints.try_send(Checkpoint::DeadlinePassed).is_err() {
+                self.deadlines.clear_report(&name);
             }
         }
     }
 
     fn deadline_passed(&mut self, name: &Arc<str>) {
-        if let Some(child) = self.children.get_mut(name) {
-            child.is_deadline_reported = false;
+        self.deadlines.clear_report(name);
+        if self.children.contains_key(name) {
             self.apply_event(name, ChildEvent::Tick);
         }
     }
@@ -347,7 +341,7 @@ impl SupervisorLoop {
 
     fn publish_child(&self, name: &Arc<str>) {
         if let Some(child) = self.children.get(name) {
-            self.publish(FleetEvent::Child(child.status(self.clock.now())));
+            self.publish(FleetEvent::Child(child.status(self.deadlines.running_time())));
         }
     }
 

@@ -18,21 +18,34 @@ pub(crate) const MAX_STORED_FDS: usize = 8192;
 pub(crate) const MAX_NAME_BYTES: usize = 120 << 10;
 
 #[derive(Debug)]
-struct StoredFd {
+struct StoredFd<F> {
     name: String,
-    fd: Arc<OwnedFd>,
-    device: u64,
-    inode: u64,
+    fd: F,
+    file: OpenFileId,
 }
 
-#[derive(Debug, Default)]
-pub(crate) struct FdStore {
-    entries: Vec<StoredFd>,
+/// Device and inode of an open file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OpenFileId {
+    pub device: u64,
+    pub inode: u64,
+}
+
+/// `F` is a descriptor.
+#[derive(Debug)]
+pub struct FdStore<F = Arc<OwnedFd>> {
+    entries: Vec<StoredFd<F>>,
     name_bytes: usize,
 }
 
+impl<F> Default for FdStore<F> {
+    fn default() -> Self {
+        Self { entries: Vec::new(), name_bytes: 0 }
+    }
+}
+
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum StoreFdError {
+pub enum StoreFdError {
     #[error("the FD store is full: it holds {MAX_STORED_FDS} descriptors")]
     Full,
     #[error("the FD store is full: the names of its descriptors may take {MAX_NAME_BYTES} bytes")]
@@ -42,14 +55,24 @@ pub(crate) enum StoreFdError {
 }
 
 impl FdStore {
+    pub(crate) fn store(&mut self, name: &str, fd: Arc<OwnedFd>) -> Result<(), StoreFdError> {
+        let stat = rustix::fs::fstat(&fd).map_err(StoreFdError::Stat)?;
+        self.store_file(name, fd, OpenFileId { device: stat.st_dev, inode: stat.st_ino })
+    }
+
+    /// The descriptors that a restarted weight-server inherits.
+    pub(crate) fn borrowed(&self) -> impl Iterator<Item = (&str, BorrowedFd<'_>)> {
+        self.entries().map(|(name, fd)| (name, fd.as_fd()))
+    }
+}
+
+impl<F> FdStore<F> {
     pub(crate) fn len(&self) -> usize {
         self.entries.len()
     }
 
-    pub(crate) fn store(&mut self, name: &str, fd: Arc<OwnedFd>) -> Result<(), StoreFdError> {
-        let stat = rustix::fs::fstat(&fd).map_err(StoreFdError::Stat)?;
-        let (device, inode) = (stat.st_dev, stat.st_ino);
-        if self.entries.iter().any(|e| e.name == name && e.device == device && e.inode == inode) {
+    pub fn store_file(&mut self, name: &str, fd: F, file: OpenFileId) -> Result<(), StoreFdError> {
+        if self.entries.iter().any(|e| e.name == name && e.file == file) {
             return Ok(());
         }
         if self.entries.len() >= MAX_STORED_FDS {
@@ -60,12 +83,12 @@ impl FdStore {
             return Err(StoreFdError::NamesTooLong);
         }
         self.name_bytes += name.len() + 1;
-        self.entries.push(StoredFd { name: name.to_owned(), fd, device, inode });
+        self.entries.push(StoredFd { name: name.to_owned(), fd, file });
         Ok(())
     }
 
     /// Returns how many descriptors were removed.
-    pub(crate) fn remove(&mut self, name: &str) -> usize {
+    pub fn remove(&mut self, name: &str) -> usize {
         let before = self.entries.len();
         self.entries.retain(|e| e.name != name);
         let removed = before - self.entries.len();
@@ -73,9 +96,9 @@ impl FdStore {
         removed
     }
 
-    /// The descriptors that a restarted weight-server inherits.
-    pub(crate) fn entries(&self) -> impl Iterator<Item = (&str, BorrowedFd<'_>)> {
-        self.entries.iter().map(|e| (e.name.as_str(), e.fd.as_fd()))
+    /// In the order of arrival.
+    pub fn entries(&self) -> impl Iterator<Item = (&str, &F)> {
+        self.entries.iter().map(|e| (e.name.as_str(), &e.fd))
     }
 }
 
@@ -89,7 +112,7 @@ mod tests {
 
     #[test]
     fn remove_takes_all_of_a_name_and_keeps_the_order() {
-        let mut store = FdStore::default();
+        let mut store: FdStore = FdStore::default();
         for name in ["a", "lease", "b", "lease"] {
             store.store(name, file()).unwrap();
         }
@@ -101,7 +124,7 @@ mod tests {
 
     #[test]
     fn the_same_file_under_the_same_name_is_kept_once() {
-        let mut store = FdStore::default();
+        let mut store: FdStore = FdStore::default();
         let fd = file();
         store.store("a", fd.clone()).unwrap();
         store.store("a", Arc::new(fd.try_clone().unwrap())).unwrap();
@@ -111,7 +134,7 @@ mod tests {
 
     #[test]
     fn names_fit_an_environment_string() {
-        let mut store = FdStore::default();
+        let mut store: FdStore = FdStore::default();
         let long = "n".repeat(60 << 10);
         store.store(&long, file()).unwrap();
         assert_eq!(store.store(&"m".repeat(60 << 10), file()), Err(StoreFdError::NamesTooLong));

@@ -49,7 +49,7 @@ impl ChildRole {
     pub(crate) const STOP_ORDER: [ChildRole; 4] =
         [ChildRole::Router, ChildRole::Worker, ChildRole::Mps, ChildRole::WeightServer];
 
-    pub(crate) fn policy(self, supervision: SupervisionConfig) -> RestartPolicy {
+    pub fn policy(self, supervision: SupervisionConfig) -> RestartPolicy {
         let stop_grace = match self {
             // Open streams may finish. The router's own drain timeout is shorter.
             ChildRole::Router => Duration::from_secs(20),
@@ -129,10 +129,7 @@ pub struct FleetSpec {
 impl FleetSpec {
     /// The children that the fleet starts with, in start order. `living` are the workers of a dead
     /// supervisor that still run, with their models.
-    pub(crate) fn initial_children(
-        &self,
-        living: &BTreeMap<u32, String>,
-    ) -> Vec<(ChildSpec, Option<WorkerSlot>)> {
+    pub fn initial_children(&self, living: &BTreeMap<u32, String>) -> Vec<(ChildSpec, Option<WorkerSlot>)> {
         let fixed = |role: ChildRole, config: &toml::Table| {
             (ChildSpec { name: role.subcommand().to_owned(), role, config: config.clone() }, None)
         };

@@ -41,23 +41,23 @@ use service::Exit;
 
 /// The timeouts and restart limits of one kind of child.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RestartPolicy {
+pub struct RestartPolicy {
     /// From exec to READY=1. A child that needs longer sends EXTEND_TIMEOUT_USEC.
-    pub(crate) start_timeout: Duration,
+    pub start_timeout: Duration,
     /// From SIGTERM to SIGKILL.
-    pub(crate) stop_grace: Duration,
+    pub stop_grace: Duration,
     /// The longest time between two WATCHDOG=1 messages of a running child.
-    pub(crate) watchdog: Duration,
+    pub watchdog: Duration,
     /// How long a successor waits until an orphan offers itself for adoption.
-    pub(crate) adopt_timeout: Duration,
+    pub adopt_timeout: Duration,
     /// A child that was ready for this long, and for its last backoff, counts as healthy. Its next
     /// crash counts as its first one.
-    pub(crate) healthy_after: Duration,
+    pub healthy_after: Duration,
     /// The backoff before the second restart in a row. It doubles with each further crash.
-    pub(crate) initial_backoff: Duration,
-    pub(crate) max_backoff: Duration,
+    pub initial_backoff: Duration,
+    pub max_backoff: Duration,
     /// More consecutive crashes are a crash loop, which no passing fault explains.
-    pub(crate) crash_loop_after: u32,
+    pub crash_loop_after: u32,
 }
 
 /// Upper bound of EXTEND_TIMEOUT_USEC: a child may ask for more time, but not without limit.
@@ -71,7 +71,7 @@ impl RestartPolicy {
     /// The backoffs of six consecutive crashes take 6.2 seconds. That outlasts a short shortage of
     /// memory, and the user still learns of a broken child soon. A start a minute costs little, and
     /// a cured fault (a mount that came back, a freed device) is found within that minute.
-    pub(crate) const DEFAULT: RestartPolicy = RestartPolicy {
+    pub const DEFAULT: RestartPolicy = RestartPolicy {
         start_timeout: Duration::from_secs(30),
         stop_grace: Duration::from_secs(10),
         watchdog: Duration::from_secs(30),
@@ -173,7 +173,7 @@ pub enum ChildState {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum ChildEvent {
+pub enum ChildEvent {
     /// Commands.
     Start,
     Stop,
@@ -201,7 +201,7 @@ pub(crate) enum ChildEvent {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ChildAction {
+pub enum ChildAction {
     Spawn,
     /// Asks the worker to take no new requests and to finish its streams.
     Drain {
@@ -214,7 +214,7 @@ pub(crate) enum ChildAction {
 }
 
 #[derive(Clone, Debug)]
-pub(crate) struct ChildStateMachine {
+pub struct ChildStateMachine {
     policy: RestartPolicy,
     state: ChildState,
     crashes: u32,
@@ -222,26 +222,26 @@ pub(crate) struct ChildStateMachine {
 }
 
 impl ChildStateMachine {
-    pub(crate) fn new(policy: RestartPolicy) -> Self {
+    pub fn new(policy: RestartPolicy) -> Self {
         Self { policy, state: ChildState::Stopped, crashes: 0, consecutive_crashes: 0 }
     }
 
-    pub(crate) fn state(&self) -> ChildState {
+    pub fn state(&self) -> ChildState {
         self.state
     }
 
     /// Counts all crashes since the supervisor knows the child.
-    pub(crate) fn crashes(&self) -> u32 {
+    pub fn crashes(&self) -> u32 {
         self.crashes
     }
 
     /// Counts the crashes since the child was healthy.
-    pub(crate) fn consecutive_crashes(&self) -> u32 {
+    pub fn consecutive_crashes(&self) -> u32 {
         self.consecutive_crashes
     }
 
     /// Whether an exit of the process is expected.
-    pub(crate) fn is_stopping(&self) -> bool {
+    pub fn is_stopping(&self) -> bool {
         matches!(
             self.state,
             ChildState::Stopping { .. }
@@ -250,12 +250,12 @@ impl ChildStateMachine {
         )
     }
 
-    pub(crate) fn has_process(&self) -> bool {
+    pub fn has_process(&self) -> bool {
         !matches!(self.state, ChildState::Stopped | ChildState::BackingOff { .. })
     }
 
     /// When the next Tick is due.
-    pub(crate) fn deadline(&self) -> Option<Instant> {
+    pub fn deadline(&self) -> Option<Instant> {
         match self.state {
             ChildState::Orphaned { deadline }
             | ChildState::Starting { deadline }
@@ -267,7 +267,7 @@ impl ChildStateMachine {
         }
     }
 
-    pub(crate) fn handle(&mut self, now: Instant, event: ChildEvent) -> Option<ChildAction> {
+    pub fn handle(&mut self, now: Instant, event: ChildEvent) -> Option<ChildAction> {
         match (self.state, event) {
             (ChildState::Stopped, ChildEvent::OrphanFound) => {
                 self.enter(ChildState::Orphaned { deadline: now + self.policy.adopt_timeout }, None)

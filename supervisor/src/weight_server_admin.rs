@@ -17,6 +17,7 @@ use tonic::{Code, Status};
 
 use crate::attach_token::AttachToken;
 use crate::events::{ResidentModel, SupervisorEvent};
+use crate::resident_models;
 use crate::spec::ModelSpec;
 use crate::status::{ModelFailure, ModelState};
 
@@ -71,11 +72,7 @@ impl WeightServerAdmin {
     pub(crate) async fn resident_models(mut self) -> Vec<String> {
         loop {
             if let Ok(status) = self.status().await {
-                let named = status.generations.into_iter().filter(|generation| !is_retiring(generation));
-                let mut names: Vec<String> = named.map(|generation| generation.model).collect();
-                names.sort_unstable();
-                names.dedup();
-                return names;
+                return resident_models::resident_names(&status);
             }
             tokio::time::sleep(LOAD_RETRY_INTERVAL).await;
         }
@@ -142,15 +139,11 @@ impl WeightServerAdmin {
             None => self.load_from_file(model, event_loop).await?,
         };
         let status = self.status().await?;
-        let is_other = |other: &&wire::Generation| {
-            other.model == model.name && other.generation != generation.generation
-        };
-        let others: Vec<&wire::Generation> = status.generations.iter().filter(is_other).collect();
-        for other in others.iter().filter(|other| !is_retiring(other)) {
-            self.unload_generation(&model.name, other.generation).await?;
+        let older = resident_models::older_generations(&status, &model.name, Some(generation.generation));
+        for older in older.to_unload {
+            self.unload_generation(&model.name, older).await?;
         }
-        let outdated = pids_of_leases(&status.leases, &others);
-        Ok(ResidentModel { digest: generation.digest, outdated })
+        Ok(ResidentModel { digest: generation.digest, outdated: older.readers })
     }
 
     async fn find_resident(
@@ -158,13 +151,8 @@ impl WeightServerAdmin {
         model: &ModelSpec,
         digest: &Bytes,
     ) -> Result<Option<wire::Generation>, Status> {
-        let is_it = |generation: &wire::Generation| {
-            generation.model == model.name
-                && generation.device == model.device
-                && generation.digest == *digest
-                && generation.state() == wire::GenerationState::Ready
-        };
-        Ok(self.status().await?.generations.into_iter().find(is_it))
+        let status = self.status().await?;
+        Ok(resident_models::find_known(&status, &model.name, &model.device, digest).cloned())
     }
 
     /// The model does not fit beside its older weights: takes their name, and has their workers
@@ -172,16 +160,16 @@ impl WeightServerAdmin {
     async fn release_older(&mut self, name: &str, event_loop: &mpsc::Sender<SupervisorEvent>) -> bool {
         // An error here shows in the next attempt to load.
         let Ok(status) = self.status().await else { return true };
-        let older: Vec<&wire::Generation> =
-            status.generations.iter().filter(|generation| generation.model == name).collect();
-        for generation in older.iter().filter(|generation| !is_retiring(generation)) {
-            if let Err(error) = self.unload_generation(name, generation.generation).await {
+        let older = resident_models::older_generations(&status, name, None);
+        for generation in older.to_unload {
+            if let Err(error) = self.unload_generation(name, generation).await {
                 tracing::debug!(%error, "cannot unload the older weights of a model");
             }
         }
-        let pids = pids_of_leases(&status.leases, &older);
-        let _: Result<(), _> = event_loop.send(SupervisorEvent::WorkersOutdated { pids }).await;
-        !older.is_empty()
+        let is_held = status.generations.iter().any(|generation| generation.model == name);
+        let _: Result<(), _> =
+            event_loop.send(SupervisorEvent::WorkersOutdated { pids: older.readers }).await;
+        is_held
     }
 
     async fn load_from_file(
@@ -232,15 +220,6 @@ impl WeightServerAdmin {
     async fn status(&mut self) -> Result<wire::Status, Status> {
         Ok(self.client.get_status(wire::GetStatusRequest {}).await?.into_inner())
     }
-}
-
-fn is_retiring(generation: &wire::Generation) -> bool {
-    generation.state() == wire::GenerationState::Retiring
-}
-
-fn pids_of_leases(leases: &[wire::Lease], generations: &[&wire::Generation]) -> Vec<u32> {
-    let of_them = |lease: &&wire::Lease| generations.iter().any(|g| g.generation == lease.generation);
-    leases.iter().filter(of_them).filter_map(|lease| u32::try_from(lease.pid).ok()).collect()
 }
 
 async fn report(event_loop: &mpsc::Sender<SupervisorEvent>, model: &str, state: ModelState) {

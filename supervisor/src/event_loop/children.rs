@@ -54,7 +54,6 @@ impl SupervisorLoop {
             token_registration: None,
             forwarder,
             checkpoints: checkpoint_sender,
-            is_deadline_reported: false,
             status_text: String::new(),
             last_termination: None,
             is_outdated: false,
@@ -67,7 +66,7 @@ impl SupervisorLoop {
 
     /// Applies an event to a child's state machine and executes the resulting action.
     pub(super) fn apply_event(&mut self, name: &Arc<str>, event: ChildEvent) {
-        let now = self.clock.advance(Instant::now());
+        let now = self.deadlines.advance(Instant::now());
         let child = supervised_child(&mut self.children, name);
         let before = child.machine.state();
         let action = child.machine.handle(now, event);
@@ -172,7 +171,7 @@ impl SupervisorLoop {
         let child = supervised_child(&mut self.children, name);
         let names = self.directory.directory();
         let inherited = match child.spec.role {
-            ChildRole::WeightServer => self.fd_store.entries().collect(),
+            ChildRole::WeightServer => self.fd_store.borrowed().collect(),
             ChildRole::Router => self.spec.router_socket.iter().map(|fd| ("http", fd.as_fd())).collect(),
             ChildRole::Worker | ChildRole::Mps => Vec::new(),
         };
@@ -260,6 +259,8 @@ impl SupervisorLoop {
             return;
         }
         let Some(child) = self.children.remove(name) else { return };
+        // A later child may get the name.
+        self.deadlines.clear_report(name);
         child.forwarder.abort();
         if child.spec.role == ChildRole::Worker {
             tokio::spawn(self.admin.clone().forget_token(name.to_string()));

@@ -40,7 +40,7 @@ impl SupervisorLoop {
     }
 
     pub(super) fn status(&self) -> FleetStatus {
-        let now = self.clock.now();
+        let now = self.deadlines.running_time();
         FleetStatus {
             children: self.children.values().map(|child| child.status(now)).collect(),
             models: self.models.values().map(ManagedModel::status).collect(),

@@ -22,6 +22,7 @@ use super::children::supervised_child;
 use super::{ManagedModel, SupervisorLoop};
 use crate::events::{ResidentModel, SupervisorEvent};
 use crate::model_record::{RecordedModel, store_models};
+use crate::resident_models;
 use crate::spec::{ChildRole, ModelSpec};
 use crate::state::ChildEvent;
 use crate::status::ModelState;
@@ -59,8 +60,7 @@ impl SupervisorLoop {
 
     /// Unloads the models that are not of this fleet, then requests those that are.
     pub(super) fn unload_leftovers(&mut self, resident: Vec<String>) {
-        let is_left_over = |name: &String| !self.models.contains_key(name);
-        let leftovers: Vec<String> = resident.into_iter().filter(is_left_over).collect();
+        let leftovers = resident_models::leftovers(resident, |name| self.models.contains_key(name));
         if leftovers.is_empty() {
             return self.request_models();
         }

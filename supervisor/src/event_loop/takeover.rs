@@ -15,6 +15,7 @@ use service::{RuntimeDir, config};
 use super::children::{supervised_child, watch_exit};
 use super::{FleetStartError, SupervisorLoop};
 use crate::attach_token::AttachToken;
+use crate::orphans::{OrphanPlace, model_of_worker, place_orphan, worker_index};
 use crate::process::ChildProcess;
 use crate::spec::{ChildRole, ChildSpec, WorkerSlot};
 use crate::state::ChildEvent;
@@ -46,26 +47,24 @@ impl LivingChildren {
     }
 
     pub(super) fn models_of_workers(&self) -> BTreeMap<u32, String> {
-        self.workers.iter().map(|(index, config)| (*index, model_of(config))).collect()
+        self.workers.iter().map(|(index, config)| (*index, model_of_worker(config))).collect()
     }
-}
-
-fn worker_index(name: &str) -> Option<u32> {
-    name.strip_prefix("worker-")?.parse().ok()
-}
-
-fn model_of(config: &toml::Table) -> String {
-    config.get("model").and_then(toml::Value::as_str).unwrap_or_default().to_owned()
 }
 
 impl SupervisorLoop {
     pub(super) fn adopt_orphans(&mut self, living: &LivingChildren) -> Result<(), FleetStartError> {
         for (name, &pid) in &living.processes {
-            let recorded = worker_index(name).and_then(|index| Some((index, living.workers.get(&index)?)));
-            let known = match (self.children.get_key_value(name.as_str()), recorded) {
-                (Some((known, _)), _) => Some(known.clone()),
-                (None, Some((index, config))) => Some(self.add_recorded_worker(name, index, config)?),
-                (None, None) => None,
+            let recorded = worker_index(name).and_then(|index| living.workers.get(&index));
+            let known = self.children.get_key_value(name.as_str());
+            let place = place_orphan(name, known.map(|(_, child)| &child.spec.config), recorded);
+            let (known, is_outdated) = match (place, known, recorded) {
+                (OrphanPlace::Child { is_outdated }, Some((known, _)), _) => {
+                    (Some(known.clone()), is_outdated)
+                }
+                (OrphanPlace::RecordedWorker { index }, _, Some(config)) => {
+                    (Some(self.add_recorded_worker(name, index, config)?), false)
+                }
+                _ => (None, false),
             };
             let Ok(process) = ChildProcess::orphan(pid) else { continue };
             let Some(name) = known else {
@@ -75,7 +74,7 @@ impl SupervisorLoop {
             };
             let child = supervised_child(&mut self.children, &name);
             child.start_number += 1;
-            child.is_outdated = recorded.is_some_and(|(_, config)| *config != child.spec.config);
+            child.is_outdated = is_outdated;
             let watched = watch_exit(&process, name.clone(), child.start_number, child.checkpoints.clone());
             watched.map_err(FleetStartError::RuntimeDir)?;
             child.process = Some(process);
@@ -93,7 +92,7 @@ impl SupervisorLoop {
         index: u32,
         config: &toml::Table,
     ) -> Result<Arc<str>, FleetStartError> {
-        let slot = WorkerSlot { index, model: model_of(config) };
+        let slot = WorkerSlot { index, model: model_of_worker(config) };
         let spec = ChildSpec { name: name.to_owned(), role: ChildRole::Worker, config: config.clone() };
         self.add_child(spec, Some(slot))
     }

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The deadlines of all children, on one clock. A plain value.
+//!
+//! A supervisor that was stopped finds on waking that deadlines have passed, and that messages of
+//! its children lie unread. Two rules keep it from killing healthy children:
+//! 1. Deadlines are on a [`RunningClock`], so they move with the pause.
+//! 2. A passed deadline is reported once, and acted on only after the messages that the child has
+//!    sent before.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use service::RunningClock;
+
+/// How often the event loop reads its clock, at least.
+const HEARTBEAT: Duration = Duration::from_millis(500);
+/// If the event loop does not read its clock for longer, the process did not run.
+const PAUSE: Duration = Duration::from_secs(1);
+
+#[derive(Debug)]
+pub struct ChildDeadlines {
+    clock: RunningClock,
+    /// Children whose passed deadline is reported and not acted on yet.
+    reported: BTreeSet<Arc<str>>,
+}
+
+impl ChildDeadlines {
+    pub fn new(now: Instant) -> Self {
+        Self { clock: RunningClock::new(now, PAUSE), reported: BTreeSet::new() }
+    }
+
+    /// Takes a reading of the monotonic clock and returns the running time.
+    pub fn advance(&mut self, now: Instant) -> Instant {
+        self.clock.advance(now)
+    }
+
+    /// The running time of the last reading.
+    pub fn running_time(&self) -> Instant {
+        self.clock.now()
+    }
+
+    /// The sum of all pauses of this process.
+    pub fn paused(&self) -> Duration {
+        self.clock.paused()
+    }
+
+    /// When to call [`Self::report_passed`] next, on the monotonic clock. `deadlines` are those of
+    /// all children.
+    pub fn next_tick<'a>(
+        &self,
+        now: Instant,
+        deadlines: impl Iterator<Item = (&'a Arc<str>, Option<Instant>)>,
+    ) -> Instant {
+        let open = deadlines.filter(|(name, _)| !self.reported.contains(*name));
+        let deadline = open.filter_map(|(_, deadline)| deadline).min();
+        let heartbeat = now + HEARTBEAT;
+        deadline.map_or(heartbeat, |deadline| self.clock.monotonic(deadline).min(heartbeat))
+    }
+
+    /// The children whose deadline has passed and is not reported yet.
+    pub fn report_passed<'a>(
+        &mut self,
+        now: Instant,
+        deadlines: impl Iterator<Item = (&'a Arc<str>, Option<Instant>)>,
+    ) -> Vec<Arc<str>> {
+        let now = self.clock.advance(now);
+        let is_due = |deadline: Option<Instant>| deadline.is_some_and(|deadline| deadline <= now);
+        let due = deadlines.filter(|(name, deadline)| is_due(*deadline) && !self.reported.contains(*name));
+        let due: Vec<Arc<str>> = due.map(|(name, _)| name.clone()).collect();
+        self.reported.extend(due.iter().cloned());
+        due
+    }
+
+    /// The report was acted on, or could not be delivered.
+    pub fn clear_report(&mut self, child: &str) {
+        self.reported.remove(child);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::slice::from_ref;
+
+    use super::*;
+
+    #[test]
+    fn a_deadline_is_reported_once_until_it_was_acted_on() {
+        let start = Instant::now();
+        let mut deadlines = ChildDeadlines::new(start);
+        let (early, late): (Arc<str>, Arc<str>) = ("early".into(), "late".into());
+        let of = [(&early, Some(start + PAUSE)), (&late, Some(start + 3 * PAUSE))];
+        assert_eq!(deadlines.next_tick(start, of.into_iter()), start + HEARTBEAT);
+        assert_eq!(deadlines.report_passed(start + PAUSE, of.into_iter()), from_ref(&early));
+        assert!(deadlines.report_passed(start + PAUSE, of.into_iter()).is_empty());
+        deadlines.clear_report("early");
+        assert_eq!(deadlines.report_passed(start + PAUSE, of.into_iter()), from_ref(&early));
+    }
+
+    #[test]
+    fn deadlines_move_with_a_pause_of_this_process() {
+        let start = Instant::now();
+        let mut deadlines = ChildDeadlines::new(start);
+        let child: Arc<str> = "child".into();
+        let of = || [(&child, Some(start + 2 * PAUSE))].into_iter();
+        assert!(deadlines.report_passed(start + 45 * PAUSE, of()).is_empty());
+        assert_eq!(deadlines.paused(), 44 * PAUSE);
+        assert_eq!(deadlines.report_passed(start + 46 * PAUSE, of()), from_ref(&child));
+    }
+}
