@@ -19,14 +19,14 @@ const LOSSES_MAX: u32 = 8;
 
 /// How long a choice waits for another worker of its model. A restarted worker is back within a
 /// second.
-pub(crate) const WAIT_FOR_WORKER: Duration = Duration::from_secs(5);
+pub const WAIT_FOR_WORKER: Duration = Duration::from_secs(5);
 
 /// A sampler's state is at most a few numbers.
-pub(crate) const SAMPLER_STATE_BYTES_MAX: usize = 32;
+pub const SAMPLER_STATE_BYTES_MAX: usize = 32;
 
 /// How a worker's stream ended, other than with `finished`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum StreamLoss {
+pub enum StreamLoss {
     /// The connection broke, or the stream ended without a status: the worker process is gone.
     WorkerDied {
         detail: String,
@@ -48,7 +48,7 @@ pub(crate) enum StreamLoss {
 
 /// Why a choice ends with an error.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum ChoiceError {
+pub enum ChoiceError {
     #[error("the worker was lost ({detail}) and no other worker with the same model took over within {} s", WAIT_FOR_WORKER.as_secs())]
     NoWorker { detail: String },
     #[error("the request lost {losses} workers ({detail}) and is not resumed again")]
@@ -69,7 +69,7 @@ pub(crate) enum ChoiceError {
 
 /// What to do after the loss of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum FailoverAction {
+pub enum FailoverAction {
     /// Send prompt and output to another worker of the model. Wait for one at most
     /// [`WAIT_FOR_WORKER`].
     Resume {
@@ -82,7 +82,7 @@ pub(crate) enum FailoverAction {
 
 /// The output of a choice so far, and its losses.
 #[derive(Debug)]
-pub(crate) struct ChoiceProgress {
+pub struct ChoiceProgress {
     output: Vec<u32>,
     sampler_state: Bytes,
     /// The smaller of what the client asked for and what the context allows.
@@ -91,12 +91,12 @@ pub(crate) struct ChoiceProgress {
 }
 
 impl ChoiceProgress {
-    pub(crate) fn new(max_tokens: u32) -> Self {
+    pub fn new(max_tokens: u32) -> Self {
         Self { output: Vec::new(), sampler_state: Bytes::new(), max_tokens, losses: 0 }
     }
 
     /// Appends tokens from the worker.
-    pub(crate) fn append(&mut self, ids: &[u32], sampler_state: Bytes) -> Result<(), ChoiceError> {
+    pub fn append(&mut self, ids: &[u32], sampler_state: Bytes) -> Result<(), ChoiceError> {
         if sampler_state.len() > SAMPLER_STATE_BYTES_MAX {
             return Err(ChoiceError::Protocol { violation: "a sampler state of more than 32 bytes" });
         }
@@ -109,7 +109,7 @@ impl ChoiceProgress {
     }
 
     /// `verdict` is that of the quarantine, if the worker died.
-    pub(crate) fn handle_loss(&mut self, loss: StreamLoss, verdict: LossVerdict) -> FailoverAction {
+    pub fn handle_loss(&mut self, loss: StreamLoss, verdict: LossVerdict) -> FailoverAction {
         let detail = match loss {
             StreamLoss::DeadlineExceeded => return FailoverAction::Fail(ChoiceError::DeadlineExceeded),
             StreamLoss::WorkerError { detail } => {
@@ -133,15 +133,15 @@ impl ChoiceProgress {
         FailoverAction::Resume { detail }
     }
 
-    pub(crate) fn output(&self) -> &[u32] {
+    pub fn output(&self) -> &[u32] {
         &self.output
     }
 
-    pub(crate) fn sampler_state(&self) -> Bytes {
+    pub fn sampler_state(&self) -> Bytes {
         self.sampler_state.clone()
     }
 
-    pub(crate) fn losses(&self) -> u32 {
+    pub fn losses(&self) -> u32 {
         self.losses
     }
 }

@@ -21,12 +21,12 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout_at};
 
 use crate::admission::Tenant;
-use crate::dispatch::{Dispatcher, RETRY_AFTER, RequestRefusal, classify_refusal};
+use crate::dispatch::{Dispatcher, call_outcome};
 use crate::generate::RequestOrigin;
+use crate::opening::{OpeningStep, RETRY_AFTER, RefusalCollector, RequestRefusal};
 use crate::params::RequestGrammar;
 use crate::quarantine::ContentKey;
-use crate::quarantine_control::{LoggedRequest, StreamStay};
-use crate::registry::WorkerHandle;
+use crate::quarantine_control::LoggedRequest;
 use crate::routing::{ModelKey, WorkerId};
 use crate::worker_search::WorkerSearch;
 
@@ -124,7 +124,7 @@ impl GrammarChecker {
             grammar: Some(grammar.source.clone()),
         };
         let mut workers = WorkerSearch::new(&self.dispatcher.quarantine, key, Some(deadline), None);
-        let mut refusal = None;
+        let mut refusals = RefusalCollector::default();
         let place = |tried: &[WorkerId]| registry.choose_worker(model, tried);
         while let Some((mut worker, stay)) = workers.next(place, |worker| worker.id).await? {
             let answer =
@@ -135,34 +135,22 @@ impl GrammarChecker {
                     self.lock().cache_result(key, Ok(()));
                     return Ok(());
                 }
-                Ok(Err(status)) => match self.classify(&stay, &worker, &status, grammar, request) {
-                    Ok(temporary) => refusal = temporary.or(refusal),
-                    Err(RequestRefusal::Grammar { param, detail }) => {
-                        self.lock().cache_result(key, Err(detail.clone()));
-                        return Err(RequestRefusal::Grammar { param, detail });
+                Ok(Err(status)) => {
+                    let outcome = call_outcome(&worker, &status, Some(grammar));
+                    let verdict = self.dispatcher.record_loss(&outcome, worker.id, &stay, 0, request);
+                    if let OpeningStep::Refuse(refusal) = refusals.handle(outcome, verdict) {
+                        if let RequestRefusal::Grammar { detail, .. } = &refusal {
+                            self.lock().cache_result(key, Err(detail.clone()));
+                        }
+                        return Err(refusal);
                     }
-                    Err(refusal) => return Err(refusal),
-                },
+                }
                 Err(_) => {
                     tracing::warn!(worker = %worker.name, "no answer to a grammar check within {CHECK_WAIT:?}");
                 }
             }
         }
-        refusal.map_or(Ok(()), Err)
-    }
-
-    /// As [`classify_refusal`], and reports a dead worker to the quarantine.
-    fn classify(
-        &self,
-        stay: &StreamStay,
-        worker: &WorkerHandle,
-        status: &tonic::Status,
-        grammar: &RequestGrammar,
-        request: LoggedRequest<'_>,
-    ) -> Result<Option<RequestRefusal>, RequestRefusal> {
-        let lost = self.dispatcher.check_loss(stay, status, 0, request);
-        let temporary = classify_refusal(&self.dispatcher.registry, worker, status, Some(grammar))?;
-        lost.map(|()| temporary)
+        refusals.into_refusal().map_or(Ok(()), Err)
     }
 
     fn begin_check(&self, tenant: &Tenant) -> Result<PendingCheck<'_>, RequestRefusal> {

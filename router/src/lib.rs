@@ -19,6 +19,7 @@
 //!                                     |-- admission_control    runs admission (pure): who runs, when
 //!                                     |-- dispatch             opens streams on workers
 //!                                     |-- worker_search        finds workers that a request may enter
+//!                                     |-- opening              what a worker's answer means (pure)
 //!                                     |-- quarantine_control   runs quarantine (pure)
 //!                                     \-- choice               one task per choice
 //!                                           |-- text_stream    detokenizes, finds stop strings
@@ -33,7 +34,7 @@
 
 mod access;
 mod access_control;
-mod admission;
+pub mod admission;
 mod admission_control;
 mod choice;
 mod config;
@@ -41,7 +42,7 @@ mod discovery;
 mod dispatch;
 mod dry_breakers;
 mod error;
-mod failover;
+pub mod failover;
 mod fleet_watch;
 mod gauges;
 mod generate;
@@ -54,15 +55,16 @@ mod listener;
 mod metrics;
 mod model;
 mod open_connections;
+pub mod opening;
 mod params;
-mod quarantine;
+pub mod quarantine;
 mod quarantine_control;
 #[cfg(test)]
 mod ranges;
 mod refused_workers;
 mod registry;
 mod request_id;
-mod routing;
+pub mod routing;
 mod run;
 mod server;
 mod tenant;

@@ -33,7 +33,7 @@ mod simulation;
 mod tests;
 mod worker_load;
 
-pub(crate) use placed_prefixes::{PrefixHash, prefix_hashes};
+pub use placed_prefixes::{PrefixHash, prefix_hashes};
 use worker_load::WorkerLoad;
 
 /// A worker beside the packed one is chosen for this much more cached prompt. A second worker at
@@ -45,7 +45,7 @@ const PREFIX_GAIN_TOKENS: u64 = 1024;
 const HOST: &str = "host";
 
 /// Time since the router's start.
-pub(crate) type RouterTime = Duration;
+pub type RouterTime = Duration;
 
 /// The order in which workers fill.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -60,11 +60,11 @@ pub enum RoutingMode {
 
 /// One run of a worker process. A restarted worker has a new id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct WorkerId(pub(crate) u64);
+pub struct WorkerId(pub u64);
 
 /// Workers with equal fingerprints generate equal tokens (I5), so a stream may move between them.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct WorkerFingerprint(pub(crate) Vec<u8>);
+pub struct WorkerFingerprint(pub Vec<u8>);
 
 /// What a request asks for and a worker serves.
 ///
@@ -72,41 +72,41 @@ pub(crate) struct WorkerFingerprint(pub(crate) Vec<u8>);
 /// for each name. The fingerprint is part of it too: while a model is swapped, one name stands for
 /// two contents.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct ModelKey {
-    pub(crate) name: Arc<str>,
-    pub(crate) fingerprint: WorkerFingerprint,
+pub struct ModelKey {
+    pub name: Arc<str>,
+    pub fingerprint: WorkerFingerprint,
 }
 
 #[cfg(test)]
 impl ModelKey {
-    pub(crate) fn numbered(n: u8) -> Self {
+    pub fn numbered(n: u8) -> Self {
         Self { name: n.to_string().into(), fingerprint: WorkerFingerprint(vec![n]) }
     }
 }
 
 /// Load of a worker as of its last report, some hundred milliseconds old.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct WorkerReport {
-    pub(crate) running: u32,
-    pub(crate) waiting: u32,
+pub struct WorkerReport {
+    pub running: u32,
+    pub waiting: u32,
     /// Counter of steps since the worker's start.
-    pub(crate) steps: u64,
-    pub(crate) kv_used_tokens: u64,
-    pub(crate) kv_total_tokens: u64,
+    pub steps: u64,
+    pub kv_used_tokens: u64,
+    pub kv_total_tokens: u64,
     /// Counters since the worker's start, for metrics.
-    pub(crate) prompt_tokens_computed: u64,
-    pub(crate) prompt_tokens_cached: u64,
-    pub(crate) preemptions: u64,
-    pub(crate) evictions: u64,
-    pub(crate) forks: u64,
-    pub(crate) deferred_logits: u64,
-    pub(crate) log_lines_lost: u64,
+    pub prompt_tokens_computed: u64,
+    pub prompt_tokens_cached: u64,
+    pub preemptions: u64,
+    pub evictions: u64,
+    pub forks: u64,
+    pub deferred_logits: u64,
+    pub log_lines_lost: u64,
     /// KV cache gauges, for metrics.
-    pub(crate) kv_cached_tokens: u64,
-    pub(crate) kv_unfilled_tokens: u64,
-    pub(crate) kv_mapped_bytes: u64,
-    pub(crate) draft_tokens: u64,
-    pub(crate) accepted_draft_tokens: u64,
+    pub kv_cached_tokens: u64,
+    pub kv_unfilled_tokens: u64,
+    pub kv_mapped_bytes: u64,
+    pub draft_tokens: u64,
+    pub accepted_draft_tokens: u64,
 }
 
 impl RoutingMode {
@@ -124,39 +124,39 @@ impl RoutingMode {
 
 /// What stays constant of a worker.
 #[derive(Clone, Debug)]
-pub(crate) struct WorkerProfile {
-    pub(crate) model: ModelKey,
+pub struct WorkerProfile {
+    pub model: ModelKey,
     /// "host", or the UUID of a GPU.
-    pub(crate) device: Arc<str>,
+    pub device: Arc<str>,
     /// Sequences that the worker runs at once.
-    pub(crate) running_max: u32,
+    pub running_max: u32,
     /// Size of the KV cache. 0: unknown.
-    pub(crate) kv_tokens: u64,
+    pub kv_tokens: u64,
 }
 
 /// What a stream needs from its worker.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct StreamDemand<'a> {
-    pub(crate) model: &'a ModelKey,
+pub struct StreamDemand<'a> {
+    pub model: &'a ModelKey,
     /// The prompt, and the output so far of a resumed stream.
-    pub(crate) input_tokens: u64,
+    pub input_tokens: u64,
     /// Maximum number of further tokens.
-    pub(crate) output_tokens_max: u64,
+    pub output_tokens_max: u64,
     /// From [`prefix_hashes`] of the prompt.
-    pub(crate) prefix: &'a [PrefixHash],
+    pub prefix: &'a [PrefixHash],
 }
 
 impl<'a> StreamDemand<'a> {
     /// A call that takes no KV cache.
-    pub(crate) fn none(model: &'a ModelKey) -> Self {
+    pub fn none(model: &'a ModelKey) -> Self {
         Self { model, input_tokens: 0, output_tokens_max: 0, prefix: &[] }
     }
 }
 
 /// A stream that counts at its worker until [`RoutingPolicy::end_stream`].
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct StreamPlacement {
-    pub(crate) worker: WorkerId,
+pub struct StreamPlacement {
+    pub worker: WorkerId,
     /// Expected use of the KV cache.
     kv_tokens: u64,
     /// Tokens of the input that the worker still has to compute.
@@ -165,13 +165,13 @@ pub(crate) struct StreamPlacement {
 
 impl StreamPlacement {
     /// False from [`RoutingPolicy::end_prefill`] on.
-    pub(crate) fn is_in_prefill(&self) -> bool {
+    pub fn is_in_prefill(&self) -> bool {
         self.prefill_tokens > 0
     }
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct RoutingPolicy {
+pub struct RoutingPolicy {
     mode: RoutingMode,
     workers: BTreeMap<WorkerId, WorkerLoad>,
     /// Number of choices so far.
@@ -179,21 +179,21 @@ pub(crate) struct RoutingPolicy {
 }
 
 impl RoutingPolicy {
-    pub(crate) fn new(mode: RoutingMode) -> Self {
+    pub fn new(mode: RoutingMode) -> Self {
         Self { mode, ..Self::default() }
     }
 
-    pub(crate) fn add_worker(&mut self, worker: WorkerId, profile: WorkerProfile, now: RouterTime) {
+    pub fn add_worker(&mut self, worker: WorkerId, profile: WorkerProfile, now: RouterTime) {
         self.workers.insert(worker, WorkerLoad::new(profile, now));
     }
 
     /// The worker died or drains: no stream goes there. The policy forgets the streams that run
     /// there.
-    pub(crate) fn remove_worker(&mut self, worker: WorkerId) {
+    pub fn remove_worker(&mut self, worker: WorkerId) {
         self.workers.remove(&worker);
     }
 
-    pub(crate) fn update_load(&mut self, worker: WorkerId, report: WorkerReport, now: RouterTime) {
+    pub fn update_load(&mut self, worker: WorkerId, report: WorkerReport, now: RouterTime) {
         if let Some(load) = self.workers.get_mut(&worker) {
             load.update(&report, now);
         }
@@ -201,7 +201,7 @@ impl RoutingPolicy {
 
     /// Chooses a worker that is not among `tried` and counts a stream there until
     /// [`Self::end_stream`]. `preferred` is chosen if it has free capacity.
-    pub(crate) fn place_stream(
+    pub fn place_stream(
         &mut self,
         demand: &StreamDemand<'_>,
         tried: &[WorkerId],
@@ -220,7 +220,7 @@ impl RoutingPolicy {
     }
 
     /// The worker that [`Self::place_stream`] would choose.
-    pub(crate) fn choose_worker(
+    pub fn choose_worker(
         &self,
         demand: &StreamDemand<'_>,
         tried: &[WorkerId],
@@ -264,7 +264,7 @@ impl RoutingPolicy {
     }
 
     /// The stream has its first token: the worker has computed the input. Idempotent.
-    pub(crate) fn end_prefill(&mut self, placement: &mut StreamPlacement) {
+    pub fn end_prefill(&mut self, placement: &mut StreamPlacement) {
         let prefill_tokens = std::mem::take(&mut placement.prefill_tokens);
         if let Some(load) = self.workers.get_mut(&placement.worker) {
             load.end_prefill(prefill_tokens);
@@ -272,7 +272,7 @@ impl RoutingPolicy {
     }
 
     /// Ends a stream on its worker. Does nothing if the worker was removed.
-    pub(crate) fn end_stream(&mut self, mut placement: StreamPlacement) {
+    pub fn end_stream(&mut self, mut placement: StreamPlacement) {
         self.end_prefill(&mut placement);
         if let Some(load) = self.workers.get_mut(&placement.worker) {
             load.end_stream(placement.kv_tokens);
@@ -280,12 +280,12 @@ impl RoutingPolicy {
     }
 
     /// Streams of this router on `worker`.
-    pub(crate) fn own_streams(&self, worker: WorkerId) -> u32 {
+    pub fn own_streams(&self, worker: WorkerId) -> u32 {
         self.workers.get(&worker).map_or(0, |load| load.own_streams)
     }
 
     /// Number of workers that serve the model.
-    pub(crate) fn worker_count(&self, model: &ModelKey) -> usize {
+    pub fn worker_count(&self, model: &ModelKey) -> usize {
         self.workers.values().filter(|load| load.profile.model == *model).count()
     }
 }

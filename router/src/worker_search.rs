@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::dispatch::RequestRefusal;
-use crate::quarantine::{Blocked, ContentKey};
+use crate::opening::{RequestRefusal, WorkerChoice, WorkerTries};
+use crate::quarantine::ContentKey;
 use crate::quarantine_control::{QuarantineController, StreamStay};
 use crate::routing::WorkerId;
 
@@ -24,9 +24,7 @@ pub(crate) struct WorkerSearch<'a, P> {
     /// From then on, the content enters workers with trials of others.
     force_at: Instant,
     first: Option<P>,
-    tried: Vec<WorkerId>,
-    /// Workers that the content may not enter now.
-    blocked: Vec<WorkerId>,
+    tries: WorkerTries,
 }
 
 impl<'a, P> WorkerSearch<'a, P> {
@@ -37,7 +35,7 @@ impl<'a, P> WorkerSearch<'a, P> {
         first: Option<P>,
     ) -> Self {
         let force_at = Instant::now() + ISOLATION_WAIT;
-        Self { quarantine, content, deadline, force_at, first, tried: Vec::new(), blocked: Vec::new() }
+        Self { quarantine, content, deadline, force_at, first, tries: WorkerTries::default() }
     }
 
     /// The next worker. `place` chooses one that is not among those in its argument.
@@ -53,20 +51,14 @@ impl<'a, P> WorkerSearch<'a, P> {
             let trial_ended = self.quarantine.trial_ended();
             let mut trial_ended = std::pin::pin!(trial_ended);
             trial_ended.as_mut().enable();
-            while let Some(placed) =
-                self.first.take().or_else(|| place(&[&self.tried[..], &self.blocked[..]].concat()))
-            {
-                let (worker, force) = (id_of(&placed), Instant::now() >= self.force_at);
-                match self.quarantine.enter(worker, self.content, force) {
-                    Ok(stay) => {
-                        self.tried.push(worker);
-                        return Ok(Some((placed, stay)));
-                    }
-                    Err(Blocked) => self.blocked.push(worker),
-                }
-            }
-            if self.blocked.is_empty() {
-                return Ok(None);
+            let enter = |worker| {
+                let force = Instant::now() >= self.force_at;
+                self.quarantine.enter(worker, self.content, force)
+            };
+            match self.tries.next(self.first.take(), &place, &id_of, enter) {
+                WorkerChoice::Enter(placed, stay) => return Ok(Some((placed, stay))),
+                WorkerChoice::Exhausted => return Ok(None),
+                WorkerChoice::Blocked => {}
             }
             let retry = self.force_at.min(Instant::now() + self.quarantine.retry_in());
             let retry = self.deadline.map_or(retry, |deadline| deadline.min(retry));
@@ -77,7 +69,6 @@ impl<'a, P> WorkerSearch<'a, P> {
             if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 return Err(RequestRefusal::DeadlineExceeded);
             }
-            self.blocked.clear();
         }
     }
 }

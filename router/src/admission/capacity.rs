@@ -10,15 +10,15 @@ use super::request::{PriorityClass, Tenant};
 
 /// Capacity of one worker, as it reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct WorkerCapacity {
-    pub(crate) running_max: u32,
+pub struct WorkerCapacity {
+    pub running_max: u32,
     /// Requests that may wait at the worker: in all, of class batch, of one tenant.
-    pub(crate) queue_max: u32,
-    pub(crate) batch_queue_max: u32,
-    pub(crate) tenant_queue_max: u32,
+    pub queue_max: u32,
+    pub batch_queue_max: u32,
+    pub tenant_queue_max: u32,
     /// 0: unknown.
-    pub(crate) kv_blocks: u64,
-    pub(crate) kv_block_tokens: u32,
+    pub kv_blocks: u64,
+    pub kv_block_tokens: u32,
 }
 
 /// A worker receives `running_max / AHEAD_DIVISOR` streams more than it runs. So it finds the next
@@ -28,7 +28,7 @@ const AHEAD_DIVISOR: u32 = 4;
 impl WorkerCapacity {
     /// Streams that the router sends to the worker at once. They leave half of the worker's queue
     /// to its other clients.
-    pub(crate) fn window(self) -> u32 {
+    pub fn window(self) -> u32 {
         let ahead = (self.running_max / AHEAD_DIVISOR).clamp(1, (self.queue_max / 2).max(1));
         self.running_max.saturating_add(ahead)
     }
@@ -43,21 +43,21 @@ impl WorkerCapacity {
 
 /// Capacity of all workers of a model together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct ModelCapacity {
+pub struct ModelCapacity {
     /// Sequences that the workers run at once.
-    pub(crate) running_max: u32,
+    pub running_max: u32,
     /// Streams that the router sends to the workers at once.
-    pub(crate) window: u32,
+    pub window: u32,
     /// Choices of one request that the workers accept: `[is_batch][has_tenant_limit]`.
     choices_max: [[u32; 2]; 2],
     /// KV cache of the worker that has the largest one.
-    pub(crate) kv_blocks: u64,
-    pub(crate) kv_block_tokens: u32,
+    pub kv_blocks: u64,
+    pub kv_block_tokens: u32,
 }
 
 /// Why no worker can ever run a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum CapacityExceeded {
+pub enum CapacityExceeded {
     #[error(
         "{tokens} tokens of prompt and output need {needed} KV blocks of {block_tokens} tokens, the largest KV cache \
          of a worker has {blocks}; ask for fewer tokens or give the workers a larger KV cache"
@@ -96,13 +96,13 @@ impl FromIterator<WorkerCapacity> for ModelCapacity {
 
 impl ModelCapacity {
     /// Choices of one request that all workers of the model accept together.
-    pub(crate) fn choices_max(self, class: PriorityClass, tenant: &Tenant) -> u32 {
+    pub fn choices_max(self, class: PriorityClass, tenant: &Tenant) -> u32 {
         self.choices_max[usize::from(class == PriorityClass::Batch)][usize::from(*tenant != Tenant::Unnamed)]
     }
 
     /// Checks that a worker can run the request. `output_tokens` is `None` if the output may end
     /// with the KV cache.
-    pub(crate) fn check(
+    pub fn check(
         self,
         prompt_tokens: u64,
         output_tokens: Option<u32>,

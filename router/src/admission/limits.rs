@@ -7,16 +7,16 @@ use super::request::PriorityClass;
 
 /// The configured limits. `config.rs` documents the allowed values.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct AdmissionLimits {
+pub struct AdmissionLimits {
     /// Streams of all models that run or wait in this process.
-    pub(crate) streams_max: u32,
+    pub streams_max: u32,
     /// Requests that wait for one model.
-    pub(crate) queue_max: u32,
+    pub queue_max: u32,
     /// Requests of one tenant that wait for one model.
-    pub(crate) tenant_queue_max: u32,
+    pub tenant_queue_max: u32,
     /// Percent of a model's permits and of its waiting queue that are reserved for the class.
-    pub(crate) interactive_floor: u32,
-    pub(crate) batch_floor: u32,
+    pub interactive_floor: u32,
+    pub batch_floor: u32,
 }
 
 impl AdmissionLimits {
@@ -31,7 +31,7 @@ impl AdmissionLimits {
     }
 
     /// Number of permits for a model whose workers have `capacity`.
-    pub(crate) fn permits(&self, capacity: ModelCapacity) -> u32 {
+    pub fn permits(&self, capacity: ModelCapacity) -> u32 {
         let has_floor = |class| self.floor(class, capacity.running_max) > 0;
         if PriorityClass::ALL.into_iter().any(has_floor) { capacity.running_max } else { capacity.window }
     }

@@ -48,12 +48,12 @@ mod simulation;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use capacity::{CapacityExceeded, ModelCapacity, WorkerCapacity};
-pub(crate) use limits::AdmissionLimits;
+pub use capacity::{CapacityExceeded, ModelCapacity, WorkerCapacity};
+pub use limits::AdmissionLimits;
 #[cfg(test)]
 pub(crate) use model::OLDEST_FIRST_EVERY;
-pub(crate) use model::{ClassStats, ModelAdmissionStats};
-pub(crate) use policy::{AdmissionEvent, AdmissionPolicy};
-pub(crate) use request::{
+pub use model::{ClassStats, ModelAdmissionStats};
+pub use policy::{AdmissionEvent, AdmissionPolicy};
+pub use request::{
     AdmissionDecision, AdmissionError, AdmissionId, AdmissionRequest, PriorityClass, Tenant, Uptime,
 };

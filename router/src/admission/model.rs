@@ -31,18 +31,18 @@ pub(super) const WORKER_WAIT: Duration = Duration::from_secs(5);
 
 /// Admission figures of one model, for metrics.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct ModelAdmissionStats {
-    pub(crate) permits: u32,
+pub struct ModelAdmissionStats {
+    pub permits: u32,
     /// In the order of [`PriorityClass::ALL`].
-    pub(crate) classes: [ClassStats; 3],
+    pub classes: [ClassStats; 3],
     /// Waiting requests of each named tenant, the largest number first.
-    pub(crate) tenants: Vec<(Arc<str>, u32)>,
+    pub tenants: Vec<(Arc<str>, u32)>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct ClassStats {
-    pub(crate) waiting_requests: u32,
-    pub(crate) held_permits: u32,
+pub struct ClassStats {
+    pub waiting_requests: u32,
+    pub held_permits: u32,
 }
 
 #[derive(Debug)]

@@ -10,7 +10,7 @@ use super::request::{AdmissionDecision, AdmissionError, AdmissionId, AdmissionRe
 use crate::routing::ModelKey;
 
 #[derive(Clone, Debug)]
-pub(crate) enum AdmissionEvent {
+pub enum AdmissionEvent {
     /// A request arrived. Its id is new.
     Arrived(AdmissionId, AdmissionRequest),
     /// The client is gone. Has no effect if the request is not waiting.
@@ -24,7 +24,7 @@ pub(crate) enum AdmissionEvent {
 }
 
 #[derive(Debug)]
-pub(crate) struct AdmissionPolicy {
+pub struct AdmissionPolicy {
     limits: AdmissionLimits,
     pub(super) models: BTreeMap<ModelKey, ModelAdmission>,
     /// The model of each request that waits or holds permits.
@@ -34,12 +34,12 @@ pub(crate) struct AdmissionPolicy {
 }
 
 impl AdmissionPolicy {
-    pub(crate) fn new(limits: AdmissionLimits) -> Self {
+    pub fn new(limits: AdmissionLimits) -> Self {
         Self { limits, models: BTreeMap::new(), requests: HashMap::new(), streams: 0 }
     }
 
     /// Returns the decisions that follow from `event`, in order.
-    pub(crate) fn handle(&mut self, now: Uptime, event: AdmissionEvent) -> Vec<AdmissionDecision> {
+    pub fn handle(&mut self, now: Uptime, event: AdmissionEvent) -> Vec<AdmissionDecision> {
         let mut decisions = Vec::new();
         match event {
             AdmissionEvent::Arrived(id, request) => self.arrive(now, id, request, &mut decisions),
@@ -77,16 +77,16 @@ impl AdmissionPolicy {
     }
 
     /// The next time at which a decision is due without an event.
-    pub(crate) fn next_deadline(&self) -> Option<Uptime> {
+    pub fn next_deadline(&self) -> Option<Uptime> {
         self.models.values().filter_map(ModelAdmission::next_deadline).min()
     }
 
     /// Streams that run or wait, of all models.
-    pub(crate) fn streams(&self) -> u32 {
+    pub fn streams(&self) -> u32 {
         self.streams
     }
 
-    pub(crate) fn stats(&self, model: &ModelKey) -> Option<ModelAdmissionStats> {
+    pub fn stats(&self, model: &ModelKey) -> Option<ModelAdmissionStats> {
         self.models.get(model).map(ModelAdmission::stats)
     }
 

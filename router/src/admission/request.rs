@@ -8,15 +8,15 @@ use std::time::Duration;
 use crate::routing::ModelKey;
 
 /// Time since the router's start.
-pub(crate) type Uptime = Duration;
+pub type Uptime = Duration;
 
 /// Identifies a request from its arrival to the end of its last stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct AdmissionId(pub(crate) u64);
+pub struct AdmissionId(pub u64);
 
 /// The tenant that a request counts for.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum Tenant {
+pub enum Tenant {
     /// All requests without a tenant share as one. They have no per-tenant limit.
     #[default]
     Unnamed,
@@ -26,7 +26,7 @@ pub(crate) enum Tenant {
 /// OpenAI's service tiers `priority`, `default` and `flex`; vLLM's priorities below, at and above
 /// 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum PriorityClass {
+pub enum PriorityClass {
     Interactive,
     #[default]
     Default,
@@ -35,10 +35,10 @@ pub(crate) enum PriorityClass {
 
 impl PriorityClass {
     /// The most urgent class first.
-    pub(crate) const ALL: [PriorityClass; 3] =
+    pub const ALL: [PriorityClass; 3] =
         [PriorityClass::Interactive, PriorityClass::Default, PriorityClass::Batch];
 
-    pub(crate) fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             PriorityClass::Interactive => "interactive",
             PriorityClass::Default => "default",
@@ -46,7 +46,7 @@ impl PriorityClass {
         }
     }
 
-    pub(crate) fn of_priority(priority: i32) -> Self {
+    pub fn of_priority(priority: i32) -> Self {
         match priority {
             ..0 => PriorityClass::Interactive,
             0 => PriorityClass::Default,
@@ -61,27 +61,27 @@ impl PriorityClass {
 
 /// A request for permits.
 #[derive(Clone, Debug)]
-pub(crate) struct AdmissionRequest {
-    pub(crate) model: ModelKey,
-    pub(crate) tenant: Tenant,
+pub struct AdmissionRequest {
+    pub model: ModelKey,
+    pub tenant: Tenant,
     /// Lower is more urgent. The sign determines the class. Within a class, the value orders only
     /// the requests of one tenant.
-    pub(crate) priority: i32,
+    pub priority: i32,
     /// Permits, granted together: one for each stream.
-    pub(crate) permits: u32,
-    pub(crate) deadline: Uptime,
+    pub permits: u32,
+    pub deadline: Uptime,
 }
 
 /// An answer of the policy. Every request gets exactly one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum AdmissionDecision {
+pub enum AdmissionDecision {
     Admit(AdmissionId),
     Refuse(AdmissionId, AdmissionError),
 }
 
 /// Why a request is refused. `retry_after` is the time after which the client should try again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum AdmissionError {
+pub enum AdmissionError {
     #[error("no worker of this model is ready")]
     NoWorker,
     #[error("the request's deadline passed before it was admitted")]

@@ -15,10 +15,10 @@ use service::printable::excerpt;
 
 use crate::access::AccessRefusal;
 use crate::admission::CapacityExceeded;
-use crate::dispatch::{RETRY_AFTER, RequestRefusal};
 use crate::failover::ChoiceError;
 use crate::intake::BodyError;
 use crate::model::ChatError;
+use crate::opening::{RETRY_AFTER, RequestRefusal};
 use crate::params::RequestParamError;
 use crate::registry::{QUOTED_CHARS_MAX, ResolveError};
 use crate::tenant::{self, TenantNameError};

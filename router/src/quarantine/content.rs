@@ -14,12 +14,12 @@ use crate::routing::ModelKey;
 /// Hash of a request's content. Seed, tenant, priority, deadline and cache salt are no content: a
 /// client that repeats a request may change them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct ContentKey(pub(crate) u128);
+pub struct ContentKey(pub u128);
 
 /// Hashes contents under a secret of this process, so that a client cannot choose a request with
 /// the key of another one.
 #[derive(Clone, Debug)]
-pub(crate) struct ContentHasher {
+pub struct ContentHasher {
     secret: u64,
 }
 
@@ -31,7 +31,7 @@ impl Default for ContentHasher {
 
 impl ContentHasher {
     /// `request` is the call of a choice without output.
-    pub(crate) fn key_of_request(&self, model: &ModelKey, mut request: GenerateRequest) -> ContentKey {
+    pub fn key_of_request(&self, model: &ModelKey, mut request: GenerateRequest) -> ContentKey {
         request.request_id.clear();
         request.cache_salt.clear();
         (request.tenant, request.priority, request.deadline_ms, request.choice) = (0, 0, 0, 0);
@@ -51,7 +51,7 @@ impl ContentHasher {
         ContentKey(hasher.digest128())
     }
 
-    pub(crate) fn key_of_grammar(&self, model: &ModelKey, grammar: &proto::v1::Grammar) -> ContentKey {
+    pub fn key_of_grammar(&self, model: &ModelKey, grammar: &proto::v1::Grammar) -> ContentKey {
         let mut hasher = self.start(model, b"grammar");
         hasher.update(&grammar.encode_to_vec());
         ContentKey(hasher.digest128())

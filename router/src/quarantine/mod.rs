@@ -36,5 +36,5 @@ mod policy;
 mod tests;
 mod worker_trials;
 
-pub(crate) use content::{ContentHasher, ContentKey};
-pub(crate) use policy::{Blocked, LossVerdict, QuarantineEntry, QuarantinePolicy, StreamId};
+pub use content::{ContentHasher, ContentKey};
+pub use policy::{Blocked, LossVerdict, QuarantineEntry, QuarantinePolicy, StreamId};

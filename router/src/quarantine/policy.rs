@@ -20,21 +20,21 @@ pub(super) const RECORDS_MAX: usize = 4096;
 
 /// One stay of a stream on a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct StreamId(u64);
+pub struct StreamId(u64);
 
 /// The content may not enter the worker now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Blocked;
+pub struct Blocked;
 
 /// A content in quarantine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct QuarantineEntry {
-    pub(crate) losses: u32,
-    pub(crate) remaining: Duration,
+pub struct QuarantineEntry {
+    pub losses: u32,
+    pub remaining: Duration,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LossVerdict {
+pub enum LossVerdict {
     Resume,
     /// `is_new`: this loss put the content there.
     Quarantine {
@@ -58,7 +58,7 @@ struct LossRecord {
 }
 
 #[derive(Debug)]
-pub(crate) struct QuarantinePolicy {
+pub struct QuarantinePolicy {
     quarantine_for: Duration,
     records: HashMap<ContentKey, LossRecord>,
     workers: BTreeMap<WorkerId, WorkerTrials>,
@@ -67,18 +67,18 @@ pub(crate) struct QuarantinePolicy {
 
 impl QuarantinePolicy {
     /// `quarantine_for` is also the time for which losses are remembered.
-    pub(crate) fn new(quarantine_for: Duration) -> Self {
+    pub fn new(quarantine_for: Duration) -> Self {
         Self { quarantine_for, records: HashMap::new(), workers: BTreeMap::new(), last_id: 0 }
     }
 
     /// `Some` if the content is in quarantine.
-    pub(crate) fn find(&self, content: ContentKey, now: Uptime) -> Option<QuarantineEntry> {
+    pub fn find(&self, content: ContentKey, now: Uptime) -> Option<QuarantineEntry> {
         let record = self.record(content, now).filter(|record| record.is_quarantined)?;
         Some(QuarantineEntry { losses: record.losses, remaining: record.expires - now })
     }
 
     /// Puts a stream of the content on trial at a worker. `force` ignores other trials.
-    pub(crate) fn enter(
+    pub fn enter(
         &mut self,
         worker: WorkerId,
         content: ContentKey,
@@ -103,14 +103,14 @@ impl QuarantinePolicy {
     }
 
     /// The suspect no longer waits for any worker.
-    pub(crate) fn drop_claims(&mut self, content: ContentKey) {
+    pub fn drop_claims(&mut self, content: ContentKey) {
         self.workers.values_mut().for_each(|trials| trials.drop_claim(content));
         self.workers.retain(|_, trials| !trials.is_empty());
     }
 
     /// The stream has `output_tokens` tokens, of all its workers together. Returns true if others
     /// may enter the worker now.
-    pub(crate) fn record_output(
+    pub fn record_output(
         &mut self,
         worker: WorkerId,
         id: StreamId,
@@ -125,7 +125,7 @@ impl QuarantinePolicy {
     }
 
     /// The stream's worker is dead.
-    pub(crate) fn record_loss(
+    pub fn record_loss(
         &mut self,
         worker: WorkerId,
         id: StreamId,
@@ -160,7 +160,7 @@ impl QuarantinePolicy {
     }
 
     /// The stream left the worker: it ended, or its loss is recorded.
-    pub(crate) fn leave(&mut self, worker: WorkerId, id: StreamId) {
+    pub fn leave(&mut self, worker: WorkerId, id: StreamId) {
         if let Some(trials) = self.workers.get_mut(&worker) {
             trials.remove(id);
             if trials.is_empty() {
@@ -170,13 +170,13 @@ impl QuarantinePolicy {
     }
 
     /// Time after which a blocked content should try again even if nothing else happens.
-    pub(crate) fn next_change(&self, now: Uptime) -> Duration {
+    pub fn next_change(&self, now: Uptime) -> Duration {
         let changes = self.workers.values().filter_map(|trials| trials.next_change(now));
         changes.min().unwrap_or(TRIAL_MAX)
     }
 
     /// Number of contents in quarantine.
-    pub(crate) fn quarantined(&self, now: Uptime) -> usize {
+    pub fn quarantined(&self, now: Uptime) -> usize {
         self.records.values().filter(|record| record.is_quarantined && record.expires > now).count()
     }
 

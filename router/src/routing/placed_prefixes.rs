@@ -19,10 +19,10 @@ const BLOCKS_MAX: u64 = 1 << 16;
 
 /// Hash of a block, all blocks before it, and the cache salt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct PrefixHash(u64);
+pub struct PrefixHash(u64);
 
 /// Hashes of the full blocks of `tokens`, in order.
-pub(crate) fn prefix_hashes(cache_salt: &str, tokens: &[u32]) -> Vec<PrefixHash> {
+pub fn prefix_hashes(cache_salt: &str, tokens: &[u32]) -> Vec<PrefixHash> {
     let mut hash = xxh3_64_with_seed(cache_salt.as_bytes(), 0);
     let mut bytes = [0; PREFIX_BLOCK_TOKENS * 4];
     let blocks = tokens.chunks_exact(PREFIX_BLOCK_TOKENS).map(|block| {
