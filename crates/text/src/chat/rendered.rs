@@ -27,16 +27,17 @@ struct Rendered {
     kind: Option<String>,
 }
 
-/// The folder of the large data set, or that of the tree's own part.
-fn folders() -> Vec<PathBuf> {
-    let tree = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/chat");
+/// The vectors and the folder of their templates: those of the tree and of the large data set.
+fn data_sets() -> Vec<(PathBuf, PathBuf)> {
+    let tree = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
     let full = std::env::var_os("BALLAST_TEST_DATA").map(|root| Path::new(&root).join("data/chat"));
     if full.is_none() {
         // Bypasses the test runner, which shows the output of failed tests only.
         let mut stderr = std::io::stderr();
         writeln!(stderr, "SKIPPED: BALLAST_TEST_DATA is not set, data/chat is not tested").unwrap();
     }
-    std::iter::once(tree).chain(full).collect()
+    let full = full.map(|full| (full.join("render.jsonl"), full.join("templates")));
+    std::iter::once((tree.join("rendered.jsonl"), tree)).chain(full).collect()
 }
 
 fn load(folder: &Path, name: &str) -> ChatTemplate {
@@ -48,14 +49,13 @@ fn load(folder: &Path, name: &str) -> ChatTemplate {
 
 /// Calls `check` with each vector and with its template and input.
 fn for_each_vector(mut check: impl FnMut(&Rendered, &ChatTemplate, &ChatInput<'_>)) {
-    for folder in folders() {
-        let lines = std::fs::read_to_string(folder.join("render.jsonl")).unwrap();
+    for (vectors, folder) in data_sets() {
+        let lines = std::fs::read_to_string(vectors).unwrap();
         let mut templates: BTreeMap<String, ChatTemplate> = BTreeMap::new();
         for line in lines.lines() {
             let row: Rendered = serde_json::from_str(line).unwrap();
-            let template = templates
-                .entry(row.template.clone())
-                .or_insert_with(|| load(&folder.join("templates"), &row.template));
+            let template =
+                templates.entry(row.template.clone()).or_insert_with(|| load(&folder, &row.template));
             let mut variables = row.kwargs.clone();
             let mut flag = |name: &str| variables.remove(name).is_some_and(|value| value == true);
             let (add_generation_prompt, continue_final_message) =
@@ -98,7 +98,7 @@ fn compare(row: &Rendered, rendered: &Result<String, RenderError>) -> Option<Str
 fn assert_none(wrong: &[String], checked: usize) {
     let first = &wrong[..wrong.len().min(3)];
     assert!(wrong.is_empty(), "{} of {checked} prompts differ:\n{}", wrong.len(), first.join("\n"));
-    assert!(checked > 20, "{checked}");
+    assert!(checked >= 5, "{checked}");
 }
 
 #[test]
