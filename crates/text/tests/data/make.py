@@ -25,6 +25,10 @@ def string(text):
     return struct.pack("<Q", len(raw)) + raw
 
 
+def compact(value):
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
 def pair(key, value):
     def array(kind, items):
         return struct.pack("<IIQ", 9, kind, len(items)) + b"".join(items)
@@ -143,14 +147,14 @@ def write_vectors(name, made, texts):
         for text in (token, f"a {token} b", token + token[:-1], f"\n{token}{special[0]}x", token[:3]):
             inputs += [(text, False, False), (text, True, False)]
     inputs += [("", True, True), ("Hello world", True, True), (special[1] + "x", False, True)]
-    with open(HERE / name, "w", encoding="ascii") as out:
+    with open(HERE / name, "w", encoding="utf-8") as out:
         for text, parse_special, add_special in inputs:
             hf.encode_special_tokens = not parse_special
             ids = hf.encode(text, add_special_tokens=False).ids
             if add_special:
                 ids = [bos] + ids + ([] if eos is None else [eos])
             line = {"text": text, "parse_special": parse_special, "add_special": add_special, "ids": ids}
-            out.write(json.dumps(line) + "\n")
+            out.write(compact(line) + "\n")
 
 
 # ------------------------------------------------------------------ chat templates
@@ -209,7 +213,7 @@ def conversations():
 
 def write_prompts(templates):
     env = environment()
-    with open(HERE / "prompts.jsonl", "w", encoding="ascii") as out:
+    with open(HERE / "prompts.jsonl", "w", encoding="utf-8") as out:
         for name, source in templates.items():
             template = env.from_string(source)
             for input in conversations():
@@ -219,7 +223,7 @@ def write_prompts(templates):
                         **{"tools": None, "documents": None, "bos_token": "<bos>", "eos_token": "<eos>", **input})
                 except jinja2.exceptions.TemplateError as refused:
                     line["refused"] = str(refused)
-                out.write(json.dumps(line) + "\n")
+                out.write(compact(line) + "\n")
 
 
 def template_of(vocab, name):
@@ -240,11 +244,11 @@ def main():
     write_vectors("byte-level.jsonl", byte_level(args.demo), texts)
     write_vectors("sentencepiece.jsonl", sentencepiece(texts), texts)
 
-    with open(HERE / "splits.jsonl", "w", encoding="ascii") as out:
+    with open(HERE / "splits.jsonl", "w", encoding="utf-8") as out:
         for line in open(args.vocab / "pretok.jsonl"):
             record = json.loads(line)
             if "regex" in record or len(record["text"]) <= 24:
-                out.write(line)
+                out.write(compact(json.loads(line)) + "\n")
 
     (HERE / "qwen3.jinja").write_text(template_of(args.vocab, "qwen3"))
     names = {"qwen3": template_of(args.vocab, "qwen3"), "features": (HERE / "features.jinja").read_text(),
