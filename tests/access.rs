@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! API keys: who may call, which models, and how much.
+//! API keys: who may call, which models, and how much. Which web pages may call.
 
 use std::fmt::Write as _;
 use std::os::unix::fs::PermissionsExt;
@@ -204,4 +204,54 @@ fn a_fleet_with_a_wrong_key_file_does_not_start() {
         assert_eq!(output.status.code(), Some(USAGE), "{stderr}");
         assert!(stderr.contains(words) && stderr.contains("keys.toml"), "{stderr}");
     }
+}
+
+/// Sends a completion with headers, and returns the status and one header of the reply.
+fn post_with(fleet: &ServedFleet, headers: &[(&str, &str)], read: &str) -> (u16, Option<String>) {
+    let client = HttpClient::connect(fleet);
+    client.runtime.block_on(async {
+        let request = client.client.post(format!("{}/v1/completions", client.url));
+        let request = headers.iter().fold(request, |request, (name, value)| request.header(*name, *value));
+        let reply = request.body(completion(1).to_string()).send().await.unwrap();
+        let read = reply.headers().get(read).map(|value| value.to_str().unwrap().to_owned());
+        (reply.status().as_u16(), read)
+    })
+}
+
+#[test]
+fn a_page_of_another_site_cannot_use_a_server_of_this_machine() {
+    const READABLE: &str = "access-control-allow-origin";
+    let origins =
+        ["--workers", "1", "--threads", "1", "--name", "m", "--allow-origin", "https://chat.example"];
+    let fleet = ServedFleet::start(&demo_7m(), &origins);
+    let json = ("content-type", "application/json");
+    let post = |origin: &str| post_with(&fleet, &[json, ("origin", origin)], READABLE);
+    for own in ["https://chat.example", "http://localhost:3000"] {
+        assert_eq!(post(own), (200, Some(own.to_owned())));
+    }
+    for foreign in ["https://evil.example", "null"] {
+        assert_eq!(post(foreign), (403, None));
+    }
+    assert_eq!(post_with(&fleet, &[json], READABLE), (200, None), "a program, which sends no origin");
+    // What a page may send without asking first.
+    for simple in ["text/plain", "application/x-www-form-urlencoded"] {
+        assert_eq!(post_with(&fleet, &[("content-type", simple)], READABLE).0, 415);
+    }
+    assert_eq!(post_with(&fleet, &[], READABLE).0, 415);
+    assert_eq!(post_with(&fleet, &[json, ("content-encoding", "gzip")], READABLE).0, 415);
+    let charset = ("content-type", "application/json; charset=utf-8");
+    assert_eq!(post_with(&fleet, &[charset], READABLE).0, 200);
+
+    let client = HttpClient::connect(&fleet);
+    let preflight = client.runtime.block_on(async {
+        let url = format!("{}/v1/chat/completions", client.url);
+        let request = client.client.request(reqwest::Method::OPTIONS, url);
+        let request = request.header("origin", "https://chat.example");
+        let request = request.header("access-control-request-method", "POST");
+        request.header("access-control-request-headers", "authorization,content-type").send().await.unwrap()
+    });
+    assert_eq!(preflight.status().as_u16(), 200);
+    assert_eq!(preflight.headers()[READABLE], "https://chat.example");
+    assert!(preflight.headers()["access-control-allow-headers"].to_str().unwrap().contains("authorization"));
+    fleet.stop();
 }

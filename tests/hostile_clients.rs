@@ -44,7 +44,7 @@ fn check_completion(fleet: &ServedFleet) {
 fn stall(address: &str, body: &[u8]) -> TcpStream {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_write_timeout(Some(Duration::from_secs(2))).unwrap();
-    let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n\r\n";
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 8000000\r\n\r\n";
     let _refused = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body));
     stream
 }
@@ -106,7 +106,8 @@ fn the_streams_of_one_http2_connection_hold_a_bounded_amount_of_memory() {
         let mut tasks = Vec::new();
         let mut client = client.ready().await.unwrap();
         for _ in 0..STREAMS {
-            let request = http::Request::post(&url).header("content-length", 8_000_000).body(()).unwrap();
+            let request = http::Request::post(&url).header("content-type", "application/json");
+            let request = request.header("content-length", 8_000_000).body(()).unwrap();
             client = client.ready().await.unwrap();
             let (response, body) = client.send_request(request, false).unwrap();
             tasks.push(tokio::spawn(send_slowly(response, body)));

@@ -39,6 +39,10 @@ pub(crate) struct ServeArguments {
     /// File of API keys, which `ballast key` makes; clients without one of them are refused
     #[arg(long, value_name = "FILE.toml")]
     keys: Option<PathBuf>,
+    /// Origin of web pages that may call the API, like https://example.org; "*" allows all. Pages of
+    /// this machine always may
+    #[arg(long, value_name = "ORIGIN")]
+    allow_origin: Vec<String>,
     /// Print one line of JSON when the fleet is ready
     #[arg(long)]
     json: bool,
@@ -67,10 +71,9 @@ pub(crate) fn run(arguments: ServeArguments) -> CliResult {
     };
     let default = || DEFAULT_LISTEN.parse().ok();
     config.listen = arguments.listen.or(config.listen).or_else(default);
-    if arguments.keys.is_some() {
-        config.access.keys = arguments.keys;
-        config.access.check()?;
-    }
+    config.access.keys = arguments.keys.or(config.access.keys);
+    config.access.origins.extend(arguments.allow_origin);
+    config.access.check()?;
     // `report` prints the errors of children as text.
     service::logging::init("supervisor", Level::ERROR);
     let json = arguments.json;

@@ -6,9 +6,11 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use service::{Exit, HasExit};
 
 use crate::access::{KeyFileError, read_keys};
 use crate::admission::AdmissionLimits;
+use crate::http::{AllowedOrigins, OriginError};
 use crate::limits::RouterLimits;
 pub use crate::routing::RoutingMode;
 
@@ -63,6 +65,19 @@ impl Default for AdmissionConfig {
     }
 }
 
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
+pub enum AccessConfigError {
+    Keys(#[from] KeyFileError),
+    Origin(#[from] OriginError),
+}
+
+impl HasExit for AccessConfigError {
+    fn exit(&self) -> Exit {
+        Exit::Usage
+    }
+}
+
 /// Access to the API over TCP.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
@@ -70,6 +85,8 @@ pub struct AccessConfig {
     /// The file of API keys. If absent, everybody who can connect may call.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub keys: Option<PathBuf>,
+    /// Origins of web pages that may call, beside those of this machine. "*" allows all.
+    pub origins: Vec<String>,
 }
 
 impl AccessConfig {
@@ -77,12 +94,13 @@ impl AccessConfig {
     /// made absolute stays as it is.
     pub fn absolute(&self) -> Self {
         let keys = self.keys.as_ref().map(|keys| std::path::absolute(keys).unwrap_or_else(|_| keys.clone()));
-        Self { keys }
+        Self { keys, origins: self.origins.clone() }
     }
 
-    /// Reads the key file, as the router does.
-    pub fn check(&self) -> Result<(), KeyFileError> {
-        self.keys.as_deref().map_or(Ok(()), |keys| read_keys(keys).map(drop))
+    /// Checks the origins, and reads the key file as the router does.
+    pub fn check(&self) -> Result<(), AccessConfigError> {
+        AllowedOrigins::new(&self.origins)?;
+        Ok(self.keys.as_deref().map_or(Ok(()), |keys| read_keys(keys).map(drop))?)
     }
 }
 

@@ -11,6 +11,7 @@ use service::metrics::MetricsError;
 
 use crate::access::KeyFileError;
 use crate::config::AdmissionConfigError;
+use crate::http::OriginError;
 use crate::limits::RouterLimitsError;
 
 #[derive(Debug, thiserror::Error)]
@@ -39,6 +40,8 @@ pub enum RouterError {
     Limits(#[from] RouterLimitsError),
     #[error(transparent)]
     Keys(#[from] KeyFileError),
+    #[error(transparent)]
+    Origins(#[from] OriginError),
     #[error("the gRPC server on router.sock failed")]
     Serve(#[source] tonic::transport::Error),
 }
@@ -58,7 +61,10 @@ impl HasExit for RouterError {
             RouterError::Listen { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
                 Exit::Usage
             }
-            RouterError::Admission(_) | RouterError::Limits(_) | RouterError::Keys(_) => Exit::Usage,
+            RouterError::Admission(_)
+            | RouterError::Limits(_)
+            | RouterError::Keys(_)
+            | RouterError::Origins(_) => Exit::Usage,
             RouterError::Listen { source, .. }
             | RouterError::Runtime(source)
             | RouterError::Signals(source)

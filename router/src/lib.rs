@@ -75,9 +75,11 @@ mod worker_search;
 
 pub use access::{KeyFileError, check_key_text};
 pub use config::{
-    AccessConfig, AdmissionConfig, AdmissionConfigError, RouterConfig, RoutingConfig, RoutingMode,
+    AccessConfig, AccessConfigError, AdmissionConfig, AdmissionConfigError, RouterConfig, RoutingConfig,
+    RoutingMode,
 };
 pub use error::RouterError;
+pub use http::OriginError;
 pub use limits::{RouterLimits, RouterLimitsError};
 pub use run::run;
 pub use server::Router;

@@ -26,7 +26,7 @@ use crate::fleet_watch::FleetWatch;
 use crate::generate::Generator;
 use crate::grammar_check::GrammarChecker;
 use crate::grpc::InferenceService;
-use crate::http::{self, AppState};
+use crate::http::{self, AllowedOrigins, AppState, check_origin};
 use crate::intake::{BodyLimits, SharedBudget, limit_request_body};
 use crate::listener::{self, ListenerLimits};
 use crate::quarantine_control::QuarantineController;
@@ -47,6 +47,7 @@ pub struct Router {
     socket: UdsListener,
     generator: Generator,
     access: Option<Arc<AccessController>>,
+    origins: AllowedOrigins,
     metrics: Metrics,
 }
 
@@ -60,6 +61,7 @@ impl Router {
         config.admission.check()?;
         config.limits.check()?;
         let access = config.access.keys.clone().map(AccessController::load).transpose()?;
+        let origins = AllowedOrigins::new(&config.access.origins)?;
         let tcp = match inherited {
             Some(listener) => Some(to_tokio_listener(listener).map_err(RouterError::Inherited)?),
             None => listen(config.listen).await?,
@@ -80,7 +82,7 @@ impl Router {
             tenants: TenantResolver::default(),
             request_timeout: config.limits.request_timeout,
         };
-        Ok(Self { config, tcp, health, socket, generator, access, metrics })
+        Ok(Self { config, tcp, health, socket, generator, access, origins, metrics })
     }
 
     /// The TCP address. If the configured port is 0, it has the port that the kernel chose.
@@ -99,7 +101,7 @@ impl Router {
 
     /// Serves until a stop is requested and all streams have ended, or the drain time is over.
     pub async fn serve(self, shutdown: &Shutdown) -> Result<(), RouterError> {
-        let Router { config, tcp, health: health_tcp, socket, generator, access, metrics } = self;
+        let Router { config, tcp, health: health_tcp, socket, generator, access, origins, metrics } = self;
         // Links to workers stay until the last stream has ended: a draining router still fails
         // over.
         let links = CancellationToken::new();
@@ -146,6 +148,8 @@ impl Router {
             reloads = Some(tokio::spawn(access.clone().reload_on_change(links.clone())));
             all_routes = all_routes.layer(middleware::from_fn_with_state(access, require_key));
         }
+        let cors = origins.cors_layer();
+        let all_routes = all_routes.layer(cors).layer(middleware::from_fn_with_state(origins, check_origin));
         let on_tcp = serve_on(tcp, all_routes, limits.listener(), shutdown);
         let on_health = serve_on(health_tcp, health_routes, limits.health_listener(), shutdown);
         let drained = async {

@@ -65,7 +65,7 @@ impl ApiError {
         }
     }
 
-    fn with_status(mut self, status: StatusCode, code: &'static str) -> Self {
+    pub(super) fn with_status(mut self, status: StatusCode, code: &'static str) -> Self {
         self.status = status;
         self.code = Some(code);
         self
@@ -84,6 +84,10 @@ impl ApiError {
     pub(crate) fn not_ready(message: impl Into<String>) -> Self {
         Self::server(StatusCode::SERVICE_UNAVAILABLE, "not_ready", message.into())
             .with_retry_after(RETRY_AFTER)
+    }
+
+    pub(crate) fn unsupported_media(message: &str) -> Self {
+        Self::invalid(None, message).with_status(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type")
     }
 
     /// Clients repeat neither a 4xx status nor a response without `Retry-After`.

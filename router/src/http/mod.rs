@@ -7,6 +7,7 @@ mod completions;
 mod error;
 mod fields;
 mod numbers;
+mod origin;
 mod request;
 mod response;
 mod sampling_fields;
@@ -24,6 +25,8 @@ use crate::access::ModelAccess;
 use crate::gauges;
 use crate::registry::{ModelSnapshot, ResolveError};
 pub(crate) use error::ApiError;
+pub use origin::OriginError;
+pub(crate) use origin::{AllowedOrigins, check_origin};
 pub(crate) use request::AppState;
 
 /// Routes that are label values of the response counter.

@@ -6,8 +6,9 @@ use std::convert::Infallible;
 use std::sync::Arc;
 
 use axum::extract::{FromRequest, FromRequestParts, Request, State};
+use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use axum::http::request::Parts;
-use axum::http::{HeaderName, HeaderValue};
+use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use futures::StreamExt;
@@ -26,7 +27,7 @@ use crate::model::unix_seconds;
 use crate::request_id::ClientRequestId;
 use crate::tenant;
 
-const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// A handler tokenizes bodies up to this size itself, which takes less time than a blocking task.
 const INLINE_BYTES_MAX: usize = 16 << 10;
 /// Large bodies that are parsed at the same time. Their JSON values take up to 70 times as much.
@@ -100,6 +101,7 @@ impl FromRequest<AppState> for ReceivedBody {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, app: &AppState) -> Result<Self, ApiError> {
+        check_media_type(request.headers())?;
         // The middleware around every route limits the body. Copying it keeps the memory in
         // proportion to its length, also if it arrives in chunks of one byte.
         let (mut parts, mut bytes) = (request.into_body().into_data_stream(), Vec::new());
@@ -113,6 +115,22 @@ impl FromRequest<AppState> for ReceivedBody {
             false => None,
         };
         Ok(Self { bytes, _parsing: parsing })
+    }
+}
+
+/// Refuses what is not plain JSON. A web page of another site cannot send this media type without
+/// asking first.
+fn check_media_type(headers: &HeaderMap) -> Result<(), ApiError> {
+    let value = |name: HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
+    let media_type = value(CONTENT_TYPE).and_then(|value| value.split(';').next()).unwrap_or_default();
+    let subtype = media_type.trim().to_ascii_lowercase();
+    let is_json = subtype.strip_prefix("application/").is_some_and(|s| s == "json" || s.ends_with("+json"));
+    if !is_json {
+        return Err(ApiError::unsupported_media("send the header `content-type: application/json`"));
+    }
+    match value(CONTENT_ENCODING) {
+        None | Some("" | "identity") => Ok(()),
+        Some(_) => Err(ApiError::unsupported_media("send the body without `content-encoding`")),
     }
 }
 

@@ -95,7 +95,14 @@ async fn bodies_that_are_not_json_objects_are_refused() {
     let words = "{\"prompt\":\"x\",\"top_p\":None}";
     for body in ["", "{", "[]", "\"x\"", "{\"prompt\": \"x\",}", "\u{0}", words, deep.as_str()] {
         let url = format!("{}/v1/completions", fleet.url);
-        let response = fleet.client.post(url).body(body.to_owned()).send().await.unwrap();
+        let response = fleet
+            .client
+            .post(url)
+            .header("content-type", "application/json")
+            .body(body.to_owned())
+            .send()
+            .await
+            .unwrap();
         assert_eq!(response.status(), 400, "{body:.20}");
         let error: Value = response.json().await.unwrap();
         assert_eq!(error["error"]["type"], "invalid_request_error");
@@ -124,7 +131,14 @@ async fn numbers_that_json_lacks_are_refused_with_field_and_range() {
     ] {
         let url = format!("{}/v1/completions", fleet.url);
         let body = format!("{{\"prompt\": \"é\", {fields}}}");
-        let response = fleet.client.post(url).body(body.clone()).send().await.unwrap();
+        let response = fleet
+            .client
+            .post(url)
+            .header("content-type", "application/json")
+            .body(body.clone())
+            .send()
+            .await
+            .unwrap();
         assert_eq!(response.status(), 400, "{body}");
         let error = response.json::<Value>().await.unwrap()["error"].clone();
         assert_eq!(

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Which web pages may call the API from a browser. A page of any site can send requests to a
+//! server on the same machine, so the browser's `origin` header must name an allowed site.
+//!
+//! Programs that are not browsers send no `origin`. Pages of this machine are always allowed.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::{Request, State};
+use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderName, HeaderValue, ORIGIN, RETRY_AFTER};
+use axum::http::{Method, StatusCode, Uri};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use tower_http::cors::{AllowOrigin, CorsLayer};
+
+use super::error::ApiError;
+use super::request::REQUEST_ID;
+use crate::tenant;
+
+/// How long a browser remembers the answer to a preflight request.
+const PREFLIGHT_AGE: Duration = Duration::from_secs(600);
+const LOOPBACK_HOSTS: [&str; 3] = ["localhost", "127.0.0.1", "[::1]"];
+const ANY: &str = "*";
+
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "`access.origins`: {0:?} is neither \"*\" nor an origin like \"https://example.org\" or \"http://host:8080\""
+)]
+pub struct OriginError(String);
+
+/// The configured origins. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct AllowedOrigins(Arc<[String]>);
+
+/// Splits scheme and host with port.
+fn split(origin: &str) -> Option<(&str, &str)> {
+    let (scheme, authority) = origin.split_once("://")?;
+    let is_plain = !authority.is_empty() && !authority.contains(['/', '?', '#', '@', ' ']);
+    (matches!(scheme, "http" | "https") && is_plain).then_some((scheme, authority))
+}
+
+impl AllowedOrigins {
+    pub(crate) fn new(origins: &[String]) -> Result<Self, OriginError> {
+        match origins.iter().find(|origin| *origin != ANY && split(origin).is_none()) {
+            Some(wrong) => Err(OriginError(wrong.clone())),
+            None => Ok(Self(origins.iter().map(|origin| origin.to_ascii_lowercase()).collect())),
+        }
+    }
+
+    fn allows(&self, origin: &HeaderValue) -> bool {
+        let Ok(origin) = origin.to_str().map(str::to_ascii_lowercase) else { return false };
+        let host = || split(&origin)?.1.parse::<Uri>().ok()?.host().map(str::to_owned);
+        self.0.iter().any(|allowed| allowed == ANY || *allowed == origin)
+            || host().is_some_and(|host| LOOPBACK_HOSTS.contains(&host.as_str()))
+    }
+
+    /// Answers preflight requests, and lets pages of allowed origins read responses.
+    pub(crate) fn cors_layer(&self) -> CorsLayer {
+        let allowed = self.clone();
+        CorsLayer::new()
+            .allow_origin(AllowOrigin::predicate(move |origin, _| allowed.allows(origin)))
+            .allow_methods([Method::GET, Method::POST])
+            .allow_headers([AUTHORIZATION, CONTENT_TYPE, REQUEST_ID, HeaderName::from_static(tenant::HEADER)])
+            .expose_headers([REQUEST_ID, RETRY_AFTER])
+            .max_age(PREFLIGHT_AGE)
+    }
+}
+
+/// Middleware: refuses requests of pages of other origins before anything else looks at them.
+pub(crate) async fn check_origin(
+    State(allowed): State<AllowedOrigins>,
+    request: Request,
+    next: Next,
+) -> Response {
+    match request.headers().get(ORIGIN) {
+        Some(origin) if !allowed.allows(origin) => ApiError::invalid(
+            None,
+            "pages of this origin may not call the API; `access.origins` (`--allow-origin`) lists those that may",
+        )
+        .with_status(StatusCode::FORBIDDEN, "origin_not_allowed")
+        .into_response(),
+        _ => next.run(request).await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn allows(configured: &[&str], origin: &str) -> bool {
+        let configured: Vec<String> = configured.iter().map(|&origin| origin.to_owned()).collect();
+        AllowedOrigins::new(&configured).unwrap().allows(&HeaderValue::from_str(origin).unwrap())
+    }
+
+    #[test]
+    fn pages_of_this_machine_and_of_listed_origins_are_allowed() {
+        for own in ["http://localhost:3000", "http://127.0.0.1", "https://[::1]:8080", "HTTP://LOCALHOST"] {
+            assert!(allows(&[], own), "{own}");
+        }
+        let foreign = [
+            "https://evil.example",
+            "null",
+            "http://localhost.evil.example",
+            "http://evil.example:80",
+            "http://127.0.0.1.evil.example",
+            "http://localhost@evil.example",
+            "file://",
+            "",
+        ];
+        for origin in foreign {
+            assert!(!allows(&[], origin), "{origin}");
+            assert!(!allows(&["https://chat.example"], origin), "{origin}");
+            assert!(allows(&["*"], origin), "{origin}");
+        }
+        assert!(allows(&["https://Chat.example"], "https://chat.EXAMPLE"));
+        assert!(!allows(&["https://chat.example"], "http://chat.example"), "another scheme");
+        assert!(!allows(&["https://chat.example"], "https://chat.example:8443"), "another port");
+    }
+
+    #[test]
+    fn wrong_origins_in_the_configuration_are_errors() {
+        for wrong in ["chat.example", "https://chat.example/", "ftp://chat.example", "https://"] {
+            assert_eq!(AllowedOrigins::new(&[wrong.to_owned()]).unwrap_err(), OriginError(wrong.to_owned()));
+        }
+    }
+}
