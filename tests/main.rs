@@ -29,6 +29,7 @@ mod model_text;
 mod mps;
 mod one_copy;
 mod quarantine;
+mod reload;
 mod routing;
 mod soak;
 mod storms;

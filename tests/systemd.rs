@@ -81,6 +81,11 @@ fn watchdog_replaces_a_stopped_supervisor() {
 }
 
 #[test]
+fn reload_of_the_unit_applies_a_configuration_or_says_what_is_wrong() {
+    run_inside("reloaded_unit");
+}
+
+#[test]
 fn wrong_configuration_ends_the_unit_without_retries() {
     run_inside("wrong_configuration");
 }
@@ -191,6 +196,7 @@ mod inside {
             "[Unit]\nDefaultDependencies=no\nWants=\n\
              [Service]\nUser=daemon\nGroup=daemon\nExecStart=\n\
              ExecStart={FOLDER}/ballast supervisor --config {FOLDER}/ballast.toml\n\
+             ExecReload=\nExecReload={FOLDER}/ballast reload --runtime-dir {RUNTIME_DIR}\n\
              StandardOutput=append:{FOLDER}/log\nStandardError=append:{FOLDER}/log\n{further_unit}\n"
         );
         fs::write(units.join("ballast.service.d/test.conf"), drop_in).unwrap();
@@ -270,6 +276,31 @@ mod inside {
         assert!(now.iter().all(|pid| !workers.contains(pid)), "{now:?} {workers:?}");
         assert_eq!(loads(), 1, "{}", log());
         assert_eq!(tokens(), expected);
+    }
+
+    #[test]
+    #[ignore = "runs inside tests/systemd/machine"]
+    fn reloaded_unit() {
+        install("", "");
+        start();
+        let (workers, supervisor) = (wait_until_ready(), main_pid());
+        let file = Path::new(FOLDER).join("ballast.toml");
+        let valid = fs::read_to_string(&file).unwrap();
+        fs::write(&file, valid.replace("workers = 2", "workres = 2")).unwrap();
+        assert!(!systemctl(&["reload", "ballast"]).status.success());
+        assert!(log().contains("workres"), "{}", log());
+        assert_eq!(property("ActiveState"), "active");
+        fs::write(&file, valid.replace("workers = 2", "workers = 3")).unwrap();
+        assert!(systemctl(&["reload", "ballast"]).status.success(), "{}", log());
+        assert_eq!((property("ActiveState").as_str(), main_pid()), ("active", supervisor));
+        eventually("a third worker is ready", || {
+            let lines = ps()?;
+            let ready = |line: &&Value| line["role"] == "worker" && line["state"] == "ready";
+            let now: Vec<u64> = lines.iter().filter(ready).filter_map(|line| line["pid"].as_u64()).collect();
+            let stayed = workers.iter().all(|&pid| now.contains(&u64::from(pid)));
+            (now.len() == 3 && stayed).then_some(())
+        });
+        assert_eq!(loads(), 1, "{}", log());
     }
 
     #[test]

@@ -61,6 +61,8 @@ pub(crate) enum CliCommand {
     Restart(worker_lifecycle::RestartArguments),
     /// Make an API key: print it, and add its hash to a key file
     Key(key::KeyArguments),
+    /// Read the configuration file of a running fleet again and apply what differs
+    Reload(fleet_commands::ReloadArguments),
     /// Empty the prefix caches of all workers of a running fleet
     ResetPrefixCache(fleet_commands::FleetSelector),
     /// Run the process that holds the weights (started by the supervisor)

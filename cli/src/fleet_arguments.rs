@@ -122,6 +122,7 @@ impl FleetArguments {
                 .chain(self.worker.draft_model())
                 .collect(),
             runtime_dir: self.runtime_dir,
+            source: None,
         }
     }
 

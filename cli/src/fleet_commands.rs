@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Commands to a running fleet: load and unload models, add, remove and restart workers, empty
-//! prefix caches.
+//! Commands to a running fleet: load and unload models, add, remove and restart workers, reload the
+//! configuration, empty prefix caches.
 
+use std::io::Write;
 use std::path::PathBuf;
 
 use proto::fleet::v1 as wire;
@@ -60,6 +61,15 @@ pub(crate) struct AddWorkerArguments {
 #[derive(clap::Args)]
 pub(crate) struct ChildArguments {
     name: String,
+    #[command(flatten)]
+    fleet: FleetSelector,
+}
+
+#[derive(clap::Args)]
+pub(crate) struct ReloadArguments {
+    /// Only print what would change
+    #[arg(long)]
+    dry_run: bool,
     #[command(flatten)]
     fleet: FleetSelector,
 }
@@ -158,6 +168,21 @@ pub(crate) fn remove_worker(arguments: ChildArguments) -> CliResult {
     call_supervisor(&arguments.fleet, &format!("cannot remove {name}"), async |client| {
         client.remove_worker(wire::RemoveWorkerRequest { name: name.clone() }).await.map(drop)
     })
+}
+
+/// Prints the changes, one a line. They have begun when this returns.
+pub(crate) fn reload(arguments: ReloadArguments) -> CliResult {
+    let request = wire::ReloadRequest { dry_run: arguments.dry_run };
+    let mut changes = Vec::new();
+    call_supervisor(&arguments.fleet, "cannot reload", async |client| {
+        changes = client.reload(request).await?.into_inner().changes;
+        Ok(())
+    })?;
+    if changes.is_empty() {
+        changes.push("the configuration has not changed".to_owned());
+    }
+    let lines: String = changes.iter().map(|change| format!("{change}\n")).collect();
+    std::io::stdout().write_all(lines.as_bytes()).with_context(|| "cannot write".to_owned())
 }
 
 /// Asks every worker, and says which of them did not.

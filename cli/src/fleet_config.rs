@@ -18,6 +18,7 @@ use supervisor::{ChildRole, FleetSpec, ModelSpec, SupervisionConfig, WorkerSlot}
 use toml::{Table, Value};
 
 use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::config_source::ConfigSource;
 use crate::device_choice::DeviceOption;
 use crate::devices::{self, GpuInfo, GpuInventory};
 use crate::model_config::{FleetModelConfig, to_toml_table};
@@ -60,6 +61,9 @@ pub(crate) struct FleetConfig {
     pub(crate) supervision: SupervisionConfig,
     #[serde(default)]
     pub(crate) models: Vec<FleetModelConfig>,
+    /// The file that this was read from.
+    #[serde(skip)]
+    pub(crate) source: Option<ConfigSource>,
 }
 
 /// How the workers of a GPU share it.
@@ -113,6 +117,7 @@ impl FleetConfig {
             let text = format!("configuration {}: two models have the name {:?}", path.display(), twice.name);
             return Err(CliError::new(Exit::Usage, text));
         }
+        config.source = Some(ConfigSource::new(path, &config)?);
         if let Some(runtime_dir) = runtime_dir {
             config.runtime_dir = Some(runtime_dir.to_owned());
         }
@@ -144,11 +149,7 @@ impl FleetConfig {
         sized: &[SizedModel],
         resident: &ResidentModels,
     ) -> CliResult<FleetSpec> {
-        let planned = |config: &FleetModelConfig| match resident.get(&config.name) {
-            Some(recorded) => Some(Ok(recorded.spec())),
-            None => sized.iter().find(|model| model.name == config.name).map(SizedModel::plan),
-        };
-        let models = self.models.iter().filter_map(planned).collect::<CliResult<Vec<ModelSpec>>>()?;
+        let models = self.model_specs(sized, resident)?;
         let (of_workers, sharing) = (directory.clone(), self.gpu);
         let worker = move |slot: &WorkerSlot, table: &mut Table| {
             let mut set = |key: &str, value: String| table.insert(key.to_owned(), Value::String(value));
@@ -166,13 +167,7 @@ impl FleetConfig {
                 table.insert("mps-directory".to_owned(), Value::String(mps));
             }
         };
-        let runtime_dir = directory.path().to_owned();
         let (listen, router_socket) = self.listen(directory, socket)?;
-        let mut router = router::RouterConfig::new(listen, runtime_dir);
-        router.admission = self.admission;
-        router.routing = self.routing;
-        router.limits = self.router.clone();
-        router.access = self.access.absolute();
         let gpus = sized.iter().filter_map(|model| model.choice.gpu.as_ref());
         let mut weight_server = self.weight_server(directory, gpus);
         resident.add_devices(&mut weight_server);
@@ -180,7 +175,7 @@ impl FleetConfig {
             .then(|| MpsConfig { directory: directory.mps_directory() });
         Ok(FleetSpec {
             weight_server,
-            router: to_toml_table(&router)?,
+            router: to_toml_table(&self.router_config(directory, listen))?,
             mps,
             router_socket,
             http_address: listen.map(|address| address.to_string()).unwrap_or_default(),
@@ -188,7 +183,34 @@ impl FleetConfig {
             models,
             supervision: self.supervision,
             complete_worker_config: Arc::new(worker),
+            read_again: self.source.clone().map(|source| source.reader(directory.clone(), listen)),
         })
+    }
+
+    /// The specification of every model, from its sizes or from its predecessor's record.
+    pub(crate) fn model_specs(
+        &self,
+        sized: &[SizedModel],
+        resident: &ResidentModels,
+    ) -> CliResult<Vec<ModelSpec>> {
+        let planned = |config: &FleetModelConfig| match resident.get(&config.name) {
+            Some(recorded) => Some(Ok(recorded.spec())),
+            None => sized.iter().find(|model| model.name == config.name).map(SizedModel::plan),
+        };
+        self.models.iter().filter_map(planned).collect()
+    }
+
+    pub(crate) fn router_config(
+        &self,
+        directory: &RuntimeDir,
+        listen: Option<SocketAddr>,
+    ) -> router::RouterConfig {
+        let mut router = router::RouterConfig::new(listen, directory.path().to_owned());
+        router.admission = self.admission;
+        router.routing = self.routing;
+        router.limits = self.router.clone();
+        router.access = self.access.absolute();
+        router
     }
 
     /// Binds the public socket, unless a running router is adopted: it keeps its socket and
@@ -381,6 +403,7 @@ mod tests {
             access: router::AccessConfig::default(),
             supervision: SupervisionConfig::default(),
             models: Vec::new(),
+            source: None,
         };
         let id = |table: &Table| table.get("id").and_then(Value::as_str).map(str::to_owned);
         let table = config.weight_server(&RuntimeDir::at(Path::new("/run/x")), [&gpu, &gpu].into_iter());

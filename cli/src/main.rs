@@ -13,6 +13,7 @@ mod bench;
 mod chat;
 mod cli_error;
 mod completion;
+mod config_source;
 mod device_choice;
 mod devices;
 mod doctor;
@@ -86,6 +87,7 @@ fn run(command: CliCommand) -> CliResult {
         CliCommand::Drain(arguments) => worker_lifecycle::drain(arguments),
         CliCommand::Restart(arguments) => worker_lifecycle::restart(arguments),
         CliCommand::Key(arguments) => key::run(arguments),
+        CliCommand::Reload(arguments) => fleet_commands::reload(arguments),
         CliCommand::ResetPrefixCache(place) => fleet_commands::reset_prefix_cache(place),
         CliCommand::WeightServer(arguments) => process::weight_server(arguments),
         CliCommand::Loader => process::loader(),

@@ -135,6 +135,9 @@ fn foreground(
         // load.
         notify.ready()?;
         let shutdown = fleet.shutdown.clone();
+        if config.source.is_some() {
+            fleet.fleet.reload_on(shutdown.reloads());
+        }
         let outcome = fleet.finish(async |fleet| {
             started(fleet).await?;
             fleet.ended().await;

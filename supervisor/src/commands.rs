@@ -8,6 +8,7 @@ use service::runtime_dir::WORKERS_MAX;
 use tokio::sync::oneshot;
 
 use crate::spec::ModelSpec;
+use crate::spec_diff::SpecChange;
 use crate::status::FleetStatus;
 
 /// Why a command was not carried out.
@@ -31,6 +32,12 @@ pub enum CommandError {
     TooManyWorkers { present: usize, more: u32 },
     #[error("model {name:?} cannot be unloaded: {why}")]
     UnloadFailed { name: String, why: String },
+    #[error(
+        "this fleet has no configuration file: start it with `ballast serve --config FILE.toml` to reload it"
+    )]
+    NoConfiguration,
+    #[error("nothing has changed: {why}")]
+    Configuration { why: String },
     #[error("the fleet is stopping")]
     Stopping,
 }
@@ -67,6 +74,11 @@ pub(crate) enum FleetCommand {
     UnloadModel {
         name: String,
         reply: CommandReply<()>,
+    },
+    /// Reads the configuration again and applies what differs. `dry_run` only compares.
+    Reload {
+        dry_run: bool,
+        reply: CommandReply<Vec<SpecChange>>,
     },
     /// Stops every child, one role after the other.
     Stop,

@@ -12,7 +12,9 @@
 mod children;
 mod commands;
 mod notifications;
+mod reload;
 mod residency;
+mod rolling;
 mod takeover;
 
 use std::collections::BTreeMap;
@@ -44,6 +46,7 @@ use crate::model_record::recorded_models;
 use crate::notify_server::Checkpoint;
 use crate::parent_fd_store::ParentFdStore;
 use crate::process::ChildProcess;
+use crate::rolling_restart::{RollingEvent, RollingRestart};
 use crate::spec::{ChildSpec, FleetSpec, ModelSpec, WorkerSlot};
 use crate::state::{ChildEvent, ChildState, ChildStateMachine};
 use crate::status::{ChildStatus, FleetEvent, LastTermination, ModelState, ModelStatus};
@@ -154,6 +157,8 @@ struct SupervisorLoop {
     /// The supervisor's own parent.
     parent: Notify,
     reported_summary: String,
+    /// Workers that get new settings.
+    rolling: RollingRestart,
     commands: CommandSender,
     /// Compares what is resident in a new weight-server with `models`.
     sync_task: Option<AbortHandle>,
@@ -189,6 +194,7 @@ impl FleetHandle {
             admin: WeightServerAdmin::new(channel),
             parent,
             reported_summary: String::new(),
+            rolling: RollingRestart::default(),
             commands: commands.clone(),
             sync_task: None,
             stopping: false,
@@ -335,6 +341,13 @@ impl SupervisorLoop {
             SupervisorEvent::ModelLoaded { name, loaded } => self.model_loaded(&name, loaded),
             SupervisorEvent::WorkersOutdated { pids } => self.restart_processes(&pids),
             SupervisorEvent::ModelUnloaded { name, refusal } => self.model_unloaded(&name, refusal),
+            SupervisorEvent::WorkerJoined { child, is_used: true } => self.roll(RollingEvent::Joined(&child)),
+            SupervisorEvent::WorkerJoined { child, is_used: false } => {
+                self.roll(RollingEvent::Failed(&child))
+            }
+            SupervisorEvent::ConfigurationRead { read, dry_run, reply } => {
+                self.configuration_read(read, dry_run, reply)
+            }
             SupervisorEvent::Command(command) => self.handle_command(command),
         }
     }

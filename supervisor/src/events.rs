@@ -6,8 +6,10 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use crate::commands::FleetCommand;
+use crate::commands::{CommandError, CommandReply, FleetCommand};
 use crate::notification::Notification;
+use crate::spec::ReloadedSpec;
+use crate::spec_diff::SpecChange;
 use crate::status::ModelState;
 
 /// A model that is resident now.
@@ -64,6 +66,17 @@ pub(crate) enum SupervisorEvent {
     ModelUnloaded {
         name: String,
         refusal: Option<String>,
+    },
+    /// The router uses the restarted worker, or has not used it for too long.
+    WorkerJoined {
+        child: Arc<str>,
+        is_used: bool,
+    },
+    /// The configuration was read again.
+    ConfigurationRead {
+        read: Result<ReloadedSpec, CommandError>,
+        dry_run: bool,
+        reply: CommandReply<Vec<SpecChange>>,
     },
     Command(FleetCommand),
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use service::RuntimeDir;
 use service::runtime_dir::RuntimeDirError;
-use tokio::sync::{broadcast, mpsc, oneshot};
+use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
 use crate::commands::{CommandError, CommandReply, FleetCommand};
@@ -90,6 +90,21 @@ impl FleetHandle {
     /// Kills every child at once.
     pub async fn kill(&self) {
         self.commands.send(FleetCommand::Kill).await;
+    }
+
+    /// Reloads the configuration at every change of `requests`. The log says what changed.
+    pub fn reload_on(&self, mut requests: watch::Receiver<u64>) {
+        let commands = self.commands.clone();
+        tokio::spawn(async move {
+            while requests.changed().await.is_ok() {
+                let reload = |reply| FleetCommand::Reload { dry_run: false, reply };
+                match commands.call(reload).await {
+                    Ok(changes) => tracing::info!(changes = changes.len(), "the configuration was reloaded"),
+                    Err(CommandError::Stopping) => return,
+                    Err(error) => tracing::error!(%error, "cannot reload the configuration"),
+                }
+            }
+        });
     }
 
     /// Returns after every child has exited and the runtime directory is removed.

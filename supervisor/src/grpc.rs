@@ -19,6 +19,7 @@ use tonic::{Request, Response, Status};
 use crate::commands::{CommandError, FleetCommand};
 use crate::fleet::CommandSender;
 use crate::spec::{ChildRole, ModelSpec};
+use crate::spec_diff::SpecChange;
 use crate::state::{BackoffReason, ChildState};
 use crate::status::{ChildStatus, FleetEvent, ModelState, ModelStatus};
 
@@ -211,6 +212,16 @@ impl FleetService for FleetApi {
         Ok(Response::new(wire::RemoveWorkerResponse {}))
     }
 
+    async fn reload(
+        &self,
+        request: Request<wire::ReloadRequest>,
+    ) -> Result<Response<wire::ReloadResponse>, Status> {
+        let dry_run = request.into_inner().dry_run;
+        let changes = self.commands.call(|reply| FleetCommand::Reload { dry_run, reply }).await?;
+        let changes = changes.iter().map(SpecChange::to_string).collect();
+        Ok(Response::new(wire::ReloadResponse { changes }))
+    }
+
     async fn stop_fleet(
         &self,
         _request: Request<wire::StopFleetRequest>,
@@ -323,9 +334,10 @@ impl From<CommandError> for Status {
         let text = error.to_string();
         match error {
             CommandError::UnknownChild { .. } | CommandError::UnknownModel { .. } => Status::not_found(text),
-            CommandError::NotAWorker { .. } | CommandError::AmbiguousModel { .. } => {
-                Status::invalid_argument(text)
-            }
+            CommandError::NotAWorker { .. }
+            | CommandError::AmbiguousModel { .. }
+            | CommandError::NoConfiguration
+            | CommandError::Configuration { .. } => Status::invalid_argument(text),
             CommandError::NameTaken { .. } => Status::already_exists(text),
             CommandError::StartFailed { .. } | CommandError::TooManyWorkers { .. } => {
                 Status::resource_exhausted(text)

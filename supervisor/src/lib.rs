@@ -41,8 +41,11 @@ pub mod orphans;
 mod parent_fd_store;
 mod process;
 pub mod resident_models;
+mod rolling_restart;
+mod router_join;
 pub mod shim;
 mod spec;
+mod spec_diff;
 pub mod state;
 mod status;
 mod weight_server_admin;
@@ -53,7 +56,10 @@ pub use config::{SupervisionConfig, SupervisionConfigError};
 pub use event_loop::{FleetStartError, raise_descriptor_limit};
 pub use fleet::FleetHandle;
 pub use model_record::{RecordedModel, recorded_models};
-pub use spec::{ChildRole, ChildSpec, CompleteWorkerConfig, FleetSpec, ModelSpec, WorkerSlot};
+pub use spec::{
+    ChildRole, ChildSpec, CompleteWorkerConfig, FleetSpec, ModelSpec, ReadSpec, ReloadedSpec, WorkerSlot,
+};
+pub use spec_diff::{SettingChange, SpecChange, diff_settings};
 pub use state::{BackoffReason, ChildState, Termination};
 pub use status::{
     ChildStatus, FleetEvent, FleetStatus, LastTermination, ModelFailure, ModelState, ModelStatus,

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use crate::config::SupervisionConfig;
 use crate::mps::MpsConfig;
+use crate::spec_diff::SettingChange;
 use crate::state::RestartPolicy;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -107,6 +108,18 @@ impl WorkerSlot {
 /// Adds the settings of one worker to the configuration that all workers of its model share.
 pub type CompleteWorkerConfig = Arc<dyn Fn(&WorkerSlot, &mut toml::Table) + Send + Sync>;
 
+/// What the configuration says when it is read again.
+#[derive(Clone, Debug)]
+pub struct ReloadedSpec {
+    pub router: toml::Table,
+    pub models: Vec<ModelSpec>,
+    /// Changes since the start that only a restart of the supervisor applies.
+    pub not_applied: Vec<SettingChange>,
+}
+
+/// Reads the configuration again and checks all of it. The error says what is wrong, and where.
+pub type ReadSpec = Arc<dyn Fn() -> Result<ReloadedSpec, String> + Send + Sync>;
+
 /// The whole fleet.
 pub struct FleetSpec {
     pub weight_server: toml::Table,
@@ -124,6 +137,8 @@ pub struct FleetSpec {
     pub supervision: SupervisionConfig,
     /// Called for every worker, also for those that are added while the fleet runs.
     pub complete_worker_config: CompleteWorkerConfig,
+    /// Absent for a fleet without a configuration file.
+    pub read_again: Option<ReadSpec>,
 }
 
 impl FleetSpec {

@@ -10,6 +10,7 @@ use std::io;
 use std::time::Duration;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::hangup::{Hangup, HangupPolicy};
@@ -19,6 +20,8 @@ use crate::hangup::{Hangup, HangupPolicy};
 pub struct Shutdown {
     drain: CancellationToken,
     force: CancellationToken,
+    /// Counts the requests to reload the configuration.
+    reloads: watch::Sender<u64>,
 }
 
 /// Why a drain ended before its work did.
@@ -81,6 +84,11 @@ impl Shutdown {
         self.force.clone().cancelled_owned()
     }
 
+    /// Changes whenever SIGHUP asks to reload the configuration.
+    pub fn reloads(&self) -> watch::Receiver<u64> {
+        self.reloads.subscribe()
+    }
+
     /// Runs `drain` until it ends, the deadline passes, or a second signal arrives.
     pub async fn within<F: Future>(&self, grace: Duration, drain: F) -> Result<F::Output, DrainInterrupted> {
         tokio::select! {
@@ -91,11 +99,15 @@ impl Shutdown {
     }
 }
 
-/// SIGHUP ends a command whose terminal was closed, and nothing else.
+/// SIGHUP ends a command whose terminal was closed. In other processes it asks for a reload, which
+/// only the supervisor knows.
 async fn follow_hangups(mut hangups: Signal, policy: HangupPolicy, shutdown: Shutdown) {
     while let Some(()) = hangups.recv().await {
         match policy.meaning() {
             Hangup::TerminalClosed => shutdown.request(),
+            Hangup::ReloadRequested if shutdown.reloads.receiver_count() > 0 => {
+                shutdown.reloads.send_modify(|requests| *requests += 1);
+            }
             Hangup::ReloadRequested => {
                 tracing::warn!("SIGHUP ignored: this process reads its configuration at its start only");
             }

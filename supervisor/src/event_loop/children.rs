@@ -17,6 +17,7 @@ use crate::attach_token::AttachToken;
 use crate::events::SupervisorEvent;
 use crate::notify_server::{self, Checkpoint};
 use crate::process::{ChildProcess, SpawnOptions};
+use crate::rolling_restart::RollingEvent;
 use crate::spec::{ChildRole, ChildSpec, WorkerSlot};
 use crate::state::{BackoffReason, ChildAction, ChildEvent, ChildState, ChildStateMachine, Termination};
 use crate::status::{FleetEvent, LastTermination};
@@ -86,6 +87,14 @@ impl SupervisorLoop {
             Some(ChildAction::Terminate) => self.signal(name, ChildProcess::terminate),
             Some(ChildAction::Kill) => self.signal(name, ChildProcess::kill),
             None => {}
+        }
+        if std::mem::discriminant(&before) != std::mem::discriminant(&after) {
+            match after {
+                ChildState::Running { .. } => self.roll(RollingEvent::Running(name)),
+                ChildState::BackingOff { .. } => self.roll(RollingEvent::Failed(name)),
+                ChildState::Stopped => self.roll(RollingEvent::Lost(name)),
+                _ => {}
+            }
         }
         self.answer_if_stopped(name);
         self.drop_if_removed(name);

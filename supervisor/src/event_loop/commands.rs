@@ -32,8 +32,9 @@ impl SupervisorLoop {
                 }
                 Some((name, _)) => self.remove_worker(&name.clone(), Some(reply)),
             },
-            FleetCommand::LoadModel { model, reply } => answer(reply, self.load_model(model)),
+            FleetCommand::LoadModel { model, reply } => answer(reply, self.load_model(model, true)),
             FleetCommand::UnloadModel { name, reply } => self.unload_model(name, reply),
+            FleetCommand::Reload { dry_run, reply } => self.reload(dry_run, reply),
             FleetCommand::Stop => self.stopping = true,
             FleetCommand::Kill => self.kill_children(),
         }
@@ -81,7 +82,7 @@ impl SupervisorLoop {
         self.apply_event(&name, ChildEvent::Drain { grace, then: AfterExit::StayStopped });
     }
 
-    fn add_worker(&mut self, model: String) -> Result<String, CommandError> {
+    pub(super) fn add_worker(&mut self, model: String) -> Result<String, CommandError> {
         self.check_not_stopping()?;
         let found = match (model.is_empty(), self.models.len()) {
             (true, 1) => self.models.values().next(),
@@ -107,7 +108,7 @@ impl SupervisorLoop {
         Ok(name)
     }
 
-    fn load_model(&mut self, spec: ModelSpec) -> Result<(), CommandError> {
+    pub(super) fn load_model(&mut self, spec: ModelSpec, by_command: bool) -> Result<(), CommandError> {
         self.check_not_stopping()?;
         match self.models.get(&spec.name) {
             Some(ManagedModel { state: ModelState::Failed(_), .. }) | None => {}
@@ -115,7 +116,7 @@ impl SupervisorLoop {
         }
         let (name, workers) = (spec.name.clone(), spec.workers);
         self.check_worker_count(workers)?;
-        self.add_model(spec, true);
+        self.add_model(spec, by_command);
         self.record_models();
         let model = self.models.get_mut(&name).expect("invariant: the model was just added");
         model.load(&self.admin, &self.commands);
@@ -139,7 +140,7 @@ impl SupervisorLoop {
         self.unload_if_unused(&name);
     }
 
-    fn check_worker_count(&self, more: u32) -> Result<(), CommandError> {
+    pub(super) fn check_worker_count(&self, more: u32) -> Result<(), CommandError> {
         let present = self.children.values().filter(|child| child.slot.is_some()).count();
         match u32::try_from(present).is_ok_and(|present| present.saturating_add(more) <= WORKERS_MAX) {
             true => Ok(()),
@@ -147,7 +148,7 @@ impl SupervisorLoop {
         }
     }
 
-    fn check_not_stopping(&self) -> Result<(), CommandError> {
+    pub(super) fn check_not_stopping(&self) -> Result<(), CommandError> {
         match self.stopping {
             true => Err(CommandError::Stopping),
             false => Ok(()),
@@ -201,6 +202,7 @@ impl SupervisorLoop {
         let Some(reply) = self.models.get_mut(name).and_then(|m| m.unloading.take()) else { return };
         let name = name.to_owned();
         if let Some(why) = refusal {
+            tracing::error!(model = name, why, "cannot unload the model");
             return answer(reply, Err(CommandError::UnloadFailed { name, why }));
         }
         self.models.remove(&name);

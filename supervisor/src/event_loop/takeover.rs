@@ -4,7 +4,7 @@
 //!
 //! A process that the runtime directory records becomes the orphan of the child with the same name.
 //! It is supervised as soon as it offers itself. A worker of a model that this fleet no longer has
-//! is stopped; a worker whose configuration has changed is restarted.
+//! is stopped. Workers whose configuration has changed are restarted, one after the other.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -127,7 +127,7 @@ impl SupervisorLoop {
                 self.sync_weight_server(name);
                 if is_outdated {
                     tracing::info!(child = %name, "restarting: its configuration has changed");
-                    self.apply_event(name, ChildEvent::Restart);
+                    self.restart_rolling(vec![name.clone()]);
                 }
             }
             Err(error) => {

@@ -236,6 +236,7 @@ fn fleet_spec(behaviours: &ChildBehaviours) -> FleetSpec {
         complete_worker_config: Arc::new(move |slot: &WorkerSlot, table: &mut toml::Table| {
             table.extend(config(&slot.name(), "worker", &worker, &slot.model));
         }),
+        read_again: None,
     }
 }
 

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Reads the configuration again, and applies what differs from the running fleet.
+//!
+//! The configuration is read and checked as a whole before anything changes. `spec_diff` compares;
+//! this module carries the changes out. It begins each change and does not wait for its end: loads,
+//! drains and rolling restarts go on as events.
+
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+
+use super::children::supervised_child;
+use super::rolling::DRAIN_GRACE;
+use super::{ManagedModel, SupervisorLoop, answer};
+use crate::commands::{CommandError, CommandReply};
+use crate::events::SupervisorEvent;
+use crate::spec::{ChildRole, ModelSpec, ReloadedSpec};
+use crate::spec_diff::{ComparedSpec, SpecChange, diff_specs};
+use crate::state::{AfterExit, ChildEvent};
+use crate::status::ModelState;
+use service::runtime_dir::WORKERS_MAX;
+
+impl SupervisorLoop {
+    /// Reads the configuration in a task: a file on a slow mount must not stop the event loop.
+    pub(super) fn reload(&mut self, dry_run: bool, reply: CommandReply<Vec<SpecChange>>) {
+        if !dry_run {
+            self.tell_parent_of_reload(true);
+        }
+        let (read, event_loop) = (self.spec.read_again.clone(), self.commands.event_loop.clone());
+        tokio::task::spawn_blocking(move || {
+            let read = match read {
+                Some(read) => read().map_err(|why| CommandError::Configuration { why }),
+                None => Err(CommandError::NoConfiguration),
+            };
+            // Without an event loop the result is of no use.
+            let _: Result<(), _> =
+                event_loop.blocking_send(SupervisorEvent::ConfigurationRead { read, dry_run, reply });
+        });
+    }
+
+    pub(super) fn configuration_read(
+        &mut self,
+        read: Result<ReloadedSpec, CommandError>,
+        dry_run: bool,
+        reply: CommandReply<Vec<SpecChange>>,
+    ) {
+        let changes = read.and_then(|wanted| self.changes_to(&wanted));
+        let outcome = match changes {
+            Ok(changes) if !dry_run => self.apply_changes(changes),
+            changes => changes,
+        };
+        if !dry_run {
+            self.tell_parent_of_reload(false);
+        }
+        answer(reply, outcome);
+    }
+
+    /// systemd waits for both messages (`Type=notify-reload`).
+    fn tell_parent_of_reload(&self, begins: bool) {
+        let told = if begins { self.parent.reloading() } else { self.parent.ready() };
+        if let Err(error) = told {
+            tracing::warn!(%error, "cannot report the reload to the service manager");
+        }
+    }
+
+    /// Compares and checks; changes nothing.
+    fn changes_to(&self, wanted: &ReloadedSpec) -> Result<Vec<SpecChange>, CommandError> {
+        self.check_not_stopping()?;
+        for model in &wanted.models {
+            if self.models.get(&model.name).is_some_and(|known| known.by_command) {
+                return Err(CommandError::NameTaken { name: model.name.clone() });
+            }
+        }
+        // A model that could not be loaded has no workers; it is added anew.
+        let is_running = |model: &&ManagedModel| {
+            let is_lost = matches!(model.state, ModelState::Failed(_)) && !model.was_served;
+            !model.by_command && model.unloading.is_none() && !is_lost
+        };
+        let running: Vec<ModelSpec> =
+            self.models.values().filter(is_running).map(|model| model.spec.clone()).collect();
+        let running = ComparedSpec { router: &self.spec.router, models: &running };
+        let mut changes =
+            diff_specs(running, ComparedSpec { router: &wanted.router, models: &wanted.models });
+        changes.extend(wanted.not_applied.iter().cloned().map(|change| SpecChange::NotApplied { change }));
+        self.check_worker_growth(&changes)?;
+        Ok(changes)
+    }
+
+    fn check_worker_growth(&self, changes: &[SpecChange]) -> Result<(), CommandError> {
+        let more = changes.iter().map(|change| match change {
+            SpecChange::ModelAdded { spec } => spec.workers,
+            SpecChange::WorkerCount { from, to, .. } => to.saturating_sub(*from),
+            _ => 0,
+        });
+        self.check_worker_count(more.fold(0, |sum, workers| sum.saturating_add(workers).min(WORKERS_MAX + 1)))
+    }
+
+    /// Applies every change, also after one that fails. Returns the first failure.
+    fn apply_changes(&mut self, changes: Vec<SpecChange>) -> Result<Vec<SpecChange>, CommandError> {
+        let mut failure = None;
+        for change in &changes {
+            tracing::info!(%change, "reload");
+            if let Err(error) = self.apply_change(change) {
+                tracing::error!(%change, %error, "cannot apply a change of the configuration");
+                failure.get_or_insert(error);
+            }
+        }
+        self.record_models();
+        failure.map_or(Ok(changes), Err)
+    }
+
+    fn apply_change(&mut self, change: &SpecChange) -> Result<(), CommandError> {
+        match change {
+            SpecChange::ModelRemoved { name } => {
+                self.unload_drained(name);
+                Ok(())
+            }
+            SpecChange::ModelAdded { spec } => self.load_model(spec.clone(), false),
+            SpecChange::WorkerCount { model, from, to } => self.change_worker_count(model, *from, *to),
+            SpecChange::WorkerSettings { model, worker_config, .. } => {
+                if let Some(model) = self.models.get_mut(model) {
+                    model.spec.worker_config = worker_config.clone();
+                }
+                let workers = self.workers_of(model);
+                self.restart_rolling(workers);
+                Ok(())
+            }
+            SpecChange::RouterSettings { router_config, .. } => {
+                self.restart_router(router_config.clone());
+                Ok(())
+            }
+            SpecChange::NotApplied { .. } => Ok(()),
+        }
+    }
+
+    fn change_worker_count(&mut self, model: &str, from: u32, to: u32) -> Result<(), CommandError> {
+        if let Some(model) = self.models.get_mut(model) {
+            model.spec.workers = to;
+        }
+        for _ in from..to {
+            self.add_worker(model.to_owned())?;
+        }
+        let last = self.workers_of(model).into_iter().rev().take(from.saturating_sub(to) as usize);
+        for worker in last.collect::<Vec<_>>() {
+            self.remove_drained(&worker);
+        }
+        Ok(())
+    }
+
+    /// Unloads the model after its workers have finished their streams.
+    fn unload_drained(&mut self, name: &str) {
+        let Some(model) = self.models.get_mut(name) else { return };
+        model.abort();
+        // No caller waits for the end.
+        model.unloading = Some(oneshot::channel().0);
+        for worker in self.workers_of(name) {
+            self.remove_drained(&worker);
+        }
+        self.unload_if_unused(name);
+    }
+
+    /// Removes a worker after its streams.
+    fn remove_drained(&mut self, name: &Arc<str>) {
+        supervised_child(&mut self.children, name).removed = Some(None);
+        self.apply_event(name, ChildEvent::Drain { grace: DRAIN_GRACE, then: AfterExit::StayStopped });
+    }
+
+    /// The workers of a model that are not being removed, by their numbers.
+    fn workers_of(&self, model: &str) -> Vec<Arc<str>> {
+        let mut workers: Vec<(u32, Arc<str>)> = self
+            .children
+            .iter()
+            .filter(|(_, child)| child.removed.is_none())
+            .filter_map(|(name, child)| Some((child.slot.as_ref()?, name)))
+            .filter(|(slot, _)| slot.model == model)
+            .map(|(slot, name)| (slot.index, name.clone()))
+            .collect();
+        workers.sort_unstable();
+        workers.into_iter().map(|(_, name)| name).collect()
+    }
+
+    fn restart_router(&mut self, settings: toml::Table) {
+        self.spec.router = settings;
+        let router = self.children.iter().find(|(_, child)| child.spec.role == ChildRole::Router);
+        let Some(name) = router.map(|(name, _)| name.clone()) else { return };
+        supervised_child(&mut self.children, &name).spec.config = self.spec.router.clone();
+        self.apply_event(&name, ChildEvent::Restart);
+    }
+}

@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! What differs between a running fleet and its configuration, read again. A plain value: the event
+//! loop applies it, `ballast reload` prints it.
+//!
+//! A change applies to the processes that it names and to no other. Models that a command loaded
+//! are not in the configuration, and no change names them.
+
+use std::collections::BTreeMap;
+
+use toml::{Table, Value};
+
+use crate::spec::ModelSpec;
+
+/// A key of the configuration with its old and its new value; absent values are empty.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SettingChange {
+    /// With the tables that it stands in: "admission.queue-max".
+    pub key: String,
+    pub from: Option<Value>,
+    pub to: Option<Value>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum SpecChange {
+    /// Its workers finish their streams, then it is unloaded.
+    ModelRemoved { name: String },
+    /// It is loaded and its workers start.
+    ModelAdded { spec: ModelSpec },
+    /// The last workers drain and stop, or more start.
+    WorkerCount { model: String, from: u32, to: u32 },
+    /// The workers of the model restart with new settings, one after the other.
+    WorkerSettings { model: String, changes: Vec<SettingChange>, worker_config: Table },
+    /// The router restarts; it finishes its streams first.
+    RouterSettings { changes: Vec<SettingChange>, router_config: Table },
+    /// Only a restart of the supervisor applies it.
+    NotApplied { change: SettingChange },
+}
+
+/// The parts of a fleet that a configuration determines.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ComparedSpec<'a> {
+    pub(crate) router: &'a Table,
+    pub(crate) models: &'a [ModelSpec],
+}
+
+/// All changes from `running` to `wanted`, in the order in which they apply. Models leave before
+/// others come, because they may need the same memory.
+pub(crate) fn diff_specs(running: ComparedSpec<'_>, wanted: ComparedSpec<'_>) -> Vec<SpecChange> {
+    let named = |models: &'_ [ModelSpec], name: &str| models.iter().any(|model| model.name == name);
+    let mut changes: Vec<SpecChange> = Vec::new();
+    let removed = running.models.iter().filter(|model| !named(wanted.models, &model.name));
+    changes.extend(removed.map(|model| SpecChange::ModelRemoved { name: model.name.clone() }));
+    for model in wanted.models {
+        match running.models.iter().find(|known| known.name == model.name) {
+            Some(known) => changes.extend(diff_models(known, model)),
+            None => changes.push(SpecChange::ModelAdded { spec: model.clone() }),
+        }
+    }
+    let router = diff_settings(running.router, wanted.router);
+    if !router.is_empty() {
+        let router_config = wanted.router.clone();
+        changes.push(SpecChange::RouterSettings { changes: router, router_config });
+    }
+    changes
+}
+
+fn diff_models(known: &ModelSpec, wanted: &ModelSpec) -> Vec<SpecChange> {
+    let ModelSpec { name, path, workers, device, pack, worker_config } = wanted;
+    let fixed = |key: &str, from: Value, to: Value| {
+        let change = SettingChange { key: format!("{key} of model {name}"), from: Some(from), to: Some(to) };
+        (change.from != change.to).then_some(SpecChange::NotApplied { change })
+    };
+    let text = |path: &std::path::Path| Value::String(path.to_string_lossy().into_owned());
+    let weights = [
+        fixed("path", text(&known.path), text(path)),
+        fixed("device", known.device.as_str().into(), device.as_str().into()),
+        fixed("pack", known.pack.into(), (*pack).into()),
+    ];
+    let mut changes: Vec<SpecChange> = weights.into_iter().flatten().collect();
+    // The settings of the workers follow from the file and the device. Other weights are needed for
+    // new ones.
+    let settings = diff_settings(&known.worker_config, worker_config);
+    if changes.is_empty() && !settings.is_empty() {
+        let worker_config = worker_config.clone();
+        changes.push(SpecChange::WorkerSettings { model: name.clone(), changes: settings, worker_config });
+    }
+    if known.workers != *workers {
+        let (model, from, to) = (name.clone(), known.workers, *workers);
+        changes.push(SpecChange::WorkerCount { model, from, to });
+    }
+    changes
+}
+
+/// The keys whose values differ, with the names of the tables that they stand in.
+pub fn diff_settings(from: &Table, to: &Table) -> Vec<SettingChange> {
+    let (from, to) = (flatten(from), flatten(to));
+    let mut keys: Vec<&String> = from.keys().chain(to.keys()).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    let change = |key: &String| SettingChange {
+        key: key.clone(),
+        from: from.get(key).cloned(),
+        to: to.get(key).cloned(),
+    };
+    keys.into_iter().map(change).filter(|change| change.from != change.to).collect()
+}
+
+fn flatten(table: &Table) -> BTreeMap<String, Value> {
+    let mut flat = BTreeMap::new();
+    for (key, value) in table {
+        match value {
+            Value::Table(inner) => {
+                flat.extend(flatten(inner).into_iter().map(|(name, value)| (format!("{key}.{name}"), value)));
+            }
+            value => {
+                flat.insert(key.clone(), value.clone());
+            }
+        }
+    }
+    flat
+}
+
+impl std::fmt::Display for SettingChange {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let shown = |value: &Option<Value>| value.as_ref().map_or("default".to_owned(), Value::to_string);
+        write!(f, "{} {} -> {}", self.key, shown(&self.from), shown(&self.to))
+    }
+}
+
+impl std::fmt::Display for SpecChange {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let list = |changes: &[SettingChange]| {
+            changes.iter().map(SettingChange::to_string).collect::<Vec<_>>().join(", ")
+        };
+        match self {
+            SpecChange::ModelRemoved { name } => write!(f, "model {name} is removed after its streams"),
+            SpecChange::ModelAdded { spec } => {
+                let (name, path, workers) = (&spec.name, spec.path.display(), spec.workers);
+                write!(f, "model {name} is loaded from {path}, workers: {workers}")
+            }
+            SpecChange::WorkerCount { model, from, to } => {
+                write!(f, "workers of model {model}: {from} -> {to}")
+            }
+            SpecChange::WorkerSettings { model, changes, .. } => {
+                write!(f, "workers of model {model} restart one after the other: {}", list(changes))
+            }
+            SpecChange::RouterSettings { changes, .. } => {
+                write!(f, "the router restarts after its streams: {}", list(changes))
+            }
+            SpecChange::NotApplied { change } => {
+                write!(f, "not applied until the supervisor restarts: {change}")
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn model(name: &str, workers: u32, worker_config: &str) -> ModelSpec {
+        ModelSpec {
+            name: name.to_owned(),
+            path: format!("/models/{name}.gguf").into(),
+            workers,
+            device: "host".to_owned(),
+            pack: true,
+            worker_config: worker_config.parse().unwrap(),
+        }
+    }
+
+    fn lines(running: (&str, &[ModelSpec]), wanted: (&str, &[ModelSpec])) -> Vec<String> {
+        let [running_router, wanted_router] = [running.0, wanted.0].map(|text| text.parse().unwrap());
+        let running = ComparedSpec { router: &running_router, models: running.1 };
+        let wanted = ComparedSpec { router: &wanted_router, models: wanted.1 };
+        diff_specs(running, wanted).iter().map(SpecChange::to_string).collect()
+    }
+
+    #[test]
+    fn each_difference_names_the_processes_that_it_changes() {
+        let running =
+            [model("gone", 1, ""), model("kept", 2, "threads = 1\n[kv]\nbytes = 1"), model("same", 1, "")];
+        let wanted =
+            [model("same", 1, ""), model("kept", 3, "threads = 2\n[kv]\nbytes = 1"), model("new", 1, "")];
+        let found = lines(
+            ("[admission]\nqueue-max = 5", &running),
+            ("[admission]\nqueue-max = 6\nbatch-floor = 1", &wanted),
+        );
+        let expected = [
+            "model gone is removed after its streams",
+            "workers of model kept restart one after the other: threads 1 -> 2",
+            "workers of model kept: 2 -> 3",
+            "model new is loaded from /models/new.gguf, workers: 1",
+            "the router restarts after its streams: admission.batch-floor default -> 1, \
+             admission.queue-max 5 -> 6",
+        ];
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn other_weights_of_a_model_are_named_and_not_applied() {
+        let known = [model("a", 1, "threads = 1")];
+        let mut wanted = known.clone();
+        wanted[0].path = "/other.gguf".into();
+        wanted[0].worker_config = "threads = 9".parse().unwrap();
+        wanted[0].pack = false;
+        let found = lines(("", &known), ("", &wanted));
+        let expected = [
+            "not applied until the supervisor restarts: path of model a \"/models/a.gguf\" -> \
+             \"/other.gguf\"",
+            "not applied until the supervisor restarts: pack of model a true -> false",
+        ];
+        assert_eq!(found, expected);
+    }
+
+    fn models() -> impl Strategy<Value = Vec<ModelSpec>> {
+        let one = |name: &'static str| {
+            (0..3u32, 0..3u32)
+                .prop_map(move |(workers, threads)| model(name, workers, &format!("threads = {threads}")))
+        };
+        let some = |name| proptest::option::of(one(name));
+        (some("a"), some("b"), some("c")).prop_map(|(a, b, c)| [a, b, c].into_iter().flatten().collect())
+    }
+
+    /// What a fleet has after the changes.
+    fn applied(mut running: Vec<ModelSpec>, changes: Vec<SpecChange>) -> Vec<ModelSpec> {
+        for change in changes {
+            let of = |name: &str| running.iter().position(|model| model.name == name).unwrap();
+            match change {
+                SpecChange::ModelRemoved { name } => drop(running.remove(of(&name))),
+                SpecChange::ModelAdded { spec } => running.push(spec),
+                SpecChange::WorkerCount { model, from, to } => {
+                    let at = of(&model);
+                    assert_eq!(running[at].workers, from);
+                    running[at].workers = to;
+                }
+                SpecChange::WorkerSettings { model, worker_config, .. } => {
+                    let at = of(&model);
+                    running[at].worker_config = worker_config;
+                }
+                SpecChange::RouterSettings { .. } | SpecChange::NotApplied { .. } => unreachable!(),
+            }
+        }
+        running.sort_by(|a, b| a.name.cmp(&b.name));
+        running
+    }
+
+    proptest! {
+        #[test]
+        fn applied_changes_make_the_wanted_fleet_and_leave_nothing_to_change(
+            running in models(), wanted in models(),
+        ) {
+            let router = Table::new();
+            let compared = |models| ComparedSpec { router: &router, models };
+            let changes = diff_specs(compared(&running), compared(&wanted));
+            let after = applied(running.clone(), changes);
+            prop_assert_eq!(&after, &wanted);
+            prop_assert_eq!(diff_specs(compared(&after), compared(&wanted)), []);
+        }
+    }
+}
