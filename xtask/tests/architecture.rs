@@ -53,6 +53,20 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("router", &["chat-output", "text", "gguf", "retry-after", "proto", "sampling-params", "service"]),
     ("supervisor", &["proto", "service"]),
     ("loadgen", &["proto", "service", "text"]),
+    (
+        "simulation",
+        &[
+            "engine",
+            "handoff",
+            "memory",
+            "prefix",
+            "proto",
+            "router",
+            "service",
+            "supervisor",
+            "weight-server",
+        ],
+    ),
     ("xtask", &[]),
 ];
 
