@@ -63,7 +63,9 @@ pub(super) enum Ending {
     Refused(String),
     /// An error status or an error event in the middle.
     Failed(String),
-    /// The connection broke, or could not be made: the router is gone.
+    /// No process listens: the router is about to start.
+    Unreachable,
+    /// The connection broke: the router is gone.
     Reset(String),
     /// The stream ended as if it were complete, and was not.
     Silent,
@@ -212,5 +214,8 @@ fn reset(error: &dyn Error) -> Ending {
         text = format!("{text}: {error}");
         cause = error.source();
     }
-    Ending::Reset(text)
+    match text.contains("Connection refused") {
+        true => Ending::Unreachable,
+        false => Ending::Reset(text),
+    }
 }

@@ -156,7 +156,7 @@ async fn run_client(load: Arc<Load>, url: String, mut random: SeededRandom) {
         let (scenario, reference) = random.pick(&load.scenarios);
         let began = Instant::now();
         let (found, ending) = client.run(scenario, Reader::random(&mut random)).await;
-        let is_refused = matches!(ending, Ending::Refused(_) | Ending::Reset(_));
+        let is_refused = matches!(ending, Ending::Refused(_) | Ending::Reset(_) | Ending::Unreachable);
         load.tally.lock().unwrap().record(scenario, reference, &found, ending, began);
         if is_refused {
             tokio::time::sleep(Duration::from_millis(200)).await;

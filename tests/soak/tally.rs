@@ -24,6 +24,7 @@ pub(super) struct Tally {
     tokens: u64,
     /// Explicit errors, by their text.
     errors: BTreeMap<String, u64>,
+    unreachable: u64,
     resets: Vec<Reset>,
     /// Responses that were cut silently, had other bytes, or hung. There may be none.
     silent: Vec<String>,
@@ -70,6 +71,7 @@ impl Tally {
             Ending::Failed(text) => {
                 *self.errors.entry(format!("ended: {}", without_digits(&text))).or_default() += 1
             }
+            Ending::Unreachable => self.unreachable += 1,
             Ending::Reset(text) => self.resets.push(Reset { began, ended: Instant::now(), text }),
             Ending::Silent => self.silent.push(scenario.name.clone()),
             Ending::Hung => self.hung.push(scenario.name.clone()),
@@ -121,6 +123,7 @@ impl Display for Tally {
         line("of them resumed by another worker (gRPC says so)", self.resumed)?;
         line("left by their client, a beginning of the reference", self.left)?;
         line("ended by an explicit error", errors)?;
+        line("not sent: no router listened", self.unreachable)?;
         line("reset with the end of the router", self.resets.len() as u64)?;
         line("cut silently", self.silent.len() as u64)?;
         line("with other bytes", self.wrong.len() as u64)?;
