@@ -4,7 +4,8 @@
 
 use crate::harness::api::{Continuation, TestRequest, generate_all, runtime};
 use crate::harness::http::HttpClient;
-use crate::harness::{ServedFleet, demo_7m, eventually, proc, runs_on_host};
+use crate::harness::{ServedFleet, demo_7m, demo_22m, device, eventually, proc, runs_on_host};
+use serde_json::json;
 
 const WORKERS: usize = 4;
 
@@ -107,5 +108,37 @@ fn i6_all_streams_of_a_lost_packed_worker_continue_on_one_other() {
         assert_eq!(found.resumes, 1);
     }
     assert_eq!(after.iter().filter(|&&streams| streams > 0).count(), 1, "{after:?}");
+    fleet.stop();
+}
+
+#[test]
+fn a_restarted_router_calls_a_model_whose_workers_are_not_heard_yet_unavailable_and_not_unknown() {
+    let model = |name: &str, path: &std::path::Path| {
+        format!(
+            "[[models]]\nname = {name:?}\npath = {path:?}\ndevice = {:?}\nworkers = 1\nthreads = 1\n\
+             kv-tokens = 1024\n",
+            device()
+        )
+    };
+    let fleet =
+        ServedFleet::start_config(&[model("first", &demo_7m()), model("second", &demo_22m())].concat());
+    let http = HttpClient::connect(&fleet);
+    let status = |model: &str| {
+        let body = json!({"model": model, "prompt": "import ", "max_tokens": 2});
+        let request = http.client.post(format!("{}/v1/completions", http.url)).json(&body).send();
+        http.runtime.block_on(request).ok().map(|reply| reply.status().as_u16())
+    };
+    assert_eq!((status("first"), status("second"), status("third")), (Some(200), Some(200), Some(404)));
+    // A stopped worker tells the next router nothing. The supervisor's watchdog allows 30 s.
+    let stopped = fleet.processes_by_role("worker").into_iter().find(|worker| worker.name == "worker-1");
+    let stopped = stopped.unwrap().pid;
+    proc::send_signal(stopped, "STOP");
+    proc::send_signal(fleet.only_process("router").pid, "KILL");
+    eventually("the new router serves the first model", || (status("first") == Some(200)).then_some(()));
+    let second = status("second");
+    proc::send_signal(stopped, "CONT");
+    assert_eq!(second, Some(503));
+    eventually("it serves the second model", || (status("second") == Some(200)).then_some(()));
+    assert_eq!(status("third"), Some(404));
     fleet.stop();
 }

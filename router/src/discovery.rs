@@ -60,6 +60,7 @@ pub(crate) async fn run(directory: RuntimeDir, registry: Arc<WorkerRegistry>, st
         };
         let sockets: HashSet<SocketId> = sockets.into_iter().take(followed).filter_map(inspect).collect();
         registry.retain_refused(|socket| sockets.contains(socket));
+        registry.note_sockets(&sockets);
         for socket in sockets {
             let is_followed = links.get(&socket.0).is_some_and(|link| link.inode == socket.1);
             if is_followed || !registry.may_ask(&socket) {

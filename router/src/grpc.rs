@@ -298,7 +298,9 @@ impl From<ResolveError> for Status {
         match error {
             ResolveError::Unknown { .. } => Status::not_found(message),
             ResolveError::Ambiguous { .. } => Status::invalid_argument(message),
-            ResolveError::NoModel => with_retry_after(Status::unavailable(message), Some(RETRY_AFTER)),
+            ResolveError::NoModel | ResolveError::NotAllKnown => {
+                with_retry_after(Status::unavailable(message), Some(RETRY_AFTER))
+            }
         }
     }
 }

@@ -52,6 +52,10 @@ impl RefusedWorkers {
         self.refusals.get(socket).is_none_or(|refusal| refusal.retry_at <= now)
     }
 
+    pub(crate) fn contains(&self, socket: &SocketId) -> bool {
+        self.refusals.contains_key(socket)
+    }
+
     /// Forgets workers that are gone. Returns true if there were any.
     pub(crate) fn retain(&mut self, exists: impl Fn(&SocketId) -> bool) -> bool {
         let before = self.refusals.len();

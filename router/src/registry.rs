@@ -12,7 +12,8 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -53,6 +54,11 @@ struct RegistryState {
     models: Vec<Arc<ServedModel>>,
     last_worker_id: u64,
     refused: RefusedWorkers,
+    /// Sockets in the runtime directory whose workers have told their model since this router
+    /// started. A worker that restarts binds the same path.
+    identified: HashSet<PathBuf>,
+    /// Sockets of the last scan whose workers have neither told their model nor been refused.
+    unidentified: HashSet<SocketId>,
 }
 
 #[derive(Debug)]
@@ -107,6 +113,8 @@ pub(crate) enum ResolveError {
     Ambiguous { known: Vec<String> },
     #[error("no worker serves a model yet")]
     NoModel,
+    #[error("not every worker has told its model yet")]
+    NotAllKnown,
 }
 
 fn list(models: &[String]) -> String {
@@ -201,14 +209,30 @@ impl WorkerRegistry {
 
     /// Notes that the router cannot serve a worker. Returns the pause until it asks again.
     pub(crate) fn refuse(&self, socket: SocketId, reason: &str) -> Duration {
-        let pause = self.lock().refused.refuse(socket, reason, Instant::now());
+        let mut state = self.lock();
+        state.unidentified.remove(&socket);
+        let pause = state.refused.refuse(socket, reason, Instant::now());
+        drop(state);
         self.changes.send_modify(|n| *n += 1);
         pause
     }
 
     /// Notes that the router can serve a worker.
     pub(crate) fn accept(&self, socket: &SocketId) {
-        self.lock().refused.accept(socket);
+        let mut state = self.lock();
+        state.refused.accept(socket);
+        state.identified.insert(socket.0.clone());
+        state.unidentified.remove(socket);
+    }
+
+    /// Notes which sockets of workers exist. While the model of one is not known, a name that no
+    /// worker has told may be its model.
+    pub(crate) fn note_sockets(&self, sockets: &HashSet<SocketId>) {
+        let mut state = self.lock();
+        state.identified.retain(|path| sockets.iter().any(|socket| socket.0 == *path));
+        let is_known =
+            |socket: &SocketId| state.identified.contains(&socket.0) || state.refused.contains(socket);
+        state.unidentified = sockets.iter().filter(|socket| !is_known(socket)).cloned().collect();
     }
 
     /// False during the pause after a refusal.
@@ -298,10 +322,12 @@ impl WorkerRegistry {
         };
         let has_workers = |model: &ServedModel| state.routing.worker_count(model.key()) > 0;
         let named = allowed().filter(|model| model.name() == name);
-        named
-            .max_by_key(|model| (has_workers(model), model.description.generation))
-            .cloned()
-            .ok_or_else(|| ResolveError::unknown(&name, known()))
+        named.max_by_key(|model| (has_workers(model), model.description.generation)).cloned().ok_or_else(
+            || match state.unidentified.is_empty() || !access.allows(&name) {
+                true => ResolveError::unknown(&name, known()),
+                false => ResolveError::NotAllKnown,
+            },
+        )
     }
 
     /// True if any worker serves a model.

@@ -86,6 +86,24 @@ async fn models_that_the_caller_may_not_use_do_not_exist_for_it() {
 }
 
 #[tokio::test]
+async fn a_name_that_no_worker_has_told_may_be_that_of_a_worker_that_starts() {
+    let registry = registry();
+    let resolve = |name: &str| registry.resolve(Some(name), &ModelAccess::default()).unwrap_err();
+    let [first, second] = [1, 2].map(|inode| (format!("worker-{inode}.sock").into(), inode));
+    register(&registry, &model("a", 1, 1, 1));
+    registry.accept(&first);
+    registry.note_sockets(&[first.clone(), second.clone()].into());
+    assert_eq!(resolve("b"), ResolveError::NotAllKnown);
+    registry.refuse(second.clone(), "no tokenizer");
+    assert!(matches!(resolve("b"), ResolveError::Unknown { .. }), "a refused worker serves no model");
+    registry.note_sockets(&[first.clone(), second].into());
+    assert!(matches!(resolve("b"), ResolveError::Unknown { .. }));
+    // The first worker restarts: it binds its path again, and had told its model.
+    registry.note_sockets(&[(first.0, 3)].into());
+    assert!(matches!(resolve("b"), ResolveError::Unknown { .. }));
+}
+
+#[tokio::test]
 async fn equal_content_is_shared_and_the_same_key_is_preferred() {
     let registry = registry();
     let (first, renamed) = (model("first", 1, 9, 1), model("renamed", 2, 9, 1));
