@@ -37,5 +37,6 @@ mod structured;
 mod supervision;
 mod systemd;
 mod takeover;
+mod tools;
 mod unload;
 mod workspace;

@@ -39,7 +39,7 @@ const DOUBLING_TEMPLATE: &str = "{% set x = namespace(s='abcdefgh') %}\
 const ENDLESS_TEMPLATE: &str = "{% for a in range(99999) %}{% for b in range(99999) %}{% if false %}x{% endif %}{% endfor %}{% endfor %}";
 
 /// Writes the demo model without the keys that begin with one of `without`, and with other keys.
-fn rewrite(path: &Path, without: &[&str], put: impl FnOnce(&mut MetadataBuilder)) {
+pub(crate) fn rewrite(path: &Path, without: &[&str], put: impl FnOnce(&mut MetadataBuilder)) {
     let bytes = std::fs::read(demo_7m()).unwrap();
     let header = Header::read(&bytes[..], bytes.len() as u64).unwrap();
     let mut metadata = MetadataBuilder::default();

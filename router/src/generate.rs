@@ -44,6 +44,8 @@ pub(crate) struct GenerationRequest {
     /// Each prompt with its parameters: `max_tokens` depends on the prompt's length.
     prompts: Vec<(Arc<[u32]>, Arc<CheckedParams>)>,
     at_text_start: bool,
+    /// Control tokens that appear in the text.
+    visible_tokens: Arc<[u32]>,
     origin: RequestOrigin,
 }
 
@@ -106,7 +108,13 @@ impl GenerationRequest {
         if count == 0 {
             return Err(RequestParamError::EmptyPrompt { param });
         }
-        Ok(Self { model, prompts: checked, at_text_start, origin })
+        let visible_tokens = Arc::new([]);
+        Ok(Self { model, prompts: checked, at_text_start, visible_tokens, origin })
+    }
+
+    /// Makes control tokens appear in the text with their names.
+    pub(crate) fn with_visible_tokens(self, ids: Vec<u32>) -> Self {
+        Self { visible_tokens: ids.into(), ..self }
     }
 
     pub(crate) fn prompts(&self) -> impl Iterator<Item = &[u32]> {
@@ -252,7 +260,8 @@ impl Generator {
         let (events, receiver) = mpsc::channel(choices.len() * (BUFFERED_DELTAS_MAX + 1));
         let mut tasks = Vec::with_capacity(choices.len());
         for (index, AdmittedChoice { call, stream, progress }) in (0..).zip(choices) {
-            let text = TextStream::new(&request.model, &call.params.stop, request.at_text_start)
+            let visible = request.visible_tokens.clone();
+            let text = TextStream::new(&request.model, &call.params.stop, request.at_text_start, visible)
                 .map_err(|error| RequestRefusal::Invalid { detail: error.to_string() })?;
             let ended_permit = events.clone().try_reserve_owned().ok();
             let ended_permit = ended_permit.expect("the channel has a free slot for each choice");

@@ -200,7 +200,7 @@ fn tokenize_prompt(
                 add_generation_prompt: true,
                 ..Conversation::default()
             };
-            Ok(("chat", model.text.encode_chat(&conversation)?, true))
+            Ok(("chat", model.text.encode_chat(&conversation)?.tokens, true))
         }
         None => Err(Status::invalid_argument("`prompt` is missing: give text, tokens or chat")),
     }

@@ -36,6 +36,7 @@ mod access;
 mod access_control;
 pub mod admission;
 mod admission_control;
+mod chat_syntax;
 mod choice;
 mod config;
 mod discovery;

@@ -11,6 +11,7 @@ use text::{
     LoadTokenizerError, RenderError, Tokenizer,
 };
 
+use crate::chat_syntax::ChatSyntax;
 use crate::dry_breakers::DryBreakerCache;
 use crate::params::TokenLimits;
 use crate::routing::ModelKey;
@@ -41,6 +42,8 @@ pub(crate) struct ModelText {
     end_of_generation: Vec<u32>,
     /// A model with a missing or broken template still completes text.
     template: Result<ChatTemplate, LoadTemplateError>,
+    /// How the model writes calls and reasoning: without tools, and with tools.
+    syntax: Option<[ChatSyntax; 2]>,
     dry_breakers: DryBreakerCache,
 }
 
@@ -48,11 +51,19 @@ pub(crate) struct ModelText {
 #[derive(Debug, Default)]
 pub(crate) struct Conversation {
     pub(crate) messages: Vec<Value>,
+    pub(crate) tools: Option<Vec<Value>>,
     pub(crate) add_generation_prompt: bool,
     /// The model continues the last message.
     pub(crate) continue_final_message: bool,
     /// Variables for the template (`chat_template_kwargs`).
     pub(crate) variables: Map<String, Value>,
+}
+
+/// A rendered and tokenized chat.
+#[derive(Debug)]
+pub(crate) struct ChatPrompt {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) starts_in_reasoning: bool,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -142,17 +153,24 @@ impl ModelText {
     fn load(metadata: &gguf::Metadata, vocabulary: u32) -> Result<Self, LoadTokenizerError> {
         let dry_breakers = DryBreakerCache::default();
         match Tokenizer::from_metadata(metadata) {
-            Ok(tokenizer) => Ok(Self {
-                end_of_generation: tokenizer.end_of_generation().to_vec(),
-                template: ChatTemplate::from_metadata(metadata, &tokenizer),
-                tokenizer: Some(Arc::new(tokenizer)),
-                dry_breakers,
-            }),
+            Ok(tokenizer) => {
+                let template = ChatTemplate::from_metadata(metadata, &tokenizer);
+                let syntax = |template: &ChatTemplate| {
+                    [false, true].map(|with_tools| ChatSyntax::of_template(&template.source(with_tools)))
+                };
+                Ok(Self {
+                    end_of_generation: tokenizer.end_of_generation().to_vec(),
+                    syntax: template.as_ref().ok().map(syntax),
+                    template,
+                    tokenizer: Some(Arc::new(tokenizer)),
+                    dry_breakers,
+                })
+            }
             Err(LoadTokenizerError::NoTokenizer) => {
                 let mut end_of_generation = text::end_of_generation_keys(metadata)?;
                 end_of_generation.retain(|&id| id < vocabulary);
                 let template = Err(LoadTemplateError::Missing);
-                Ok(Self { tokenizer: None, end_of_generation, template, dry_breakers })
+                Ok(Self { tokenizer: None, end_of_generation, template, syntax: None, dry_breakers })
             }
             Err(error) => Err(error),
         }
@@ -172,7 +190,7 @@ impl ModelText {
     }
 
     /// Renders a conversation and tokenizes the prompt.
-    pub(crate) fn encode_chat(&self, conversation: &Conversation) -> Result<Vec<u32>, ChatError> {
+    pub(crate) fn encode_chat(&self, conversation: &Conversation) -> Result<ChatPrompt, ChatError> {
         let tokenizer = self.tokenizer()?;
         let template = self
             .template
@@ -180,13 +198,23 @@ impl ModelText {
             .map_err(|error| ChatError::NoTemplate { reason: service::exit::one_line(error) })?;
         let input = ChatInput {
             messages: &conversation.messages,
-            tools: None,
+            tools: conversation.tools.as_deref(),
             add_generation_prompt: conversation.add_generation_prompt,
             continue_final_message: conversation.continue_final_message,
             variables: &conversation.variables,
             now_unix_seconds: unix_seconds(),
         };
-        Ok(tokenizer.encode_chat(&template.render(&input)?)?)
+        let prompt = template.render(&input)?;
+        let syntax = self.syntax(conversation.tools.is_some());
+        Ok(ChatPrompt {
+            starts_in_reasoning: syntax.is_some_and(|syntax| syntax.starts_in_reasoning(&prompt)),
+            tokens: tokenizer.encode_chat(&prompt)?,
+        })
+    }
+
+    /// How the model writes calls and reasoning. `None` without a chat template.
+    pub(crate) fn syntax(&self, with_tools: bool) -> Option<&ChatSyntax> {
+        self.syntax.as_ref().map(|syntax| &syntax[usize::from(with_tools)])
     }
 
     /// The text of a single token. An incomplete character becomes U+FFFD. Without tokenizer, it is

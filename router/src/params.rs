@@ -119,6 +119,13 @@ pub(crate) struct RequestGrammar {
     pub(crate) source: proto::v1::Grammar,
 }
 
+impl RequestGrammar {
+    pub(crate) fn lark(param: &'static str, lark: String) -> Self {
+        let kind = Some(proto::v1::grammar::Kind::Lark(lark));
+        Self { param, source: proto::v1::Grammar { kind, ..proto::v1::Grammar::default() } }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Mirostat {
     pub(crate) version: u32,

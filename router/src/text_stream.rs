@@ -7,6 +7,8 @@
 //! 3. The text does not depend on how tokens were cut into frames. So a resumed stream has the same
 //!    text.
 
+use std::sync::Arc;
+
 use text::{DetokenizeOptions, Detokenizer, StopMatcher, StopStringError};
 
 use crate::model::ServedModel;
@@ -17,6 +19,8 @@ pub(crate) struct TextStream {
     detokenizer: Option<Detokenizer>,
     matcher: StopMatcher,
     stops: Vec<String>,
+    /// Control tokens that appear in the text with their names.
+    visible: Arc<[u32]>,
 }
 
 /// Result of pushing some tokens.
@@ -35,12 +39,14 @@ impl TextStream {
         model: &ServedModel,
         stops: &[String],
         at_text_start: bool,
+        visible: Arc<[u32]>,
     ) -> Result<Self, StopStringError> {
         let options = DetokenizeOptions { skip_special: true, at_text_start };
         Ok(Self {
             detokenizer: model.text.tokenizer().ok().map(|it| Detokenizer::new(it.clone(), options)),
             matcher: StopMatcher::new(stops.to_vec())?,
             stops: stops.to_vec(),
+            visible,
         })
     }
 
@@ -49,7 +55,11 @@ impl TextStream {
         let all = PushedText { text: String::new(), consumed_tokens: ids.len(), stop: None };
         let Some(detokenizer) = &mut self.detokenizer else { return all };
         for (index, &id) in ids.iter().enumerate() {
-            let progress = self.matcher.push(&detokenizer.push(id));
+            let piece = match self.visible.contains(&id) {
+                true => detokenizer.push_named(id),
+                false => detokenizer.push(id),
+            };
+            let progress = self.matcher.push(&piece);
             text.push_str(&progress.emit);
             if let Some(stop) = progress.matched {
                 let stop = Some(self.stops[stop].clone());

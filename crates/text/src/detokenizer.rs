@@ -41,11 +41,19 @@ impl Detokenizer {
     /// Returns the text that `id` completes, possibly none. An id outside the vocabulary (a padding
     /// row of the embedding) becomes U+FFFD.
     pub fn push(&mut self, id: u32) -> String {
-        let bytes = match self.tokenizer.kind(id) {
+        match self.tokenizer.kind(id) {
+            Some(TokenKind::Control | TokenKind::Unknown) if self.skip_special => String::new(),
+            _ => self.push_named(id),
+        }
+    }
+
+    /// As [`push`](Self::push); a control token appears with its name, whatever the options say.
+    pub fn push_named(&mut self, id: u32) -> String {
+        let tokenizer = self.tokenizer.clone();
+        let bytes = match tokenizer.kind(id) {
             None => "\u{fffd}".as_bytes(),
             Some(TokenKind::Unused) => &[],
-            Some(TokenKind::Control | TokenKind::Unknown) if self.skip_special => &[],
-            Some(_) => self.tokenizer.token_bytes(id).unwrap_or_default(),
+            Some(_) => tokenizer.token_bytes(id).unwrap_or_default(),
         };
         if bytes.is_empty() {
             return String::new();

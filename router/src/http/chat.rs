@@ -3,23 +3,26 @@
 //! `POST /v1/chat/completions`: renders the messages with the model's chat template and generates
 //! the reply.
 
-use std::sync::Arc;
-
 use axum::extract::State;
 use axum::response::Response;
+use chat_output::{CallDelivery, OutputSyntax, ToolFormat};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use super::chat_reply::{ChatReply, ReplyFields};
 use super::error::ApiError;
-use super::fields::{ParsedBody, parse_body};
+use super::fields::{ParsedBody, ResponseOptions, parse_body};
 use super::request::{AppState, ReceivedBody, RequestMetadata, run_tokenizer};
-use super::response::{ChoiceFormat, GenerationResponse, stop_reason};
-use crate::choice::{FinishCause, OutputDelta};
+use super::response::GenerationResponse;
+use super::tool_grammar::{ArgumentsCheck, tool_grammar};
+use super::tools::{RequestTools, TOOL_FIELDS, ToolFields};
+use crate::chat_syntax::ChatSyntax;
 use crate::generate::{GenerationRequest, TokenizedPrompts};
-use crate::model::{Conversation, ServedModel};
-use crate::wire::Logprob;
+use crate::model::{ChatPrompt, Conversation, ServedModel};
+use crate::opening::RequestRefusal;
+use crate::params::{RequestGrammar, RequestParams};
 
-const FIELDS: [&str; 7] = [
+const FIELDS: [&str; 10] = [
     "messages",
     "max_completion_tokens",
     "logprobs",
@@ -27,6 +30,9 @@ const FIELDS: [&str; 7] = [
     "add_generation_prompt",
     "continue_final_message",
     "chat_template_kwargs",
+    "reasoning_effort",
+    "include_reasoning",
+    "prediction",
 ];
 
 #[derive(Debug, Deserialize)]
@@ -38,7 +44,18 @@ struct ChatFields {
     add_generation_prompt: Option<bool>,
     continue_final_message: Option<bool>,
     chat_template_kwargs: Option<Map<String, Value>>,
+    reasoning_effort: Option<String>,
+    include_reasoning: Option<bool>,
+    /// Text that the reply is likely to repeat. It would only save time, so it is ignored.
+    #[serde(rename = "prediction")]
+    _prediction: Option<Map<String, Value>>,
+    tools: Option<Vec<Value>>,
+    tool_choice: Option<Value>,
+    parallel_tool_calls: Option<bool>,
 }
+
+/// OpenAI's values, and vLLM's.
+const EFFORTS: [&str; 7] = ["none", "minimal", "low", "medium", "high", "xhigh", "max"];
 
 const ROLES: [&str; 5] = ["system", "developer", "user", "assistant", "tool"];
 
@@ -47,11 +64,132 @@ pub(crate) async fn post(
     metadata: RequestMetadata,
     body: ReceivedBody,
 ) -> Result<Response, ApiError> {
-    let ParsedBody { endpoint, sampling, response } = parse_body::<ChatFields>(&body.bytes, &FIELDS)?;
+    let fields = [&FIELDS[..], &TOOL_FIELDS].concat();
+    let ParsedBody { endpoint, sampling, response } = parse_body::<ChatFields>(&body.bytes, &fields)?;
     let options = response.options()?;
-    let mut params = sampling.params()?;
-    params.max_tokens = endpoint.max_completion_tokens.or(params.max_tokens);
-    params.top_logprobs = match (endpoint.logprobs.unwrap_or(false), endpoint.top_logprobs) {
+    let params = chat_params(sampling.params()?, &endpoint)?;
+    check_messages(&endpoint.messages)?;
+    let model = app.generator.registry.resolve(response.model.as_deref(), &metadata.models)?;
+
+    let reply_fields = ReplyFields {
+        id: format!("chatcmpl-{}", metadata.origin.request_id),
+        created: metadata.created_unix_seconds,
+        with_reasoning: endpoint.include_reasoning.unwrap_or(true),
+        with_logprobs: params.top_logprobs.is_some(),
+        with_token_ids: options.return_token_ids,
+    };
+    let (conversation, tools) = conversation(endpoint)?;
+    let is_off = |name: &str| conversation.variables.get(name) == Some(&Value::Bool(false));
+    let may_reason = !is_off("enable_thinking") && !is_off("thinking");
+    let tokenizing_model = model.clone();
+    let prompt =
+        run_tokenizer(body.bytes.len(), move || tokenizing_model.text.encode_chat(&conversation)).await?;
+    drop(body);
+    let chat = Chat { model, prompt, params, tools, may_reason };
+    start(&app, metadata, chat, reply_fields, options).await
+}
+
+/// A chat that is ready to be generated.
+struct Chat {
+    model: std::sync::Arc<ServedModel>,
+    prompt: ChatPrompt,
+    params: RequestParams,
+    tools: RequestTools,
+    /// The client has not switched reasoning off.
+    may_reason: bool,
+}
+
+/// Starts the chat. If a tool's schema cannot be enforced and need not be, starts it without.
+async fn start(
+    app: &AppState,
+    metadata: RequestMetadata,
+    chat: Chat,
+    reply_fields: ReplyFields,
+    options: ResponseOptions,
+) -> Result<Response, ApiError> {
+    let mut check = ArgumentsCheck::Schema;
+    loop {
+        let (syntax, grammar) = chat.output_syntax(check)?;
+        let is_of_tools = grammar.as_ref().is_some_and(|grammar| grammar.param == "tools");
+        let params = RequestParams { grammar, ..chat.params.clone() };
+        let tokens = vec![chat.prompt.tokens.clone()];
+        metadata.origin.keep_bytes(&tokens, &params);
+        let prompts = TokenizedPrompts { param: "messages", tokens, at_text_start: true };
+        let request = GenerationRequest::new(chat.model.clone(), prompts, params, metadata.origin.clone())?
+            .with_visible_tokens(chat.visible_tokens(&syntax));
+        let events = match app.generator.start(&request).await {
+            Err(RequestRefusal::Grammar { .. })
+                if is_of_tools && check == ArgumentsCheck::Schema && !chat.tools.has_strict() =>
+            {
+                check = ArgumentsCheck::AnyObject;
+                continue;
+            }
+            events => events?,
+        };
+        let reply = ChatReply::new(reply_fields, &request, syntax, &chat.tools);
+        return GenerationResponse::new(&request, reply, events, options).respond().await;
+    }
+}
+
+impl Chat {
+    /// How the output is read, and the grammar that it follows.
+    fn output_syntax(
+        &self,
+        check: ArgumentsCheck,
+    ) -> Result<(OutputSyntax, Option<RequestGrammar>), ApiError> {
+        let given = self.params.grammar.clone();
+        let may_call = self.tools.may_call();
+        let mut output = OutputSyntax {
+            calls: None,
+            reasoning: None,
+            starts_in_reasoning: self.prompt.starts_in_reasoning,
+            delivery: CallDelivery::Complete,
+            tools: self.tools.signatures(),
+        };
+        let (Some(syntax), Ok(tokenizer)) =
+            (self.model.text.syntax(self.tools.listed.is_some()), self.model.text.tokenizer())
+        else {
+            return Ok((output, given));
+        };
+        let is_harmony = syntax.format == ToolFormat::Harmony;
+        // A grammar for the whole output leaves no room for reasoning.
+        output.reasoning = syntax.reasoning.clone().filter(|_| given.is_none() || may_call);
+        output.calls = (may_call || is_harmony && given.is_none()).then_some(syntax.format);
+        if !may_call {
+            return Ok((output, given));
+        }
+        let answer = given.as_ref().and_then(|grammar| grammar.source.kind.as_ref());
+        let may_reason = self.may_reason || self.prompt.starts_in_reasoning;
+        let reasoning = syntax.reasoning.clone().filter(|_| may_reason);
+        let syntax = &ChatSyntax { reasoning, ..syntax.clone() };
+        let starts = self.prompt.starts_in_reasoning;
+        match tool_grammar(syntax, tokenizer, &self.tools, starts, answer, check) {
+            Some(grammar) => {
+                output.calls = Some(grammar.format);
+                output.delivery = CallDelivery::Streamed;
+                Ok((output, Some(RequestGrammar::lark("tools", grammar.lark))))
+            }
+            None => match given {
+                Some(given) => {
+                    let message = format!("`{}` cannot be used together with `tools` here", given.param);
+                    Err(ApiError::invalid(Some(given.param), message))
+                }
+                None => Ok((output, None)),
+            },
+        }
+    }
+
+    fn visible_tokens(&self, syntax: &OutputSyntax) -> Vec<u32> {
+        let is_parsed = syntax.calls.is_some() || syntax.reasoning.is_some();
+        match (self.model.text.syntax(self.tools.listed.is_some()), self.model.text.tokenizer()) {
+            (Some(syntax), Ok(tokenizer)) if is_parsed => syntax.visible_tokens(tokenizer),
+            _ => Vec::new(),
+        }
+    }
+}
+
+fn chat_params(params: RequestParams, fields: &ChatFields) -> Result<RequestParams, ApiError> {
+    let top_logprobs = match (fields.logprobs.unwrap_or(false), fields.top_logprobs) {
         (true, top) => Some(top.unwrap_or(0)),
         (false, None) => None,
         (false, Some(_)) => {
@@ -59,34 +197,39 @@ pub(crate) async fn post(
             return Err(ApiError::invalid(Some("top_logprobs"), message));
         }
     };
-    check_messages(&endpoint.messages)?;
-    let model = app.generator.registry.resolve(response.model.as_deref(), &metadata.models)?;
+    let max_tokens = fields.max_completion_tokens.or(params.max_tokens);
+    Ok(RequestParams { max_tokens, top_logprobs, ..params })
+}
 
-    let continue_final_message = endpoint.continue_final_message.unwrap_or(false);
+fn conversation(fields: ChatFields) -> Result<(Conversation, RequestTools), ApiError> {
+    let tools = RequestTools::parse(ToolFields {
+        tools: fields.tools,
+        tool_choice: fields.tool_choice,
+        parallel_tool_calls: fields.parallel_tool_calls,
+    })?;
+    let continue_final_message = fields.continue_final_message.unwrap_or(false);
+    let mut variables = fields.chat_template_kwargs.unwrap_or_default();
+    if let Some(effort) = fields.reasoning_effort {
+        if !EFFORTS.contains(&&*effort) {
+            let message = format!("`reasoning_effort` is none of {}", EFFORTS.join(", "));
+            return Err(ApiError::invalid(Some("reasoning_effort"), message));
+        }
+        // Templates name the switch in two ways. `chat_template_kwargs` overrides it.
+        for name in ["enable_thinking", "thinking"] {
+            variables.entry(name).or_insert(json!(effort != "none"));
+        }
+        if effort != "none" {
+            variables.entry("reasoning_effort").or_insert(json!(effort));
+        }
+    }
     let conversation = Conversation {
-        messages: endpoint.messages.into_iter().map(Value::Object).collect(),
-        add_generation_prompt: endpoint.add_generation_prompt.unwrap_or(!continue_final_message),
+        messages: fields.messages.into_iter().map(Value::Object).collect(),
+        tools: tools.listed.clone(),
+        add_generation_prompt: fields.add_generation_prompt.unwrap_or(!continue_final_message),
         continue_final_message,
-        variables: endpoint.chat_template_kwargs.unwrap_or_default(),
+        variables,
     };
-    let tokenizing_model = model.clone();
-    let tokens =
-        run_tokenizer(body.bytes.len(), move || tokenizing_model.text.encode_chat(&conversation)).await?;
-    let tokens = vec![tokens];
-    drop(body);
-    metadata.origin.keep_bytes(&tokens, &params);
-    let prompts = TokenizedPrompts { param: "messages", tokens, at_text_start: true };
-    let request = GenerationRequest::new(model, prompts, params, metadata.origin.clone())?;
-    let events = app.generator.start(&request).await?;
-
-    let format = ChatFormat {
-        id: format!("chatcmpl-{}", metadata.origin.request_id),
-        created: metadata.created_unix_seconds,
-        with_logprobs: request.params().top_logprobs.is_some(),
-        prompt_token_ids: options.return_token_ids.then(|| request.prompts().flatten().copied().collect()),
-        model: request.model.clone(),
-    };
-    GenerationResponse::new(&request, format, events, options).respond().await
+    Ok((conversation, tools))
 }
 
 fn check_messages(messages: &[Map<String, Value>]) -> Result<(), ApiError> {
@@ -106,92 +249,4 @@ fn check_messages(messages: &[Map<String, Value>]) -> Result<(), ApiError> {
         }
     }
     Ok(())
-}
-
-struct ChatFormat {
-    id: String,
-    created: i64,
-    model: Arc<ServedModel>,
-    with_logprobs: bool,
-    prompt_token_ids: Option<Vec<u32>>,
-}
-
-impl ChatFormat {
-    fn logprobs(&self, delta: &OutputDelta) -> Value {
-        if !self.with_logprobs {
-            return Value::Null;
-        }
-        let content: Vec<Value> =
-            delta.tokens.iter().zip(&delta.logprobs).map(|(&id, entry)| self.logprob(id, entry)).collect();
-        json!({"content": content, "refusal": null})
-    }
-
-    fn logprob(&self, id: u32, entry: &Logprob) -> Value {
-        let token = |id: u32, logprob: f32| {
-            json!({
-                "token": self.model.text.token_text(id),
-                "logprob": logprob,
-                "bytes": self.model.text.token_bytes(id),
-            })
-        };
-        let mut value = token(id, entry.logprob);
-        value["top_logprobs"] = entry.top.iter().map(|&(id, logprob)| token(id, logprob)).collect();
-        value
-    }
-
-    fn chunk(&self, choice: u32, delta: Value) -> Value {
-        json!({"index": choice, "delta": delta, "logprobs": null, "finish_reason": null})
-    }
-}
-
-impl ChoiceFormat for ChatFormat {
-    fn first_entry(&mut self, choice: u32) -> Option<Value> {
-        Some(self.chunk(choice, json!({"role": "assistant", "content": ""})))
-    }
-
-    fn delta_entry(&mut self, delta: OutputDelta) -> Value {
-        let logprobs = self.logprobs(&delta);
-        let mut entry = self.chunk(delta.choice, json!({"content": delta.text}));
-        entry["logprobs"] = logprobs;
-        if self.prompt_token_ids.is_some() {
-            entry["token_ids"] = json!(delta.tokens);
-        }
-        entry
-    }
-
-    fn last_entry(&mut self, choice: u32, finish: &FinishCause) -> Value {
-        let mut entry = self.chunk(choice, json!({}));
-        entry["finish_reason"] = json!(finish.reason());
-        entry["stop_reason"] = stop_reason(finish);
-        entry
-    }
-
-    fn whole_entry(&mut self, delta: OutputDelta, finish: &FinishCause) -> Value {
-        let mut entry = json!({
-            "index": delta.choice,
-            "message": {"role": "assistant", "content": delta.text, "refusal": null},
-            "logprobs": self.logprobs(&delta),
-            "finish_reason": finish.reason(),
-            "stop_reason": stop_reason(finish),
-        });
-        if self.prompt_token_ids.is_some() {
-            entry["token_ids"] = json!(delta.tokens);
-        }
-        entry
-    }
-
-    fn envelope(&self, choices: Vec<Value>, streaming: bool) -> Value {
-        let mut value = json!({
-            "id": self.id,
-            "object": if streaming { "chat.completion.chunk" } else { "chat.completion" },
-            "created": self.created,
-            "model": self.model.name(),
-            "system_fingerprint": self.model.system_fingerprint(),
-            "choices": choices,
-        });
-        if let Some(ids) = self.prompt_token_ids.as_ref().filter(|_| !streaming) {
-            value["prompt_token_ids"] = json!(ids);
-        }
-        value
-    }
 }

@@ -218,15 +218,15 @@ impl ChoiceFormat for CompletionFormat {
         Some(self.with_prompt_ids(choice, entry))
     }
 
-    fn delta_entry(&mut self, delta: OutputDelta) -> Value {
-        self.entry(delta, None)
+    fn delta_entries(&mut self, delta: OutputDelta) -> Vec<Value> {
+        vec![self.entry(delta, None)]
     }
 
-    fn last_entry(&mut self, choice: u32, finish: &FinishCause) -> Value {
+    fn last_entries(&mut self, choice: u32, finish: &FinishCause) -> Vec<Value> {
         let delta = OutputDelta { choice, tokens: vec![], text: String::new(), logprobs: vec![] };
         let mut entry = self.entry(delta, Some(finish));
         entry["logprobs"] = Value::Null;
-        entry
+        vec![entry]
     }
 
     fn whole_entry(&mut self, mut delta: OutputDelta, finish: &FinishCause) -> Value {

@@ -3,6 +3,7 @@
 //! The OpenAI-compatible HTTP API, and the routes for health, models and metrics.
 
 mod chat;
+mod chat_reply;
 mod completions;
 mod error;
 mod fields;
@@ -13,6 +14,8 @@ mod response;
 mod sampling_fields;
 mod scheduling_fields;
 mod structured_output;
+mod tool_grammar;
+mod tools;
 
 use axum::extract::{Path, State};
 use axum::http::{Method, Uri, header};

@@ -31,12 +31,16 @@ const EVENTS_PER_WRITE_MAX: usize = 64;
 pub(crate) trait ChoiceFormat: Send + 'static {
     /// The first chunk entry of a choice, if the endpoint has one.
     fn first_entry(&mut self, choice: u32) -> Option<Value>;
-    /// One entry of `choices` in a chunk.
-    fn delta_entry(&mut self, delta: OutputDelta) -> Value;
-    /// The last chunk entry of a choice.
-    fn last_entry(&mut self, choice: u32, finish: &FinishCause) -> Value;
+    /// Entries of `choices`, each for a chunk of its own. May be none.
+    fn delta_entries(&mut self, delta: OutputDelta) -> Vec<Value>;
+    /// The last entries of a choice.
+    fn last_entries(&mut self, choice: u32, finish: &FinishCause) -> Vec<Value>;
     /// One entry of `choices` in a whole response.
     fn whole_entry(&mut self, delta: OutputDelta, finish: &FinishCause) -> Value;
+    /// Tokens of reasoning in all choices so far, if the endpoint knows them.
+    fn reasoning_tokens(&self) -> Option<u64> {
+        None
+    }
     /// A chunk or a response body around entries.
     fn envelope(&self, choices: Vec<Value>, streaming: bool) -> Value;
 }
@@ -69,13 +73,17 @@ impl ResponseUsage {
         }
     }
 
-    fn json(&self, prompt_tokens: usize) -> Value {
-        json!({
+    fn json(&self, prompt_tokens: usize, reasoning_tokens: Option<u64>) -> Value {
+        let mut usage = json!({
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt_tokens as u64 + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        })
+        });
+        if let Some(tokens) = reasoning_tokens {
+            usage["completion_tokens_details"] = json!({"reasoning_tokens": tokens});
+        }
+        usage
     }
 }
 
@@ -167,7 +175,7 @@ impl<S: ChoiceFormat> GenerationResponse<S> {
             choices.push(self.format.whole_entry(delta, &finish));
         }
         let mut body = self.format.envelope(choices, false);
-        body["usage"] = usage.json(self.prompt_tokens);
+        body["usage"] = usage.json(self.prompt_tokens, self.format.reasoning_tokens());
         Ok(Json(body).into_response())
     }
 
@@ -248,14 +256,16 @@ impl<S: ChoiceFormat> ServerSentEvents<S> {
                 let has_ids = self.response.options.return_token_ids && !delta.tokens.is_empty();
                 let is_empty = delta.text.is_empty() && delta.logprobs.is_empty() && !has_ids;
                 if !is_empty {
-                    let entry = self.response.format.delta_entry(delta);
-                    self.write_chunk(out, entry);
+                    for entry in self.response.format.delta_entries(delta) {
+                        self.write_chunk(out, entry);
+                    }
                 }
             }
             Some(ChoiceEvent::Ended { choice, outcome: Ok(outcome) }) => {
                 self.usage.add(choice, self.response.best_of, &outcome);
-                let entry = self.response.format.last_entry(choice, &outcome.finish);
-                self.write_chunk(out, entry);
+                for entry in self.response.format.last_entries(choice, &outcome.finish) {
+                    self.write_chunk(out, entry);
+                }
                 self.ended += 1;
                 if self.ended == self.response.choices {
                     self.write_end(out);
@@ -270,7 +280,8 @@ impl<S: ChoiceFormat> ServerSentEvents<S> {
     fn write_end(&mut self, out: &mut Vec<u8>) {
         if self.response.options.include_usage {
             let mut chunk = self.response.format.envelope(vec![], true);
-            chunk["usage"] = self.usage.json(self.response.prompt_tokens);
+            let reasoning_tokens = self.response.format.reasoning_tokens();
+            chunk["usage"] = self.usage.json(self.response.prompt_tokens, reasoning_tokens);
             write_event(out, &chunk);
         }
         out.extend_from_slice(b"data: [DONE]\n\n");

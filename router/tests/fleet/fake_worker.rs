@@ -400,7 +400,10 @@ pub(crate) const RETRY_AFTER: &str = "7";
 pub(crate) const CONTEXT_TOKENS: u32 = 256;
 pub(crate) const VOCABULARY: u32 = 8192;
 
-const CHAT_TEMPLATE: &str = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}\
+/// The comment names the markers of a model that reasons and calls tools.
+const CHAT_TEMPLATE: &str = "{# <think></think><tool_call> #}\
+    {% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}\
+    {% if tools %}[tools] {{ tools | length }}\n{% endif %}\
     {% if add_generation_prompt %}[assistant] {% endif %}";
 
 /// The demo model's metadata section with a chat template, which the demo model lacks.

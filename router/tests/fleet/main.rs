@@ -13,4 +13,5 @@ mod faults;
 mod figures;
 mod grpc;
 mod harness;
+mod tools;
 mod watching;

@@ -105,6 +105,12 @@ impl ChatTemplate {
         Ok(())
     }
 
+    /// The source of the template that a conversation with or without tools is rendered with.
+    pub fn source(&self, with_tools: bool) -> String {
+        let name = if self.has_tool_use && with_tools { TOOL_USE } else { DEFAULT };
+        self.environment.get_template(name).map_or_else(|_| String::new(), |it| it.source().to_owned())
+    }
+
     pub fn render(&self, input: &ChatInput<'_>) -> Result<String, RenderError> {
         let messages = adapt_conversation(input.messages, self.accepts)?;
         self.render_adapted(messages, input)

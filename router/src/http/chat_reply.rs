@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Writes the reply of a chat as OpenAI does: content, reasoning and tool calls, whole or streamed.
+
+use std::sync::Arc;
+
+use chat_output::{ChatEvent, OutputParser, OutputSyntax, ToolFormat};
+use serde_json::{Value, json};
+
+use super::response::{ChoiceFormat, stop_reason};
+use super::tools::{RequestTools, ToolChoice};
+use crate::choice::{FinishCause, OutputDelta};
+use crate::generate::GenerationRequest;
+use crate::model::ServedModel;
+use crate::request_id::ClientRequestId;
+use crate::wire::Logprob;
+
+/// What a reply says of its request.
+pub(super) struct ReplyFields {
+    pub(super) id: String,
+    pub(super) created: i64,
+    pub(super) with_reasoning: bool,
+    pub(super) with_logprobs: bool,
+    pub(super) with_token_ids: bool,
+}
+
+pub(super) struct ChatReply {
+    fields: ReplyFields,
+    model: Arc<ServedModel>,
+    prompt_token_ids: Vec<u32>,
+    choices: Vec<ReplyChoice>,
+    reasoning_tokens: Option<u64>,
+    calls: CallWriter,
+}
+
+/// One choice of the reply.
+struct ReplyChoice {
+    /// `None`: all text is content.
+    parser: Option<OutputParser>,
+    calls: usize,
+}
+
+/// How calls are written.
+#[derive(Clone, Copy)]
+struct CallWriter {
+    choice: ToolChoice,
+    /// Only the first call is written.
+    is_single: bool,
+    format: Option<ToolFormat>,
+}
+
+impl ChatReply {
+    pub(super) fn new(
+        fields: ReplyFields,
+        request: &GenerationRequest,
+        syntax: OutputSyntax,
+        tools: &RequestTools,
+    ) -> Self {
+        let is_parsed = syntax.calls.is_some() || syntax.reasoning.is_some();
+        let choice =
+            || ReplyChoice { parser: is_parsed.then(|| OutputParser::new(syntax.clone())), calls: 0 };
+        let is_reasoning = syntax.reasoning.is_some() || syntax.calls == Some(ToolFormat::Harmony);
+        Self {
+            model: request.model.clone(),
+            prompt_token_ids: request.prompts().flatten().copied().collect(),
+            choices: (0..request.choices()).map(|_| choice()).collect(),
+            reasoning_tokens: is_reasoning.then_some(0),
+            calls: CallWriter {
+                choice: tools.choice,
+                is_single: !tools.parallel || tools.choice == ToolChoice::Named,
+                format: syntax.calls,
+            },
+            fields,
+        }
+    }
+
+    fn logprobs(&self, delta: &OutputDelta) -> Value {
+        if !self.fields.with_logprobs {
+            return Value::Null;
+        }
+        let content: Vec<Value> =
+            delta.tokens.iter().zip(&delta.logprobs).map(|(&id, entry)| self.logprob(id, entry)).collect();
+        json!({"content": content, "refusal": null})
+    }
+
+    fn logprob(&self, id: u32, entry: &Logprob) -> Value {
+        let token = |id: u32, logprob: f32| {
+            json!({
+                "token": self.model.text.token_text(id),
+                "logprob": logprob,
+                "bytes": self.model.text.token_bytes(id),
+            })
+        };
+        let mut value = token(id, entry.logprob);
+        value["top_logprobs"] = entry.top.iter().map(|&(id, logprob)| token(id, logprob)).collect();
+        value
+    }
+
+    /// Counts the tokens of a delta whose text begins or ends inside reasoning.
+    fn push(&mut self, choice: u32, tokens: usize, text: &str) -> Option<Vec<ChatEvent>> {
+        let parser = self.choices[choice as usize].parser.as_mut()?;
+        let was_reasoning = parser.in_reasoning();
+        let events = parser.push(text);
+        if let Some(count) = self.reasoning_tokens.as_mut().filter(|_| was_reasoning || parser.in_reasoning())
+        {
+            *count += tokens as u64;
+        }
+        Some(events)
+    }
+
+    /// The `delta` of each chunk that the events become.
+    fn deltas(&mut self, choice: u32, events: Vec<ChatEvent>) -> Vec<Value> {
+        let writer = self.calls;
+        let with_reasoning = self.fields.with_reasoning;
+        let choice = &mut self.choices[choice as usize];
+        let delta = |event| match event {
+            ChatEvent::Text(text) => Some(json!({"content": text})),
+            ChatEvent::Reasoning(text) => with_reasoning.then(|| json!({"reasoning_content": text})),
+            ChatEvent::CallStarted { index, id, name } => {
+                let call = writer.call(index, id, &name)?;
+                choice.calls += 1;
+                Some(json!({"tool_calls": [call]}))
+            }
+            ChatEvent::Arguments { index, json } => writer
+                .writes(index)
+                .then(|| json!({"tool_calls": [{"index": index, "function": {"arguments": json}}]})),
+            ChatEvent::CallEnded { .. } => None,
+        };
+        events.into_iter().filter_map(delta).collect()
+    }
+
+    fn chunk(&self, choice: u32, delta: Value) -> Value {
+        json!({"index": choice, "delta": delta, "logprobs": null, "finish_reason": null})
+    }
+
+    fn finish_reason(&self, calls: usize, finish: &FinishCause) -> &'static str {
+        match finish {
+            // As OpenAI does: the client of a named tool knows that there is a call.
+            FinishCause::StopToken(_) | FinishCause::StopString(_)
+                if calls > 0 && self.calls.choice != ToolChoice::Named =>
+            {
+                "tool_calls"
+            }
+            finish => finish.reason(),
+        }
+    }
+
+    /// The message of a whole reply, and the number of its calls.
+    fn message(&mut self, choice: u32, tokens: usize, text: String) -> (Value, usize) {
+        let Some(mut events) = self.push(choice, tokens, &text) else {
+            return (json!({"role": "assistant", "content": text, "refusal": null}), 0);
+        };
+        events.extend(
+            self.choices[choice as usize].parser.take().map(OutputParser::finish).into_iter().flatten(),
+        );
+        let (mut content, mut reasoning) = (String::new(), String::new());
+        let mut calls: Vec<Value> = Vec::new();
+        let mut arguments: Vec<String> = Vec::new();
+        for event in events {
+            match event {
+                ChatEvent::Text(text) => content.push_str(&text),
+                ChatEvent::Reasoning(text) => reasoning.push_str(&text),
+                ChatEvent::CallStarted { index, id, name } => {
+                    calls.extend(self.calls.call(index, id, &name));
+                    arguments.push(String::new());
+                }
+                ChatEvent::Arguments { index, json } => arguments[index].push_str(&json),
+                ChatEvent::CallEnded { .. } => {}
+            }
+        }
+        for (call, arguments) in calls.iter_mut().zip(arguments) {
+            call["function"]["arguments"] = json!(arguments);
+            call.as_object_mut().and_then(|call| call.shift_remove("index"));
+        }
+        let has_no_content = content.trim().is_empty() && !(calls.is_empty() && reasoning.is_empty());
+        let content = if has_no_content { Value::Null } else { json!(content) };
+        let mut message = json!({"role": "assistant", "content": content, "refusal": null});
+        if !reasoning.is_empty() && self.fields.with_reasoning {
+            message["reasoning_content"] = json!(reasoning);
+        }
+        let count = calls.len();
+        if count > 0 {
+            message["tool_calls"] = Value::Array(calls);
+        }
+        (message, count)
+    }
+}
+
+impl CallWriter {
+    fn writes(self, index: usize) -> bool {
+        self.choice != ToolChoice::None && (index == 0 || !self.is_single)
+    }
+
+    /// The beginning of a call, with an id.
+    fn call(self, index: usize, id: Option<String>, name: &str) -> Option<Value> {
+        let random = ClientRequestId::random().0;
+        let id = match (self.format, id) {
+            (Some(ToolFormat::KimiK2), Some(id)) => id,
+            // Mistral's templates accept ids of 9 letters and digits only.
+            (Some(ToolFormat::Mistral), Some(id))
+                if id.len() == 9 && id.bytes().all(|byte| byte.is_ascii_alphanumeric()) =>
+            {
+                id
+            }
+            (Some(ToolFormat::Mistral), _) => random[..9].to_owned(),
+            _ => format!("call_{}", &random[..24]),
+        };
+        let function = json!({"name": name, "arguments": ""});
+        self.writes(index)
+            .then(|| json!({"index": index, "id": id, "type": "function", "function": function}))
+    }
+}
+
+impl ChoiceFormat for ChatReply {
+    fn first_entry(&mut self, choice: u32) -> Option<Value> {
+        Some(self.chunk(choice, json!({"role": "assistant", "content": ""})))
+    }
+
+    fn delta_entries(&mut self, delta: OutputDelta) -> Vec<Value> {
+        let logprobs = self.logprobs(&delta);
+        let has_details = self.fields.with_token_ids || !logprobs.is_null();
+        let deltas = match self.push(delta.choice, delta.tokens.len(), &delta.text) {
+            Some(events) => self.deltas(delta.choice, events),
+            None => vec![json!({"content": delta.text})],
+        };
+        let mut entries: Vec<Value> = deltas.into_iter().map(|it| self.chunk(delta.choice, it)).collect();
+        if entries.is_empty() && has_details {
+            entries.push(self.chunk(delta.choice, json!({})));
+        }
+        if let Some(first) = entries.first_mut() {
+            first["logprobs"] = logprobs;
+            if self.fields.with_token_ids {
+                first["token_ids"] = json!(delta.tokens);
+            }
+        }
+        entries
+    }
+
+    fn last_entries(&mut self, choice: u32, finish: &FinishCause) -> Vec<Value> {
+        let rest = self.choices[choice as usize].parser.take().map(OutputParser::finish).unwrap_or_default();
+        let deltas = self.deltas(choice, rest);
+        let mut entries: Vec<Value> = deltas.into_iter().map(|delta| self.chunk(choice, delta)).collect();
+        let mut last = self.chunk(choice, json!({}));
+        last["finish_reason"] = json!(self.finish_reason(self.choices[choice as usize].calls, finish));
+        last["stop_reason"] = stop_reason(finish);
+        entries.push(last);
+        entries
+    }
+
+    fn whole_entry(&mut self, delta: OutputDelta, finish: &FinishCause) -> Value {
+        let logprobs = self.logprobs(&delta);
+        let (message, calls) = self.message(delta.choice, delta.tokens.len(), delta.text);
+        let mut entry = json!({
+            "index": delta.choice,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": self.finish_reason(calls, finish),
+            "stop_reason": stop_reason(finish),
+        });
+        if self.fields.with_token_ids {
+            entry["token_ids"] = json!(delta.tokens);
+        }
+        entry
+    }
+
+    fn reasoning_tokens(&self) -> Option<u64> {
+        self.reasoning_tokens
+    }
+
+    fn envelope(&self, choices: Vec<Value>, streaming: bool) -> Value {
+        let mut value = json!({
+            "id": self.fields.id,
+            "object": if streaming { "chat.completion.chunk" } else { "chat.completion" },
+            "created": self.fields.created,
+            "model": self.model.name(),
+            "system_fingerprint": self.model.system_fingerprint(),
+            "choices": choices,
+        });
+        if self.fields.with_token_ids && !streaming {
+            value["prompt_token_ids"] = json!(self.prompt_token_ids);
+        }
+        value
+    }
+}
