@@ -37,6 +37,8 @@ pub(super) struct ChatReply {
 struct ReplyChoice {
     /// `None`: all text is content.
     parser: Option<OutputParser>,
+    /// What a whole reply is made of.
+    events: Vec<ChatEvent>,
     calls: usize,
 }
 
@@ -57,8 +59,11 @@ impl ChatReply {
         tools: &RequestTools,
     ) -> Self {
         let is_parsed = syntax.calls.is_some() || syntax.reasoning.is_some();
-        let choice =
-            || ReplyChoice { parser: is_parsed.then(|| OutputParser::new(syntax.clone())), calls: 0 };
+        let choice = || ReplyChoice {
+            parser: is_parsed.then(|| OutputParser::new(syntax.clone())),
+            events: Vec::new(),
+            calls: 0,
+        };
         let is_reasoning = syntax.reasoning.is_some() || syntax.calls == Some(ToolFormat::Harmony);
         Self {
             model: request.model.clone(),
@@ -146,13 +151,13 @@ impl ChatReply {
     }
 
     /// The message of a whole reply, and the number of its calls.
-    fn message(&mut self, choice: u32, tokens: usize, text: String) -> (Value, usize) {
-        let Some(mut events) = self.push(choice, tokens, &text) else {
+    fn message(&mut self, choice: u32, text: String) -> (Value, usize) {
+        let choice = &mut self.choices[choice as usize];
+        let Some(parser) = choice.parser.take() else {
             return (json!({"role": "assistant", "content": text, "refusal": null}), 0);
         };
-        events.extend(
-            self.choices[choice as usize].parser.take().map(OutputParser::finish).into_iter().flatten(),
-        );
+        let mut events = std::mem::take(&mut choice.events);
+        events.extend(parser.finish());
         let (mut content, mut reasoning) = (String::new(), String::new());
         let mut calls: Vec<Value> = Vec::new();
         let mut arguments: Vec<String> = Vec::new();
@@ -247,9 +252,15 @@ impl ChoiceFormat for ChatReply {
         entries
     }
 
+    fn read_delta(&mut self, delta: &OutputDelta) {
+        if let Some(events) = self.push(delta.choice, delta.tokens.len(), &delta.text) {
+            self.choices[delta.choice as usize].events.extend(events);
+        }
+    }
+
     fn whole_entry(&mut self, delta: OutputDelta, finish: &FinishCause) -> Value {
         let logprobs = self.logprobs(&delta);
-        let (message, calls) = self.message(delta.choice, delta.tokens.len(), delta.text);
+        let (message, calls) = self.message(delta.choice, delta.text);
         let mut entry = json!({
             "index": delta.choice,
             "message": message,

@@ -35,7 +35,9 @@ pub(crate) trait ChoiceFormat: Send + 'static {
     fn delta_entries(&mut self, delta: OutputDelta) -> Vec<Value>;
     /// The last entries of a choice.
     fn last_entries(&mut self, choice: u32, finish: &FinishCause) -> Vec<Value>;
-    /// One entry of `choices` in a whole response.
+    /// Sees each delta of a whole response as it arrives.
+    fn read_delta(&mut self, _delta: &OutputDelta) {}
+    /// One entry of `choices` in a whole response, whose deltas have been read.
     fn whole_entry(&mut self, delta: OutputDelta, finish: &FinishCause) -> Value;
     /// Tokens of reasoning in all choices so far, if the endpoint knows them.
     fn reasoning_tokens(&self) -> Option<u64> {
@@ -153,6 +155,7 @@ impl<S: ChoiceFormat> GenerationResponse<S> {
         while let Some(event) = self.events.recv().await {
             match event {
                 ChoiceEvent::Output(delta) => {
+                    self.format.read_delta(&delta);
                     let whole = &mut deltas[delta.choice as usize];
                     whole.tokens.extend(delta.tokens);
                     whole.text.push_str(&delta.text);

@@ -127,12 +127,17 @@ fn forced_calls_parse_and_match_their_schema_in_every_format() {
                 tool_grammar(&syntax, tokenizer(), &tools, false, None, ArgumentsCheck::Schema).unwrap();
             let compiled = compile(&grammar.lark);
             let mut complete = 0;
-            for _ in 0..4 {
-                let (output, is_complete) = random_output(&compiled, 120, &mut random);
+            // Random reasoning hardly ever ends.
+            let attempts = if syntax.reasoning.is_some() { 2 } else { 60 };
+            for _ in 0..attempts {
+                let (output, is_complete) = random_output(&compiled, 300, &mut random);
                 if !is_complete {
                     continue;
                 }
                 complete += 1;
+                if complete == 3 {
+                    break;
+                }
                 let calls = parse(&output, &grammar, &tools, &syntax);
                 assert!(!calls.is_empty(), "{name}: {output:?}");
                 assert!(calls.len() == 1 || (parallel && choice == "required"), "{name}: {output:?}");
