@@ -31,6 +31,7 @@ mod one_copy;
 mod quarantine;
 mod reload;
 mod routing;
+mod shared_weights;
 mod soak;
 mod storms;
 mod structured;

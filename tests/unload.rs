@@ -12,7 +12,7 @@ use proto::worker::v1::StatsRequest;
 use proto::worker::v1::worker_client::WorkerClient;
 
 use crate::harness::admin::try_weight_server_status;
-use crate::harness::api::runtime;
+use crate::harness::api::{TestRequest, generate_all, runtime};
 use crate::harness::{ServedFleet, demo_7m, demo_22m, device, eventually, proc, text};
 
 const ONE_WORKER: [&str; 4] = ["--workers", "1", "--threads", "1"];
@@ -46,6 +46,57 @@ fn a_model_is_unloaded_although_the_weight_server_restarts_meanwhile() {
             (status.generations.len() == 1).then_some(())
         });
     }
+    fleet.stop();
+}
+
+/// Streams that last for seconds.
+fn long_request(model: &str) -> TestRequest {
+    TestRequest {
+        model: model.to_owned(),
+        prompt: (0..20).map(|i| 10 + i * 13).collect(),
+        max_tokens: 300,
+        temperature: 0.8,
+        choices: 16,
+        without_logprobs: true,
+        ..TestRequest::default()
+    }
+}
+
+#[test]
+fn a_stream_in_flight_ends_whole_when_its_worker_is_removed_or_its_model_unloaded() {
+    let fleet = ServedFleet::start(&demo_22m(), &[&ONE_WORKER[..], &["--name", "first"]].concat());
+    load_second(&fleet);
+    let await_served = |model: &str| {
+        let short = TestRequest { max_tokens: 1, choices: 1, ..long_request(model) };
+        eventually("the model is served", || {
+            runtime().block_on(generate_all(&fleet.grpc, std::slice::from_ref(&short))).remove(0).ok()
+        });
+    };
+    await_served("first");
+    await_served("second");
+    let requests = [long_request("first"), long_request("second")];
+    let done = runtime().block_on(fleet.generate_during_fault(&requests, || {
+        std::thread::scope(|scope| {
+            scope.spawn(|| run(&fleet, &["remove-worker", "worker-0"]));
+            scope.spawn(|| run(&fleet, &["unload", "second"]));
+            eventually("both workers drain", || {
+                let workers = fleet.processes_by_role("worker");
+                workers.iter().all(|worker| worker.state == "draining").then_some(())
+            });
+        });
+    }));
+    for whole in done {
+        let whole = whole.unwrap();
+        assert_eq!((whole.tokens.len(), whole.resumes), (16 * 300, 0));
+    }
+    run(&fleet, &["add-worker", "first"]);
+    await_served("first");
+
+    // The streams are cut when the time is over, and the router has no other worker for them.
+    let cut = runtime().block_on(fleet.generate_during_fault(&[long_request("first")], || {
+        run(&fleet, &["unload", "first", "--timeout", "1ms"]);
+    }));
+    assert!(cut[0].is_err(), "{cut:?}");
     fleet.stop();
 }
 

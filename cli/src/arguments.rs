@@ -49,12 +49,12 @@ pub(crate) enum CliCommand {
     Ps(ps::PsArguments),
     /// Load another model into a running fleet
     Load(fleet_commands::LoadArguments),
-    /// Unload a model from a running fleet
+    /// Drain the workers of a model of a running fleet, remove them and unload the model
     Unload(fleet_commands::UnloadArguments),
     /// Start another worker in a running fleet
     AddWorker(fleet_commands::AddWorkerArguments),
     /// Drain a worker of a running fleet and remove it
-    RemoveWorker(fleet_commands::ChildArguments),
+    RemoveWorker(fleet_commands::RemoveWorkerArguments),
     /// Take a worker of a running fleet out of service: its requests finish, then it stops
     Drain(worker_lifecycle::DrainArguments),
     /// Restart a process of a running fleet, or all workers one after the other

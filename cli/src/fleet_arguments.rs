@@ -88,6 +88,7 @@ impl WorkerArguments {
     pub(crate) fn model(&self, path: &Path, workers: u32) -> FleetModelConfig {
         FleetModelConfig {
             name: model_name(path),
+            aliases: Vec::new(),
             path: path.to_owned(),
             device: self.device,
             workers,

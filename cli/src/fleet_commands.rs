@@ -5,6 +5,7 @@
 
 use std::io::Write;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use proto::fleet::v1 as wire;
 use proto::weights::v1::GetStatusRequest;
@@ -18,7 +19,7 @@ use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::DeviceOption;
 use crate::devices::GpuInventory;
 use crate::fleet_arguments::{WorkerArguments, model_name};
-use crate::fleet_config::devices_for;
+use crate::fleet_config::{check_names, devices_for};
 use crate::ps;
 use crate::running_fleet::{block_on, find_fleet};
 use crate::sized_model::SizedModel;
@@ -31,6 +32,9 @@ pub(crate) struct LoadArguments {
     /// Model name for requests [default: file name without extension]
     #[arg(long)]
     name: Option<String>,
+    /// Further name for requests; may be given several times
+    #[arg(long, value_name = "NAME")]
+    alias: Vec<String>,
     /// Number of workers
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=i64::from(WORKERS_MAX)))]
     workers: u32,
@@ -45,6 +49,8 @@ pub(crate) struct UnloadArguments {
     /// The model's name, as `ballast ps` shows it
     name: String,
     #[command(flatten)]
+    drain: DrainTimeout,
+    #[command(flatten)]
     fleet: FleetSelector,
 }
 
@@ -57,12 +63,28 @@ pub(crate) struct AddWorkerArguments {
     fleet: FleetSelector,
 }
 
-/// Arguments that name one child process.
 #[derive(clap::Args)]
-pub(crate) struct ChildArguments {
+pub(crate) struct RemoveWorkerArguments {
+    /// The worker's name, as `ballast ps` shows it
     name: String,
     #[command(flatten)]
+    drain: DrainTimeout,
+    #[command(flatten)]
     fleet: FleetSelector,
+}
+
+#[derive(clap::Args)]
+pub(crate) struct DrainTimeout {
+    /// How long running requests of a draining worker may go on; then other workers of the model
+    /// continue them, if there are any
+    #[arg(long, value_name = "DURATION", default_value = "10min", value_parser = service::duration::parse)]
+    timeout: Duration,
+}
+
+impl DrainTimeout {
+    fn milliseconds(&self) -> u64 {
+        u64::try_from(self.timeout.as_millis()).unwrap_or(u64::MAX)
+    }
 }
 
 #[derive(clap::Args)]
@@ -96,10 +118,12 @@ fn call_supervisor(
 }
 
 pub(crate) fn load(arguments: LoadArguments) -> CliResult {
-    let LoadArguments { model, name, workers, worker, fleet } = arguments;
+    let LoadArguments { model, name, alias, workers, worker, fleet } = arguments;
     let mut models = vec![worker.model(&model, workers)];
     models[0].name = name.unwrap_or(model_name(&model));
+    models[0].aliases = alias;
     models.extend(worker.draft_model());
+    check_names(&models).map_err(|text| CliError::new(Exit::Usage, text))?;
     let mut seen = devices_for(models.iter().map(|model| model.device))?;
     if models[0].device == DeviceOption::Auto && !seen.gpus.is_empty() {
         seen = known_to_fleet(seen, &fleet)?;
@@ -119,6 +143,8 @@ fn load_one(place: &FleetSelector, model: &SizedModel, may_be_there: bool) -> Cl
         worker_config: plan.worker_config.to_string(),
         device: plan.device,
         no_packing: !plan.pack,
+        files: plan.files,
+        settings: plan.settings.to_string(),
     };
     call_supervisor(place, &format!("cannot load {}", plan.path.display()), async |client| {
         let mut events = match client.load_model(request).await {
@@ -151,9 +177,9 @@ fn known_to_fleet(mut seen: GpuInventory, place: &FleetSelector) -> CliResult<Gp
 }
 
 pub(crate) fn unload(arguments: UnloadArguments) -> CliResult {
-    let name = arguments.name;
+    let (name, drain_ms) = (arguments.name, Some(arguments.drain.milliseconds()));
     call_supervisor(&arguments.fleet, &format!("cannot unload {name}"), async |client| {
-        client.unload_model(wire::UnloadModelRequest { name: name.clone() }).await.map(drop)
+        client.unload_model(wire::UnloadModelRequest { name: name.clone(), drain_ms }).await.map(drop)
     })
 }
 
@@ -163,10 +189,10 @@ pub(crate) fn add_worker(arguments: AddWorkerArguments) -> CliResult {
     })
 }
 
-pub(crate) fn remove_worker(arguments: ChildArguments) -> CliResult {
-    let name = arguments.name;
+pub(crate) fn remove_worker(arguments: RemoveWorkerArguments) -> CliResult {
+    let (name, drain_ms) = (arguments.name, Some(arguments.drain.milliseconds()));
     call_supervisor(&arguments.fleet, &format!("cannot remove {name}"), async |client| {
-        client.remove_worker(wire::RemoveWorkerRequest { name: name.clone() }).await.map(drop)
+        client.remove_worker(wire::RemoveWorkerRequest { name: name.clone(), drain_ms }).await.map(drop)
     })
 }
 

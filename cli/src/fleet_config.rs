@@ -3,6 +3,7 @@
 //! `ballast.toml`: the configuration of a fleet, and the specification of its processes that
 //! follows from it.
 
+use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -112,11 +113,7 @@ impl FleetConfig {
             let text = format!("the models have {workers} workers, a fleet may have {WORKERS_MAX}");
             return Err(invalid(&text));
         }
-        let named = |model: &FleetModelConfig| config.models.iter().filter(|m| m.name == model.name).count();
-        if let Some(twice) = config.models.iter().find(|m| named(m) > 1) {
-            let text = format!("configuration {}: two models have the name {:?}", path.display(), twice.name);
-            return Err(CliError::new(Exit::Usage, text));
-        }
+        check_names(&config.models).map_err(|text| invalid(&text))?;
         config.source = Some(ConfigSource::new(path, &config)?);
         if let Some(runtime_dir) = runtime_dir {
             config.runtime_dir = Some(runtime_dir.to_owned());
@@ -154,7 +151,10 @@ impl FleetConfig {
         let worker = move |slot: &WorkerSlot, table: &mut Table| {
             let mut set = |key: &str, value: String| table.insert(key.to_owned(), Value::String(value));
             set("name", slot.name());
-            set("model", slot.model.clone());
+            set("model", slot.weights.clone());
+            if slot.model != slot.weights {
+                set("served-model", slot.model.clone());
+            }
             set("weights-socket", of_workers.weights_socket().to_string_lossy().into_owned());
             set("listen", of_workers.worker_socket(slot.index).to_string_lossy().into_owned());
             let device = table.get("device").and_then(Value::as_str).unwrap_or(HOST_DEVICE).to_owned();
@@ -272,6 +272,20 @@ impl FleetConfig {
         }
         table
     }
+}
+
+/// A name means one model, whether it is its own or an alias.
+pub(crate) fn check_names(models: &[FleetModelConfig]) -> Result<(), String> {
+    let mut seen = BTreeSet::new();
+    for name in models.iter().flat_map(|model| std::iter::once(&model.name).chain(&model.aliases)) {
+        if name.is_empty() {
+            return Err("a model has an empty name or alias".to_owned());
+        }
+        if !seen.insert(name) {
+            return Err(format!("two models have the name {name:?}, or one has it twice (`aliases` count)"));
+        }
+    }
+    Ok(())
 }
 
 /// Lists the GPUs, unless all models run on the host.

@@ -2,19 +2,32 @@
 
 //! Reads the header of a model file without loading the model.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use gguf::GgufModel;
+use gguf::{GgufFile, GgufModel};
 use models::{ModelDescription, TensorHead};
 use service::Exit;
 use service::exit::one_line;
 use text::Tokenizer;
 
-use crate::cli_error::{CliError, CliResult};
+use crate::cli_error::{CliError, CliResult, IoContext};
 
 /// Reads and checks the headers of a model's files, but no tensor data.
 pub(crate) fn open(path: &Path) -> CliResult<GgufModel> {
     GgufModel::open(path).map_err(|error| CliError::new(Exit::ModelRefused, one_line(&error)))
+}
+
+/// Identifies the files of the model and their versions, under whatever paths.
+pub(crate) fn identity(model: &GgufModel) -> CliResult<String> {
+    let identity = |file: &GgufFile| {
+        let metadata = std::fs::metadata(&file.path)
+            .with_context(|| format!("cannot inspect {}", file.path.display()))?;
+        let (device, inode, bytes) = (metadata.dev(), metadata.ino(), metadata.size());
+        let (seconds, nanoseconds) = (metadata.mtime(), metadata.mtime_nsec());
+        Ok(format!("{device}:{inode}:{bytes}:{seconds}.{nanoseconds:09}"))
+    };
+    Ok(model.files().iter().map(identity).collect::<CliResult<Vec<String>>>()?.join(" "))
 }
 
 fn refused(path: &Path, error: &dyn std::error::Error) -> CliError {

@@ -23,6 +23,9 @@ pub(crate) const DEFAULT_WORKERS: u32 = 2;
 pub(crate) struct FleetModelConfig {
     /// Name of the model in requests.
     pub(crate) name: String,
+    /// Further names of the model in requests.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) aliases: Vec<String>,
     pub(crate) path: PathBuf,
     /// auto, host, cuda:N, or a GPU's UUID.
     #[serde(default)]

@@ -125,7 +125,7 @@ pub(crate) fn run(arguments: PlanArguments) -> CliResult {
 
 fn devices(config: &FleetConfig, models: &[SizedModel]) -> Vec<DeviceMemoryPlan> {
     let mut devices: Vec<DeviceMemoryPlan> = Vec::new();
-    for model in models {
+    for (index, model) in models.iter().enumerate() {
         let id = model.choice.device().to_string();
         let at = devices.iter().position(|device| device.id == id).unwrap_or_else(|| {
             let (name, budget, free) = match &model.choice.gpu {
@@ -137,15 +137,31 @@ fn devices(config: &FleetConfig, models: &[SizedModel]) -> Vec<DeviceMemoryPlan>
             devices.push(DeviceMemoryPlan { id, name, budget, free, weights: 0, workers: Vec::new() });
             devices.len() - 1
         });
-        devices[at].weights += model.weights.total();
+        if shared_with(&models[..index], model).is_none() {
+            devices[at].weights += model.weights.total();
+        }
         let worker = WorkerMemory { bytes: model.demand.total(), kv: model.demand.kv };
         devices[at].workers.extend((0..model.workers).map(|_| worker));
     }
     devices
 }
 
+/// The earlier model whose copy of the weights serves this one too.
+fn shared_with<'a>(earlier: &'a [SizedModel], model: &SizedModel) -> Option<&'a SizedModel> {
+    earlier.iter().find(|other| other.has_same_copy(model))
+}
+
+/// What to say about the weights of a model whose file another model has too.
+fn copy_text(earlier: &[SizedModel], model: &SizedModel) -> Option<String> {
+    if let Some(shared) = shared_with(earlier, model) {
+        return Some(format!("the copy of {}, counted there", shared.name));
+    }
+    let other = earlier.iter().find(|other| other.has_same_files(model))?;
+    Some(format!("a copy of its own: `pack` differs from {}, which has the same file", other.name))
+}
+
 fn report(models: &[SizedModel], devices: &[DeviceMemoryPlan]) -> Value {
-    let model = |model: &SizedModel| {
+    let model = |(index, model): (usize, &SizedModel)| {
         let SizedModel { name, path, workers, choice, weights, demand, .. } = model;
         json!({
             "name": name,
@@ -158,6 +174,7 @@ fn report(models: &[SizedModel], devices: &[DeviceMemoryPlan]) -> Value {
                 "manifest": weights.manifest_bytes,
                 "allocations": weights.allocations,
                 "total": weights.total(),
+                "shared_with": shared_with(&models[..index], model).map(|shared| &shared.name),
             },
             "workers": workers,
             "worker": {
@@ -184,7 +201,7 @@ fn report(models: &[SizedModel], devices: &[DeviceMemoryPlan]) -> Value {
         })
     };
     json!({
-        "models": models.iter().map(model).collect::<Vec<_>>(),
+        "models": models.iter().enumerate().map(model).collect::<Vec<_>>(),
         "devices": devices.iter().map(device).collect::<Vec<_>>(),
         "fits": devices.iter().all(|device| device.missing() == 0),
     })
@@ -194,7 +211,8 @@ fn text(models: &[SizedModel], devices: &[DeviceMemoryPlan]) -> String {
     let rounded = |bytes: u64| ByteSize(bytes).rounded();
     let mut text = String::new();
     // Writing to a string cannot fail.
-    for SizedModel { name, workers, choice, weights, demand, .. } in models {
+    for (index, model) in models.iter().enumerate() {
+        let SizedModel { name, workers, choice, weights, demand, .. } = model;
         let _ = writeln!(text, "model {name} on {choice}");
         let _ = writeln!(
             text,
@@ -204,6 +222,9 @@ fn text(models: &[SizedModel], devices: &[DeviceMemoryPlan]) -> String {
             rounded(weights.tensor_bytes),
             weights.allocations
         );
+        if let Some(copy) = copy_text(&models[..index], model) {
+            let _ = writeln!(text, "  {:<12} {:>12}  {copy}", "", "");
+        }
         let parts = [
             ("context", demand.context),
             ("KV cache", demand.kv),

@@ -128,12 +128,18 @@ impl FleetSnapshot {
                 "log_lines_lost": self.log_lines_lost(child),
             })
         });
-        let generations = self.weight_server.generations.iter().map(generation_json);
+        let generations = self.weight_server.generations.iter().map(|g| generation_json(g, self.users(g)));
         std::iter::once(supervisor)
             .chain(children)
             .chain(generations)
             .map(|line| format!("{line}\n"))
             .collect()
+    }
+
+    /// The models that use this copy of weights.
+    fn users(&self, generation: &Generation) -> Vec<&str> {
+        let models = self.status.models.iter().filter(|model| model.weights == generation.model);
+        models.map(|model| model.name.as_str()).collect()
     }
 
     /// The router reports its figure on /metrics.
@@ -184,8 +190,12 @@ impl FleetSnapshot {
             text += &format!("model {}: {state}, {}\n", model.name, model.path);
         }
         for generation in &self.weight_server.generations {
+            let users = match self.users(generation) {
+                users if users.is_empty() => "no model".to_owned(),
+                users => users.join(", "),
+            };
             text += &format!(
-                "weights {}: {} on {}, {}, {}\n",
+                "weights {}: {} on {}, {}, {}, used by {users}\n",
                 generation.model,
                 ByteSize(generation.allocation_bytes).rounded(),
                 generation.device,
@@ -251,7 +261,7 @@ fn timeline_json(stats: &StatsReply) -> serde_json::Value {
         .into()
 }
 
-fn generation_json(generation: &Generation) -> serde_json::Value {
+fn generation_json(generation: &Generation, used_by: Vec<&str>) -> serde_json::Value {
     json!({
         "name": format!("model:{}", generation.model),
         "role": "generation",
@@ -263,6 +273,7 @@ fn generation_json(generation: &Generation) -> serde_json::Value {
         "tensor_bytes": generation.tensor_bytes,
         "allocation_bytes": generation.allocation_bytes,
         "allocations": generation.allocations,
+        "used_by": used_by,
     })
 }
 

@@ -15,7 +15,7 @@ use tracing::Level;
 
 use crate::cli_error::{CliError, CliResult};
 use crate::fleet_arguments::FleetArguments;
-use crate::fleet_config::FleetConfig;
+use crate::fleet_config::{FleetConfig, check_names};
 use crate::running_fleet::{RunningFleet, block_on};
 use crate::terminal::stream_stdout;
 
@@ -30,6 +30,9 @@ pub(crate) struct ServeArguments {
     /// Name of the model in requests [default: the name of the file without extension]
     #[arg(long, conflicts_with = "config")]
     name: Option<String>,
+    /// Further name of the model in requests; may be given several times
+    #[arg(long, value_name = "NAME", conflicts_with = "config")]
+    alias: Vec<String>,
     /// Fleet of several models, configured in TOML
     #[arg(long, value_name = "FILE.toml")]
     config: Option<PathBuf>,
@@ -62,9 +65,11 @@ pub(crate) fn run(arguments: ServeArguments) -> CliResult {
         (Some(path), _) => FleetConfig::load(path, arguments.fleet.runtime_dir())?,
         (None, Some(model)) => {
             let mut config = arguments.fleet.config(model, None);
-            if let (Some(served), Some(name)) = (config.models.first_mut(), arguments.name) {
-                served.name = name;
+            if let Some(served) = config.models.first_mut() {
+                served.name = arguments.name.unwrap_or(served.name.clone());
+                served.aliases = arguments.alias;
             }
+            check_names(&config.models).map_err(|text| CliError::new(Exit::Usage, text))?;
             config
         }
         (None, None) => return Err(CliError::new(Exit::Usage, "name a model file or --config FILE.toml")),

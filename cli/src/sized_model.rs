@@ -46,6 +46,10 @@ pub(crate) struct SizedModel {
     worker: worker::WorkerConfig,
     head: ModelFileSummary,
     pack: bool,
+    /// Identifies the files and their versions.
+    files: String,
+    /// The settings of which this follows.
+    settings: FleetModelConfig,
 }
 
 /// Properties of a model from the header of its file.
@@ -128,6 +132,7 @@ impl SizedModel {
         };
         let mut worker =
             worker::WorkerConfig::new(name, model_name, weights_socket, listen, kv_bytes, threads);
+        worker.aliases = config.aliases.clone();
         worker.device = choice.device();
         worker.kv_type = config.kv_type.clone();
         worker.context_tokens = config.ctx_size.map(|tokens| tokens as usize);
@@ -152,6 +157,8 @@ impl SizedModel {
         let (name, workers, pack) = (config.name.clone(), config.workers, config.pack);
         Ok(Self {
             name,
+            files: gguf_file::identity(&model)?,
+            settings: FleetModelConfig { path: path.clone(), ..config.clone() },
             path,
             workers,
             choice,
@@ -212,6 +219,16 @@ impl SizedModel {
         Ok(())
     }
 
+    /// Whether one copy of the weights serves both models.
+    pub(crate) fn has_same_copy(&self, other: &Self) -> bool {
+        self.has_same_files(other) && self.pack == other.pack
+    }
+
+    /// Whether the models differ at most in the layout of their weights.
+    pub(crate) fn has_same_files(&self, other: &Self) -> bool {
+        self.files == other.files && self.choice.device() == other.choice.device()
+    }
+
     pub(crate) fn plan(&self) -> CliResult<ModelSpec> {
         Ok(ModelSpec {
             name: self.name.clone(),
@@ -219,6 +236,9 @@ impl SizedModel {
             workers: self.workers,
             device: self.choice.device().to_string(),
             pack: self.pack,
+            files: self.files.clone(),
+            weights: String::new(),
+            settings: to_toml_table(&self.settings)?,
             worker_config: to_toml_table(&self.worker)?,
         })
     }

@@ -12,6 +12,7 @@ pub mod v1 {
 
 /// The API of a worker for the router: token ids in, token ids out.
 pub mod worker {
+    #[expect(clippy::large_enum_variant, reason = "the description is the first frame of many")]
     pub mod v1 {
         tonic::include_proto!("ballast.worker.v1");
     }

@@ -3,6 +3,7 @@
 //! Metrics that the router reads from the worker registry and from admission control at the time of
 //! a scrape. A worker that is gone has no line.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use crate::admission::{ClassStats, PriorityClass};
@@ -57,6 +58,7 @@ pub(crate) fn render(
     page.line(format_args!("# TYPE ballast:num_streams gauge"));
     page.line(format_args!("ballast:num_streams {}", admission.streams()));
     page.render_workers(&models);
+    page.render_weights(&models);
     page.render_admission(&models, admission);
     page.render_lost_log_lines(&models);
     page.render_processes(processes);
@@ -100,6 +102,27 @@ impl MetricsPage {
                     ));
                 }
             }
+        }
+    }
+
+    /// One line for each copy of weights, and one for each model that uses it.
+    fn render_weights(&mut self, models: &[ModelSnapshot]) {
+        let used: Vec<&ModelSnapshot> = models.iter().filter(|model| !model.workers.is_empty()).collect();
+        let copy = |snapshot: &ModelSnapshot| {
+            let generation = snapshot.model.description.generation;
+            format!("generation=\"{generation}\",digest=\"{}\"", snapshot.model.digest_hex())
+        };
+        let copies: BTreeMap<String, u64> =
+            used.iter().map(|model| (copy(model), model.model.description.weight_bytes)).collect();
+        self.line(format_args!("# TYPE ballast:weights_bytes gauge"));
+        for (copy, bytes) in copies {
+            self.line(format_args!("ballast:weights_bytes{{{copy}}} {bytes}"));
+        }
+        self.line(format_args!("# TYPE ballast:weights_workers gauge"));
+        for snapshot in used {
+            let (copy, model) = (copy(snapshot), escape(snapshot.model.name()));
+            let workers = snapshot.workers.len();
+            self.line(format_args!("ballast:weights_workers{{{copy},model_name=\"{model}\"}} {workers}"));
         }
     }
 

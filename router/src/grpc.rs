@@ -129,14 +129,20 @@ impl inference_server::Inference for InferenceService {
         &self,
         request: Request<wire::ListModelsRequest>,
     ) -> Result<Response<wire::ListModelsReply>, Status> {
+        let access = model_access(&request);
         let entry = |snapshot: &ModelSnapshot| wire::Model {
             name: snapshot.model.name().to_owned(),
+            aliases: access
+                .names_of(&snapshot.model)
+                .filter(|name| *name != snapshot.model.name())
+                .map(str::to_owned)
+                .collect(),
             digest: snapshot.model.digest_hex(),
             context_tokens: snapshot.model.description.context_tokens,
             workers: snapshot.workers.len() as u32,
             weight_bytes: snapshot.model.description.weight_bytes,
         };
-        let models = self.generator.registry.snapshot_for(&model_access(&request));
+        let models = self.generator.registry.snapshot_for(&access);
         let models = models.iter().map(entry).collect();
         Ok(Response::new(wire::ListModelsReply { models }))
     }

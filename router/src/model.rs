@@ -20,6 +20,8 @@ use crate::routing::ModelKey;
 #[derive(Debug)]
 pub(crate) struct ServedModelInfo {
     pub(crate) key: ModelKey,
+    /// Further names in requests.
+    pub(crate) aliases: Vec<String>,
     pub(crate) digest: Vec<u8>,
     pub(crate) generation: u64,
     pub(crate) context_tokens: u32,
@@ -126,6 +128,11 @@ impl ServedModel {
 
     pub(crate) fn name(&self) -> &str {
         &self.description.key.name
+    }
+
+    /// Every name in requests, that of the model first.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        std::iter::once(self.name()).chain(self.description.aliases.iter().map(String::as_str))
     }
 
     pub(crate) fn limits(&self) -> TokenLimits {

@@ -12,7 +12,7 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -299,35 +299,38 @@ impl WorkerRegistry {
         self.changes.subscribe()
     }
 
-    /// The model of that name, among those that the caller may use. While a model is swapped, two
-    /// models have one name: the newer one that has workers is returned.
+    /// The model of that name or alias, among those that the caller may use. While a model is
+    /// swapped, two models have one name: the newer one that has workers is returned.
     pub(crate) fn resolve(
         &self,
         name: Option<&str>,
         access: &ModelAccess,
     ) -> Result<Arc<ServedModel>, ResolveError> {
         let state = self.lock();
-        let allowed = || state.models.iter().filter(|model| access.allows(model.name()));
+        if state.models.is_empty() {
+            return Err(ResolveError::NoModel);
+        }
         let known = || {
-            let mut names: Vec<String> = allowed().map(|model| model.name().to_owned()).collect();
-            names.sort();
-            names.dedup();
-            names
+            let models = state.models.iter();
+            let names: BTreeSet<&str> = models.flat_map(|model| access.names_of(model)).collect();
+            names.into_iter().map(str::to_owned).collect::<Vec<String>>()
         };
-        let name = match (name, known()) {
-            _ if state.models.is_empty() => return Err(ResolveError::NoModel),
-            (Some(name), _) => name.to_owned(),
-            (None, mut names) if names.len() == 1 => names.remove(0),
-            (None, known) => return Err(ResolveError::Ambiguous { known }),
+        let allowed = || state.models.iter().filter(|model| access.names_of(model).next().is_some());
+        let is_one = || allowed().map(|model| model.name()).collect::<BTreeSet<_>>().len() == 1;
+        let Some(name) = name else {
+            let newest = allowed().max_by_key(|model| state.precedence(model, model.name()));
+            return newest
+                .filter(|_| is_one())
+                .cloned()
+                .ok_or_else(|| ResolveError::Ambiguous { known: known() });
         };
-        let has_workers = |model: &ServedModel| state.routing.worker_count(model.key()) > 0;
-        let named = allowed().filter(|model| model.name() == name);
-        named.max_by_key(|model| (has_workers(model), model.description.generation)).cloned().ok_or_else(
-            || match state.unidentified.is_empty() || !access.allows(&name) {
-                true => ResolveError::unknown(&name, known()),
+        let named = allowed().filter(|model| access.names_of(model).any(|known| known == name));
+        named.max_by_key(|model| state.precedence(model, name)).cloned().ok_or_else(|| {
+            match state.unidentified.is_empty() || !access.allows(name) {
+                true => ResolveError::unknown(name, known()),
                 false => ResolveError::NotAllKnown,
-            },
-        )
+            }
+        })
     }
 
     /// True if any worker serves a model.
@@ -338,7 +341,7 @@ impl WorkerRegistry {
     /// Every known model with its workers, by name, among those that the caller may use.
     pub(crate) fn snapshot_for(&self, access: &ModelAccess) -> Vec<ModelSnapshot> {
         let mut models = self.snapshot();
-        models.retain(|snapshot| access.allows(snapshot.model.name()));
+        models.retain(|snapshot| access.names_of(&snapshot.model).next().is_some());
         models
     }
 
@@ -367,6 +370,13 @@ impl RegistryState {
     fn worker_handle(&self, id: WorkerId) -> WorkerHandle {
         let worker = self.workers.get(&id).expect("every worker of the routing policy is registered");
         WorkerHandle { id, name: worker.name.clone(), client: worker.client.clone() }
+    }
+
+    /// Orders the models that a name may mean: those with workers before others, a name before an
+    /// alias, a newer generation before an older one.
+    fn precedence(&self, model: &ServedModel, name: &str) -> impl Ord + use<> {
+        let has_workers = self.routing.worker_count(model.key()) > 0;
+        (has_workers, model.name() == name, model.description.generation)
     }
 
     /// Keeps at most [`IDLE_MODELS_MAX`] models without a worker, the newest.

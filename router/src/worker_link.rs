@@ -194,6 +194,7 @@ impl WorkerLink {
                 name: wire.model.into(),
                 fingerprint: WorkerFingerprint(wire.fingerprint.to_vec()),
             },
+            aliases: wire.aliases,
             digest: wire.digest.to_vec(),
             generation: wire.generation,
             context_tokens: wire.context_tokens,

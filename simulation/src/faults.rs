@@ -78,6 +78,9 @@ impl FaultPlan {
             workers,
             device: "host".to_owned(),
             pack: true,
+            files: String::new(),
+            weights: MODELS[index].to_owned(),
+            settings: toml::Table::new(),
             worker_config: toml::Table::new(),
         });
         FleetSpec {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use supervisor::deadlines::ChildDeadlines;
 use supervisor::fd_store::{FdStore, OpenFileId};
-use supervisor::orphans::{OrphanPlace, model_of_worker, place_orphan};
+use supervisor::orphans::{OrphanPlace, place_orphan, slot_of_worker};
 use supervisor::state::{ChildAction, ChildEvent, ChildStateMachine};
 use supervisor::{
     BackoffReason, ChildRole, ChildSpec, ChildState, SupervisionConfig, Termination, WorkerSlot,
@@ -80,9 +80,11 @@ impl Fleet {
             tick_at: Micros::MAX,
         };
         let index_of = |name: &str| name.strip_prefix("worker-")?.parse::<u32>().ok();
-        let workers: BTreeMap<u32, String> = living
+        let workers: BTreeMap<u32, WorkerSlot> = living
             .iter()
-            .filter_map(|(name, (_, config))| Some((index_of(name)?, model_of_worker(config))))
+            .filter_map(|(name, (_, config))| {
+                Some((index_of(name)?, slot_of_worker(index_of(name)?, config)))
+            })
             .collect();
         for (spec, slot) in spec.initial_children(&workers) {
             supervisor.add_child(spec, slot);
@@ -112,7 +114,7 @@ impl Fleet {
         let outdated = match place_orphan(name, configured, is_worker.then_some(recorded)) {
             OrphanPlace::Child { is_outdated } => is_outdated,
             OrphanPlace::RecordedWorker { index } => {
-                let slot = WorkerSlot { index, model: model_of_worker(recorded) };
+                let slot = slot_of_worker(index, recorded);
                 let spec =
                     ChildSpec { name: name.to_owned(), role: ChildRole::Worker, config: recorded.clone() };
                 supervisor.add_child(spec, Some(slot));

@@ -11,6 +11,10 @@ use crate::spec::ModelSpec;
 use crate::spec_diff::SpecChange;
 use crate::status::FleetStatus;
 
+/// How long the streams of a worker may go on that is removed or restarted, unless a command says
+/// it. The default of `ballast drain` and `ballast restart --rolling`.
+pub(crate) const DRAIN_GRACE: Duration = Duration::from_secs(600);
+
 /// Why a command was not carried out.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CommandError {
@@ -65,6 +69,8 @@ pub(crate) enum FleetCommand {
     },
     RemoveWorker {
         name: String,
+        /// How long its streams may go on.
+        grace: Duration,
         reply: CommandReply<()>,
     },
     LoadModel {
@@ -73,6 +79,8 @@ pub(crate) enum FleetCommand {
     },
     UnloadModel {
         name: String,
+        /// How long its streams may go on.
+        grace: Duration,
         reply: CommandReply<()>,
     },
     /// Reads the configuration again and applies what differs. `dry_run` only compares.

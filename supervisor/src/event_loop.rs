@@ -205,18 +205,13 @@ impl FleetHandle {
                 tracing::warn!(name, %error, "lost a descriptor from systemd's FD store");
             }
         }
-        for model in recorded_models(&names).into_iter().filter(|model| model.by_command) {
-            event_loop.add_model(model.spec(), true);
-        }
-        for model in event_loop.spec.models.clone() {
-            event_loop.add_model(model, false);
-        }
+        event_loop.add_initial_models(&recorded_models(&names));
         event_loop.record_models();
         let living = LivingChildren::find(&names)?;
         for model in event_loop.models.values_mut() {
             model.was_served = !living.is_empty();
         }
-        for (spec, slot) in event_loop.spec.initial_children(&living.models_of_workers()) {
+        for (spec, slot) in event_loop.spec.initial_children(&living.slots()) {
             event_loop.add_child(spec, slot)?;
         }
         event_loop.adopt_orphans(&living)?;
@@ -402,7 +397,9 @@ impl SupervisedChild {
 
 impl ManagedModel {
     fn status(&self) -> ModelStatus {
-        ModelStatus { name: self.spec.name.clone(), path: self.spec.path.clone(), state: self.state.clone() }
+        let ModelSpec { name, path, weights, settings, .. } = self.spec.clone();
+        let digest = self.digest.clone().unwrap_or_default();
+        ModelStatus { name, path, state: self.state.clone(), weights, digest, settings }
     }
 
     fn load(&mut self, admin: &WeightServerAdmin, commands: &CommandSender) {

@@ -16,7 +16,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
 
-use crate::commands::{CommandError, FleetCommand};
+use crate::commands::{CommandError, DRAIN_GRACE, FleetCommand};
 use crate::fleet::CommandSender;
 use crate::spec::{ChildRole, ModelSpec};
 use crate::spec_diff::SpecChange;
@@ -146,19 +146,8 @@ impl FleetService for FleetApi {
         &self,
         request: Request<wire::LoadModelRequest>,
     ) -> Result<Response<Self::LoadModelStream>, Status> {
-        let wire::LoadModelRequest { name, path, workers, worker_config, device, no_packing } =
-            request.into_inner();
-        let worker_config = worker_config
-            .parse::<toml::Table>()
-            .map_err(|error| Status::invalid_argument(format!("worker_config: {}", error.message())))?;
-        let spec = ModelSpec {
-            name: name.clone(),
-            path: path.into(),
-            workers,
-            device: if device.is_empty() { HOST_DEVICE.to_owned() } else { device },
-            pack: !no_packing,
-            worker_config,
-        };
+        let spec = model_spec(request.into_inner())?;
+        let name = spec.name.clone();
         let mut events = self.commands.events.subscribe();
         self.commands.call(|reply| FleetCommand::LoadModel { model: spec, reply }).await?;
         let (sender, receiver) = mpsc::channel(STREAM_CAPACITY);
@@ -189,8 +178,9 @@ impl FleetService for FleetApi {
         &self,
         request: Request<wire::UnloadModelRequest>,
     ) -> Result<Response<wire::UnloadModelResponse>, Status> {
-        let name = request.into_inner().name;
-        self.commands.call(|reply| FleetCommand::UnloadModel { name, reply }).await?;
+        let wire::UnloadModelRequest { name, drain_ms } = request.into_inner();
+        let grace = drain_grace(drain_ms);
+        self.commands.call(|reply| FleetCommand::UnloadModel { name, grace, reply }).await?;
         Ok(Response::new(wire::UnloadModelResponse {}))
     }
 
@@ -207,8 +197,9 @@ impl FleetService for FleetApi {
         &self,
         request: Request<wire::RemoveWorkerRequest>,
     ) -> Result<Response<wire::RemoveWorkerResponse>, Status> {
-        let name = request.into_inner().name;
-        self.commands.call(|reply| FleetCommand::RemoveWorker { name, reply }).await?;
+        let wire::RemoveWorkerRequest { name, drain_ms } = request.into_inner();
+        let grace = drain_grace(drain_ms);
+        self.commands.call(|reply| FleetCommand::RemoveWorker { name, grace, reply }).await?;
         Ok(Response::new(wire::RemoveWorkerResponse {}))
     }
 
@@ -229,6 +220,31 @@ impl FleetService for FleetApi {
         self.commands.send(FleetCommand::Stop).await;
         Ok(Response::new(wire::StopFleetResponse {}))
     }
+}
+
+fn drain_grace(milliseconds: Option<u64>) -> Duration {
+    milliseconds.map_or(DRAIN_GRACE, Duration::from_millis)
+}
+
+fn model_spec(request: wire::LoadModelRequest) -> Result<ModelSpec, Status> {
+    let wire::LoadModelRequest { name, path, workers, worker_config, device, no_packing, files, settings } =
+        request;
+    let table = |field: &str, text: &str| {
+        let parsed = text.parse::<toml::Table>();
+        parsed.map_err(|error| Status::invalid_argument(format!("{field}: {}", error.message())))
+    };
+    Ok(ModelSpec {
+        name,
+        path: path.into(),
+        workers,
+        device: if device.is_empty() { HOST_DEVICE.to_owned() } else { device },
+        pack: !no_packing,
+        files,
+        // The event loop chooses it.
+        weights: String::new(),
+        settings: table("settings", &settings)?,
+        worker_config: table("worker_config", &worker_config)?,
+    })
 }
 
 /// The device of commands that name no device.
@@ -312,8 +328,17 @@ impl From<ModelStatus> for wire::Model {
             ModelState::Ready => (wire::ModelState::Ready, 0, 0, String::new()),
             ModelState::Failed(failure) => (wire::ModelState::Failed, 0, 0, failure.text),
         };
-        let path = model.path.display().to_string();
-        Self { name: model.name, path, state: state.into(), done_bytes, total_bytes, failure }
+        Self {
+            name: model.name,
+            path: model.path.display().to_string(),
+            state: state.into(),
+            done_bytes,
+            total_bytes,
+            failure,
+            weights: model.weights,
+            digest: model.digest,
+            settings: model.settings.to_string(),
+        }
     }
 }
 

@@ -43,6 +43,7 @@ mod process;
 pub mod resident_models;
 mod rolling_restart;
 mod router_join;
+pub mod shared_weights;
 pub mod shim;
 mod spec;
 mod spec_diff;

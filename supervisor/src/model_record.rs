@@ -26,6 +26,13 @@ pub struct RecordedModel {
     pub pack: bool,
     /// A command loaded it: the configuration does not name it.
     pub by_command: bool,
+    // A record of version 0.1 lacks these.
+    #[serde(default)]
+    pub files: String,
+    #[serde(default)]
+    pub weights: String,
+    #[serde(default)]
+    pub settings: toml::Table,
     pub worker_config: toml::Table,
 }
 
@@ -38,13 +45,15 @@ struct ModelRecord {
 
 impl RecordedModel {
     pub(crate) fn of(spec: &ModelSpec, by_command: bool) -> Self {
-        let ModelSpec { name, path, workers, device, pack, worker_config } = spec.clone();
-        Self { name, path, workers, device, pack, by_command, worker_config }
+        let ModelSpec { name, path, workers, device, pack, files, weights, settings, worker_config } =
+            spec.clone();
+        Self { name, path, workers, device, pack, by_command, files, weights, settings, worker_config }
     }
 
     pub fn spec(&self) -> ModelSpec {
-        let Self { name, path, workers, device, pack, by_command: _, worker_config } = self.clone();
-        ModelSpec { name, path, workers, device, pack, worker_config }
+        let Self { name, path, workers, device, pack, files, weights, settings, worker_config, .. } =
+            self.clone();
+        ModelSpec { name, path, workers, device, pack, files, weights, settings, worker_config }
     }
 }
 
@@ -89,6 +98,9 @@ mod tests {
             workers: 2,
             device: "host".to_owned(),
             pack: true,
+            files: "1:2".to_owned(),
+            weights: "a#2".to_owned(),
+            settings: "name = \"a\"".parse().unwrap(),
             worker_config,
         };
         let models = vec![RecordedModel::of(&spec, true), RecordedModel::of(&spec, false)];

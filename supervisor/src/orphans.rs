@@ -3,6 +3,8 @@
 //! What a living process of a dead supervisor becomes in the fleet of its successor. A plain
 //! function.
 
+use crate::spec::WorkerSlot;
+
 /// The place of an orphan in the fleet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OrphanPlace {
@@ -36,9 +38,11 @@ pub(crate) fn worker_index(name: &str) -> Option<u32> {
     name.strip_prefix("worker-")?.parse().ok()
 }
 
-/// The model in the configuration of a worker.
-pub fn model_of_worker(config: &toml::Table) -> String {
-    config.get("model").and_then(toml::Value::as_str).unwrap_or_default().to_owned()
+/// What the worker with this configuration serves.
+pub fn slot_of_worker(index: u32, config: &toml::Table) -> WorkerSlot {
+    let text = |key: &str| config.get(key).and_then(toml::Value::as_str).map(str::to_owned);
+    let weights = text("model").unwrap_or_default();
+    WorkerSlot { index, model: text("served-model").unwrap_or(weights.clone()), weights }
 }
 
 #[cfg(test)]
@@ -55,6 +59,13 @@ mod tests {
         assert_eq!(place_orphan("router", Some(&a), None), child(false));
         assert_eq!(place_orphan("worker-7", None, Some(&b)), OrphanPlace::RecordedWorker { index: 7 });
         assert_eq!(place_orphan("mps", None, None), OrphanPlace::Foreign);
-        assert_eq!(model_of_worker(&b), "b");
+        let slot = |model: &str, weights: &str| WorkerSlot {
+            index: 3,
+            model: model.to_owned(),
+            weights: weights.to_owned(),
+        };
+        assert_eq!(slot_of_worker(3, &b), slot("b", "b"));
+        let shared = "model = \"a\"\nserved-model = \"b\"".parse().unwrap();
+        assert_eq!(slot_of_worker(3, &shared), slot("b", "a"));
     }
 }

@@ -86,17 +86,48 @@ pub struct ModelSpec {
     pub device: String,
     /// Whether small tensors share allocations.
     pub pack: bool,
+    /// Identifies the model's files and their versions: equal texts are equal files. Empty:
+    /// unknown.
+    pub files: String,
+    /// The name of the weights at the weight-server, which several models may share. The supervisor
+    /// chooses it ([`crate::shared_weights`]).
+    pub weights: String,
+    /// The model's table in the configuration. A command that replaces the file starts from it.
+    pub settings: toml::Table,
     /// The configuration that all workers of the model share; [`FleetSpec::complete_worker_config`]
     /// adds the rest.
     pub worker_config: toml::Table,
 }
 
-/// The number of a worker in the fleet, and its model.
+impl ModelSpec {
+    /// Whether one copy of the weights serves both models.
+    pub fn has_same_copy(&self, other: &ModelSpec) -> bool {
+        let of = |spec: &ModelSpec| (spec.files.clone(), spec.device.clone(), spec.pack);
+        !self.files.is_empty() && of(self) == of(other)
+    }
+
+    /// Every name in requests, that of the model first.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        let aliases = self.worker_config.get("aliases").and_then(toml::Value::as_array);
+        let aliases = aliases.into_iter().flatten().filter_map(toml::Value::as_str);
+        std::iter::once(self.name.as_str()).chain(aliases)
+    }
+
+    /// The model that drafts for this one.
+    pub fn draft(&self) -> Option<&str> {
+        self.worker_config.get("draft").and_then(toml::Value::as_str)
+    }
+}
+
+/// The number of a worker in the fleet, and what it serves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerSlot {
     /// Unique in the fleet; part of the worker's socket name.
     pub index: u32,
+    /// The model's name in requests.
     pub model: String,
+    /// The name of its weights at the weight-server.
+    pub weights: String,
 }
 
 impl WorkerSlot {
@@ -143,8 +174,11 @@ pub struct FleetSpec {
 
 impl FleetSpec {
     /// The children that the fleet starts with, in start order. `living` are the workers of a dead
-    /// supervisor that still run, with their models.
-    pub fn initial_children(&self, living: &BTreeMap<u32, String>) -> Vec<(ChildSpec, Option<WorkerSlot>)> {
+    /// supervisor that still run.
+    pub fn initial_children(
+        &self,
+        living: &BTreeMap<u32, WorkerSlot>,
+    ) -> Vec<(ChildSpec, Option<WorkerSlot>)> {
         let fixed = |role: ChildRole, config: &toml::Table| {
             (ChildSpec { name: role.subcommand().to_owned(), role, config: config.clone() }, None)
         };
@@ -155,26 +189,44 @@ impl FleetSpec {
             let config = toml::Table::from_iter([("directory".to_owned(), directory)]);
             children.push(fixed(ChildRole::Mps, &config));
         }
+        let weights_of = |name: &str| {
+            let model = self.models.iter().find(|model| model.name == name);
+            model.map(|model| model.weights.clone())
+        };
         let workers = assign_workers(&self.models, living);
-        children.extend(workers.into_iter().map(|(index, model)| self.worker_spec(index, model)));
+        children.extend(workers.into_iter().map(|(index, model)| self.worker_spec(index, model, weights_of)));
         children
     }
 
-    pub(crate) fn worker_spec(&self, index: u32, model: &ModelSpec) -> (ChildSpec, Option<WorkerSlot>) {
-        let slot = WorkerSlot { index, model: model.name.clone() };
+    /// `weights_of` returns the name of the weights of a model of the fleet.
+    pub(crate) fn worker_spec(
+        &self,
+        index: u32,
+        model: &ModelSpec,
+        weights_of: impl Fn(&str) -> Option<String>,
+    ) -> (ChildSpec, Option<WorkerSlot>) {
+        let slot = WorkerSlot { index, model: model.name.clone(), weights: model.weights.clone() };
         let mut config = model.worker_config.clone();
         (self.complete_worker_config)(&slot, &mut config);
+        // The worker asks the weight-server for its draft model.
+        if let Some(weights) = model.draft().and_then(weights_of) {
+            config.insert("draft".to_owned(), toml::Value::String(weights));
+        }
         (ChildSpec { name: slot.name(), role: ChildRole::Worker, config }, Some(slot))
     }
 }
 
-/// Numbers the workers of all models. A living worker keeps its number, if its model is still
-/// there; other workers get numbers that no living one has.
-fn assign_workers<'a>(models: &'a [ModelSpec], living: &BTreeMap<u32, String>) -> Vec<(u32, &'a ModelSpec)> {
+/// Numbers the workers of all models. A living worker keeps its number, if its model still has the
+/// same weights; other workers get numbers that no living one has.
+fn assign_workers<'a>(
+    models: &'a [ModelSpec],
+    living: &BTreeMap<u32, WorkerSlot>,
+) -> Vec<(u32, &'a ModelSpec)> {
     let mut unused = (0u32..).filter(|index| !living.contains_key(index));
     let mut assigned = Vec::new();
     for model in models {
-        let kept = living.iter().filter(|(_, of)| **of == model.name).map(|(index, _)| *index);
+        let serves = |slot: &WorkerSlot| slot.model == model.name && slot.weights == model.weights;
+        let kept = living.iter().filter(|(_, slot)| serves(slot)).map(|(index, _)| *index);
         let kept: Vec<u32> = kept.take(model.workers as usize).collect();
         let new = model.workers as usize - kept.len();
         let indexes: Vec<u32> = kept.into_iter().chain(unused.by_ref().take(new)).collect();
@@ -195,17 +247,24 @@ mod tests {
             workers,
             device: "host".to_owned(),
             pack: true,
+            files: String::new(),
+            weights: name.to_owned(),
+            settings: toml::Table::new(),
             worker_config: toml::Table::new(),
         };
         let models = [model("new", 1), model("b", 2), model("a", 2)];
         let numbers = |living: &[(u32, &str)]| -> Vec<(u32, String)> {
-            let living = living.iter().map(|(index, of)| (*index, (*of).to_owned())).collect();
+            let slot = |index: u32, of: &str| {
+                let (model, weights) = of.split_once('/').unwrap_or((of, of));
+                WorkerSlot { index, model: model.to_owned(), weights: weights.to_owned() }
+            };
+            let living = living.iter().map(|&(index, of)| (index, slot(index, of))).collect();
             let assigned = assign_workers(&models, &living);
             assigned.into_iter().map(|(index, model)| (index, model.name.clone())).collect()
         };
         let expected = |list: [(u32, &str); 5]| list.map(|(index, of)| (index, of.to_owned()));
         assert_eq!(numbers(&[]), expected([(0, "new"), (1, "b"), (2, "b"), (3, "a"), (4, "a")]));
-        let living = [(0, "a"), (1, "a"), (2, "b"), (5, "gone"), (7, "a")];
+        let living = [(0, "a"), (1, "a"), (2, "b"), (5, "gone"), (6, "b/other"), (7, "a")];
         assert_eq!(numbers(&living), expected([(3, "new"), (2, "b"), (4, "b"), (0, "a"), (1, "a")]));
     }
 }

@@ -30,7 +30,7 @@ pub enum SpecChange {
     /// The last workers drain and stop, or more start.
     WorkerCount { model: String, from: u32, to: u32 },
     /// The workers of the model restart with new settings, one after the other.
-    WorkerSettings { model: String, changes: Vec<SettingChange>, worker_config: Table },
+    WorkerSettings { model: String, changes: Vec<SettingChange>, worker_config: Table, settings: Table },
     /// The router restarts; it finishes its streams first.
     RouterSettings { changes: Vec<SettingChange>, router_config: Table },
     /// Only a restart of the supervisor applies it.
@@ -66,7 +66,7 @@ pub(crate) fn diff_specs(running: ComparedSpec<'_>, wanted: ComparedSpec<'_>) ->
 }
 
 fn diff_models(known: &ModelSpec, wanted: &ModelSpec) -> Vec<SpecChange> {
-    let ModelSpec { name, path, workers, device, pack, worker_config } = wanted;
+    let ModelSpec { name, path, workers, device, pack, worker_config, settings, .. } = wanted;
     let fixed = |key: &str, from: Value, to: Value| {
         let change = SettingChange { key: format!("{key} of model {name}"), from: Some(from), to: Some(to) };
         (change.from != change.to).then_some(SpecChange::NotApplied { change })
@@ -80,10 +80,11 @@ fn diff_models(known: &ModelSpec, wanted: &ModelSpec) -> Vec<SpecChange> {
     let mut changes: Vec<SpecChange> = weights.into_iter().flatten().collect();
     // The settings of the workers follow from the file and the device. Other weights are needed for
     // new ones.
-    let settings = diff_settings(&known.worker_config, worker_config);
-    if changes.is_empty() && !settings.is_empty() {
-        let worker_config = worker_config.clone();
-        changes.push(SpecChange::WorkerSettings { model: name.clone(), changes: settings, worker_config });
+    let differing = diff_settings(&known.worker_config, worker_config);
+    if changes.is_empty() && !differing.is_empty() {
+        let (worker_config, settings) = (worker_config.clone(), settings.clone());
+        let model = name.clone();
+        changes.push(SpecChange::WorkerSettings { model, changes: differing, worker_config, settings });
     }
     if known.workers != *workers {
         let (model, from, to) = (name.clone(), known.workers, *workers);
@@ -168,6 +169,9 @@ mod tests {
             workers,
             device: "host".to_owned(),
             pack: true,
+            files: String::new(),
+            weights: name.to_owned(),
+            settings: Table::new(),
             worker_config: worker_config.parse().unwrap(),
         }
     }

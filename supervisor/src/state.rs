@@ -331,6 +331,11 @@ impl ChildStateMachine {
             (ChildState::BackingOff { .. }, ChildEvent::Drain { .. }) => {
                 self.enter(ChildState::Stopped, None)
             }
+            // A later drain decides what follows, and may end this one earlier.
+            (ChildState::Draining { deadline, watchdog_deadline, .. }, ChildEvent::Drain { grace, then }) => {
+                let deadline = deadline.min(now + grace.min(MAX_DRAIN_GRACE) + DRAIN_ANSWER);
+                self.enter(ChildState::Draining { deadline, watchdog_deadline, then }, None)
+            }
             (ChildState::Draining { deadline, then, .. }, ChildEvent::WatchdogPing) => {
                 let watchdog_deadline = now + self.policy.watchdog;
                 self.enter(ChildState::Draining { deadline, watchdog_deadline, then }, None)
@@ -346,9 +351,10 @@ impl ChildStateMachine {
             (ChildState::Draining { then, .. }, ChildEvent::Drained) => self.terminate(now, then),
             (ChildState::Draining { .. }, ChildEvent::Stop) => self.terminate(now, AfterExit::StayStopped),
             (ChildState::Draining { .. }, ChildEvent::Restart) => self.terminate(now, AfterExit::Start),
-            (ChildState::Stopping { deadline, .. }, ChildEvent::Stop) => {
-                self.enter(ChildState::Stopping { deadline, then: AfterExit::StayStopped }, None)
-            }
+            (
+                ChildState::Stopping { deadline, .. },
+                ChildEvent::Stop | ChildEvent::Drain { then: AfterExit::StayStopped, .. },
+            ) => self.enter(ChildState::Stopping { deadline, then: AfterExit::StayStopped }, None),
             (ChildState::Stopping { deadline, .. }, ChildEvent::Start | ChildEvent::Restart) => {
                 self.enter(ChildState::Stopping { deadline, then: AfterExit::Start }, None)
             }
@@ -359,9 +365,10 @@ impl ChildStateMachine {
             (ChildState::Stopping { deadline, then }, ChildEvent::Tick) if now >= deadline => {
                 self.enter(ChildState::Killing { then }, Some(ChildAction::Kill))
             }
-            (ChildState::Killing { .. }, ChildEvent::Stop) => {
-                self.enter(ChildState::Killing { then: AfterExit::StayStopped }, None)
-            }
+            (
+                ChildState::Killing { .. },
+                ChildEvent::Stop | ChildEvent::Drain { then: AfterExit::StayStopped, .. },
+            ) => self.enter(ChildState::Killing { then: AfterExit::StayStopped }, None),
             (ChildState::Killing { .. }, ChildEvent::Start | ChildEvent::Restart) => {
                 self.enter(ChildState::Killing { then: AfterExit::Start }, None)
             }

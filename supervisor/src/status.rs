@@ -5,6 +5,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use bytes::Bytes;
 use service::Exit;
 use tonic::{Code, Status};
 
@@ -111,6 +112,11 @@ pub struct ModelStatus {
     pub name: String,
     pub path: PathBuf,
     pub state: ModelState,
+    /// The name of its weights at the weight-server.
+    pub weights: String,
+    /// Of its resident weights; empty while none are known.
+    pub digest: Bytes,
+    pub settings: toml::Table,
 }
 
 #[derive(Clone, Debug)]

@@ -68,7 +68,7 @@ impl WeightServerAdmin {
         }
     }
 
-    /// The names of the models that the weight-server holds or loads.
+    /// The names of the weights that the weight-server holds or loads.
     pub(crate) async fn resident_models(mut self) -> Vec<String> {
         loop {
             if let Ok(status) = self.status().await {
@@ -99,7 +99,7 @@ impl WeightServerAdmin {
             let again = is_unreachable(&status)
                 || (status.code() == Code::ResourceExhausted
                     && started.elapsed() < RELEASE_TIMEOUT
-                    && self.release_older(&model.name, &event_loop).await);
+                    && self.release_older(&model.weights, &event_loop).await);
             if again {
                 tokio::time::sleep(LOAD_RETRY_INTERVAL).await;
                 continue;
@@ -139,9 +139,9 @@ impl WeightServerAdmin {
             None => self.load_from_file(model, event_loop).await?,
         };
         let status = self.status().await?;
-        let older = resident_models::older_generations(&status, &model.name, Some(generation.generation));
+        let older = resident_models::older_generations(&status, &model.weights, Some(generation.generation));
         for older in older.to_unload {
-            self.unload_generation(&model.name, older).await?;
+            self.unload_generation(&model.weights, older).await?;
         }
         Ok(ResidentModel { digest: generation.digest, outdated: older.readers })
     }
@@ -152,7 +152,7 @@ impl WeightServerAdmin {
         digest: &Bytes,
     ) -> Result<Option<wire::Generation>, Status> {
         let status = self.status().await?;
-        Ok(resident_models::find_known(&status, &model.name, &model.device, digest).cloned())
+        Ok(resident_models::find_known(&status, &model.weights, &model.device, digest).cloned())
     }
 
     /// The model does not fit beside its older weights: takes their name, and has their workers
@@ -178,7 +178,7 @@ impl WeightServerAdmin {
         event_loop: &mpsc::Sender<SupervisorEvent>,
     ) -> Result<wire::Generation, Status> {
         let request = wire::LoadRequest {
-            model: model.name.clone(),
+            model: model.weights.clone(),
             path: model.path.to_string_lossy().into_owned(),
             device: model.device.clone(),
             no_packing: !model.pack,

@@ -295,14 +295,15 @@ async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
     ensure!(added == "worker-2");
     test_fleet.wait_all_running(&fleet, 5).await?;
     let pid = test_fleet.pids(&fleet).await?["worker-2"];
-    client.remove_worker(wire::RemoveWorkerRequest { name: added }).await?;
+    client.remove_worker(wire::RemoveWorkerRequest { name: added, drain_ms: None }).await?;
     ensure!(!alive(pid), "RemoveWorker replies after the exit");
     ensure!(test_fleet.pids(&fleet).await?.len() == 4);
     let again = client.add_worker(wire::AddWorkerRequest { model: "m".to_owned() }).await?.into_inner().name;
     ensure!(again == "worker-2", "the free index is used again");
     let unknown = client.add_worker(wire::AddWorkerRequest { model: "x".to_owned() }).await;
     ensure!(unknown.is_err_and(|status| status.code() == tonic::Code::NotFound));
-    let router = client.remove_worker(wire::RemoveWorkerRequest { name: "router".to_owned() }).await;
+    let router =
+        client.remove_worker(wire::RemoveWorkerRequest { name: "router".to_owned(), drain_ms: None }).await;
     ensure!(router.is_err_and(|status| status.code() == tonic::Code::InvalidArgument));
 
     // A child that has just started has no private memory yet.
@@ -321,6 +322,7 @@ async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
         worker_config: String::new(),
         device: String::new(),
         no_packing: false,
+        ..Default::default()
     };
     let mut events = client.load_model(load.clone()).await?.into_inner();
     let mut last = None;
@@ -333,7 +335,7 @@ async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
     );
     ensure!(client.load_model(load).await.is_err_and(|s| s.code() == tonic::Code::AlreadyExists));
     test_fleet.wait_all_running(&fleet, 6).await?;
-    client.unload_model(wire::UnloadModelRequest { name: "second".to_owned() }).await?;
+    client.unload_model(wire::UnloadModelRequest { name: "second".to_owned(), drain_ms: None }).await?;
     let status = fleet.status().await?;
     ensure!(status.children.len() == 5 && status.models.len() == 1, "{status:?}");
 

@@ -34,13 +34,9 @@ pub struct LoadKey {
 
 impl LoadKey {
     pub fn is_same(&self, other: &Self) -> bool {
-        self.has_same_source(other) && self.one_per_tensor == other.one_per_tensor
-    }
-
-    /// The same bytes in the same layout on the same device, in whatever allocations.
-    pub fn has_same_source(&self, other: &Self) -> bool {
         self.device == other.device
             && self.layout == other.layout
+            && self.one_per_tensor == other.one_per_tensor
             && self.files.len() == other.files.len()
             && self.files.iter().zip(&other.files).all(|(a, b)| a.is_same_file(b))
     }

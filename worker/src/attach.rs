@@ -40,7 +40,9 @@ pub(crate) struct AttachContext<'a> {
 /// What stays constant for the attached model.
 #[derive(Debug)]
 pub(crate) struct AttachedModelInfo {
+    /// In requests.
     pub(crate) name: String,
+    pub(crate) aliases: Vec<String>,
     pub(crate) digest: [u8; 32],
     pub(crate) generation: u64,
     /// Text form of the fingerprint.
@@ -111,7 +113,7 @@ pub(crate) fn build_engine<R: DeviceRuntime>(
             let granted = wait_for_grant::<R>(runtime.device(), name, ReservedBytes::default(), context)?;
             let draft = map_model(runtime, config, name, granted)?;
             leases.push(Arc::new(draft.lease));
-            draft_vocabulary::check((&config.model, &metadata), (name, &draft.metadata))?;
+            draft_vocabulary::check((config.served_model(), &metadata), (name, &draft.metadata))?;
             let draft_model =
                 models::build(&draft.metadata, draft.weights, &mut compute, config.draft_limits())?;
             // The cost of a draft step relative to a step of the model: a small step is bound by
@@ -130,7 +132,8 @@ pub(crate) fn build_engine<R: DeviceRuntime>(
     };
     timeline.mark("kv");
     let info = AttachedModelInfo {
-        name: manifest.model.clone(),
+        name: config.served_model().to_owned(),
+        aliases: config.aliases.clone(),
         digest: manifest.digest,
         generation: manifest.generation,
         fingerprint: fingerprint.to_string().into(),
@@ -147,6 +150,7 @@ pub(crate) fn build_engine<R: DeviceRuntime>(
     };
     tracing::info!(
         model = %info.name,
+        weights = %manifest.model,
         device = %info.device,
         weight_bytes = info.weight_bytes,
         attach_ms = handoff.as_secs_f64() * 1e3,

@@ -18,8 +18,15 @@ use service::ByteSize;
 pub struct WorkerConfig {
     /// The name in logs, metrics and the supervisor, for example "worker-0".
     pub name: String,
-    /// The model's name at the weight-server.
+    /// The name of the weights at the weight-server.
     pub model: String,
+    /// The model's name in requests. Absent: `model`. Workers of several models may have one copy
+    /// of the weights.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub served_model: Option<String>,
+    /// Further names of the model in requests.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub aliases: Vec<String>,
     /// The weight-server's hand-off socket.
     pub weights_socket: PathBuf,
     /// The socket to serve on. The router looks for `worker-<N>.sock` in the runtime directory.
@@ -162,6 +169,8 @@ impl WorkerConfig {
         Self {
             name,
             model,
+            served_model: None,
+            aliases: Vec::new(),
             weights_socket,
             listen,
             device: ComputeDevice::default(),
@@ -180,6 +189,11 @@ impl WorkerConfig {
             step_timeout: step_timeout(),
             drain: drain(),
         }
+    }
+
+    /// The model's name in requests.
+    pub fn served_model(&self) -> &str {
+        self.served_model.as_deref().unwrap_or(&self.model)
     }
 }
 

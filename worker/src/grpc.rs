@@ -209,6 +209,7 @@ impl WorkerService {
             kv_blocks: stats.kv_blocks as u64,
             kv_block_tokens: stats.kv_block_tokens as u32,
             device: info.device.clone(),
+            aliases: info.aliases.clone(),
         }
     }
 }

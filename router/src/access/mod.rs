@@ -16,6 +16,8 @@ pub(crate) use policy::{AccessPolicy, AccessRefusal, AccessTime};
 
 use std::sync::Arc;
 
+use crate::model::ServedModel;
+
 /// The models that a caller may use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ModelAccess(Option<Arc<[String]>>);
@@ -23,6 +25,13 @@ pub(crate) struct ModelAccess(Option<Arc<[String]>>);
 impl ModelAccess {
     pub(crate) fn only(models: Vec<String>) -> Self {
         Self(Some(models.into()))
+    }
+
+    /// The names under which the caller may ask for the model. A key for a model is good for its
+    /// aliases, a key for an alias is good for that alone.
+    pub(crate) fn names_of<'a>(&'a self, model: &'a ServedModel) -> impl Iterator<Item = &'a str> {
+        let is_whole = self.allows(model.name());
+        model.names().filter(move |name| is_whole || self.allows(name))
     }
 
     pub(crate) fn allows(&self, model: &str) -> bool {

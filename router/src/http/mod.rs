@@ -86,7 +86,11 @@ async fn ready(State(app): State<AppState>) -> Result<Json<Value>, ApiError> {
 }
 
 async fn models(State(app): State<AppState>, access: ModelAccess) -> Json<Value> {
-    let data: Vec<Value> = app.generator.registry.snapshot_for(&access).iter().map(model_entry).collect();
+    let models = app.generator.registry.snapshot_for(&access);
+    let entries = |snapshot: &ModelSnapshot| {
+        access.names_of(&snapshot.model).map(|name| model_entry(snapshot, name)).collect::<Vec<_>>()
+    };
+    let data: Vec<Value> = models.iter().flat_map(entries).collect();
     Json(json!({"object": "list", "data": data}))
 }
 
@@ -96,19 +100,23 @@ async fn model(
     Path(name): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
     let models = app.generator.registry.snapshot_for(&access);
-    match models.iter().find(|snapshot| snapshot.model.name() == name) {
-        Some(snapshot) => Ok(Json(model_entry(snapshot))),
+    let names = |snapshot: &ModelSnapshot| {
+        access.names_of(&snapshot.model).map(str::to_owned).collect::<Vec<String>>()
+    };
+    match models.iter().find(|snapshot| names(snapshot).contains(&name)) {
+        Some(snapshot) => Ok(Json(model_entry(snapshot, &name))),
         None => {
-            let known = models.iter().map(|snapshot| snapshot.model.name().to_owned()).collect();
+            let known = models.iter().flat_map(names).collect();
             Err(ResolveError::unknown(&name, known).into())
         }
     }
 }
 
-fn model_entry(snapshot: &ModelSnapshot) -> Value {
+/// `id` is the model's name, or an alias.
+fn model_entry(snapshot: &ModelSnapshot, id: &str) -> Value {
     let model = &snapshot.model;
     json!({
-        "id": model.name(),
+        "id": id,
         "object": "model",
         "created": model.loaded_unix_seconds,
         "owned_by": "ballast",

@@ -14,6 +14,7 @@ fn model(name: &str, fingerprint: u8, digest: u8, generation: u64) -> Arc<Served
     let key = ModelKey { name: name.into(), fingerprint: WorkerFingerprint(vec![fingerprint]) };
     let description = ServedModelInfo {
         key,
+        aliases: Vec::new(),
         digest: vec![digest],
         generation,
         context_tokens: 64,

@@ -10,10 +10,21 @@ use super::{ManagedModel, SupervisedChild, SupervisorLoop, answer};
 use crate::commands::{CommandError, CommandReply, FleetCommand};
 use crate::events::SupervisorEvent;
 use crate::process::ChildProcess;
-use crate::spec::{ChildRole, ModelSpec};
+use crate::shared_weights;
+use crate::spec::{ChildRole, ChildSpec, ModelSpec, WorkerSlot};
 use crate::state::{AfterExit, ChildEvent, ChildState};
 use crate::status::{FleetEvent, FleetStatus, ModelState};
 use service::runtime_dir::WORKERS_MAX;
+
+/// A name of the model that one of the others has already.
+pub(super) fn taken_name<'a>(
+    model: &ModelSpec,
+    mut others: impl Iterator<Item = &'a ModelSpec>,
+) -> Option<String> {
+    others.find_map(|other| {
+        model.names().find(|name| other.names().any(|taken| taken == *name)).map(str::to_owned)
+    })
+}
 
 impl SupervisorLoop {
     pub(super) fn handle_command(&mut self, command: FleetCommand) {
@@ -25,15 +36,12 @@ impl SupervisorLoop {
             FleetCommand::Restart { name, drain, reply } => answer(reply, self.restart(&name, drain)),
             FleetCommand::Drain { name, grace, reply } => self.drain(&name, grace, reply),
             FleetCommand::AddWorker { model, reply } => answer(reply, self.add_worker(model)),
-            FleetCommand::RemoveWorker { name, reply } => match self.children.get_key_value(name.as_str()) {
-                None => answer(reply, Err(CommandError::UnknownChild { name })),
-                Some((_, child)) if child.slot.is_none() => {
-                    answer(reply, Err(CommandError::NotAWorker { name }))
-                }
-                Some((name, _)) => self.remove_worker(&name.clone(), Some(reply)),
+            FleetCommand::RemoveWorker { name, grace, reply } => match self.known_worker(&name) {
+                Ok(name) => self.remove_drained(&name, grace, Some(reply)),
+                Err(error) => answer(reply, Err(error)),
             },
             FleetCommand::LoadModel { model, reply } => answer(reply, self.load_model(model, true)),
-            FleetCommand::UnloadModel { name, reply } => self.unload_model(name, reply),
+            FleetCommand::UnloadModel { name, grace, reply } => self.unload_model(name, grace, reply),
             FleetCommand::Reload { dry_run, reply } => self.reload(dry_run, reply),
             FleetCommand::Stop => self.stopping = true,
             FleetCommand::Kill => self.kill_children(),
@@ -97,7 +105,7 @@ impl SupervisorLoop {
         // A worker's index is part of its socket name. Recorded workers of an earlier supervisor
         // may have any index.
         let index = (0..).find(|&index| !used(index)).expect("invariant: fewer workers than numbers");
-        let (spec, slot) = self.spec.worker_spec(index, model);
+        let (spec, slot) = self.worker_spec(index, model);
         let name = spec.name.clone();
         let added = self.add_child(spec, slot);
         let child = added.map_err(|error| CommandError::StartFailed {
@@ -108,11 +116,40 @@ impl SupervisorLoop {
         Ok(name)
     }
 
-    pub(super) fn load_model(&mut self, spec: ModelSpec, by_command: bool) -> Result<(), CommandError> {
+    /// The specification of a worker of the model, which may have another model draft for it.
+    pub(super) fn worker_spec(&self, index: u32, model: &ModelSpec) -> (ChildSpec, Option<WorkerSlot>) {
+        let weights_of = |name: &str| self.models.get(name).map(|model| model.spec.weights.clone());
+        self.spec.worker_spec(index, model, weights_of)
+    }
+
+    /// The name of the weights for a model that comes to this fleet. It shares those of a model of
+    /// the same file, unless these are just being unloaded.
+    fn weights_for(&self, spec: &ModelSpec) -> String {
+        let stays = |model: &&ManagedModel| model.unloading.is_none() || self.has_workers(&model.spec.name);
+        let others = self.models.values().filter(|model| model.spec.name != spec.name);
+        shared_weights::name_for(
+            spec,
+            others.clone().filter(stays).map(|model| &model.spec),
+            others.map(|model| model.spec.weights.as_str()),
+        )
+    }
+
+    fn has_workers(&self, model: &str) -> bool {
+        self.children.values().any(|c| c.slot.as_ref().is_some_and(|slot| slot.model == model))
+    }
+
+    pub(super) fn load_model(&mut self, mut spec: ModelSpec, by_command: bool) -> Result<(), CommandError> {
         self.check_not_stopping()?;
-        match self.models.get(&spec.name) {
-            Some(ManagedModel { state: ModelState::Failed(_), .. }) | None => {}
-            Some(_) => return Err(CommandError::NameTaken { name: spec.name }),
+        spec.weights = self.weights_for(&spec);
+        let is_failed = |model: &ManagedModel| matches!(model.state, ModelState::Failed(_));
+        // A model that is being unloaded keeps its name to its end, but not its aliases.
+        let is_other = |model: &&ManagedModel| match model.spec.name == spec.name {
+            true => !is_failed(model),
+            false => model.unloading.is_none(),
+        };
+        if let Some(name) = taken_name(&spec, self.models.values().filter(is_other).map(|model| &model.spec))
+        {
+            return Err(CommandError::NameTaken { name });
         }
         let (name, workers) = (spec.name.clone(), spec.workers);
         self.check_worker_count(workers)?;
@@ -126,7 +163,8 @@ impl SupervisorLoop {
         Ok(())
     }
 
-    fn unload_model(&mut self, name: String, reply: CommandReply<()>) {
+    /// Unloads the model after its workers have finished their streams.
+    pub(super) fn unload_model(&mut self, name: String, grace: Duration, reply: CommandReply<()>) {
         let Some(model) = self.models.get_mut(&name) else {
             return answer(reply, Err(CommandError::UnknownModel { name }));
         };
@@ -136,7 +174,9 @@ impl SupervisorLoop {
         }
         model.abort();
         model.unloading = Some(reply);
-        self.remove_model_workers(&name);
+        for worker in self.workers_of(&name) {
+            self.remove_drained(&worker, grace, None);
+        }
         self.unload_if_unused(&name);
     }
 
@@ -175,25 +215,46 @@ impl SupervisorLoop {
         let workers: Vec<Arc<str>> =
             self.children.iter().filter(|(_, c)| of_model(c)).map(|(name, _)| name.clone()).collect();
         for worker in workers {
-            self.remove_worker(&worker, None);
+            self.remove_worker(&worker);
         }
     }
 
-    pub(super) fn remove_worker(&mut self, name: &Arc<str>, reply: Option<CommandReply<()>>) {
-        supervised_child(&mut self.children, name).removed = Some(reply);
+    /// Removes a worker that serves nothing.
+    pub(super) fn remove_worker(&mut self, name: &Arc<str>) {
+        supervised_child(&mut self.children, name).removed.get_or_insert(None);
         self.apply_event(name, ChildEvent::Stop);
     }
 
+    /// Removes a worker after its streams, at most after `grace`.
+    pub(super) fn remove_drained(
+        &mut self,
+        name: &Arc<str>,
+        grace: Duration,
+        reply: Option<CommandReply<()>>,
+    ) {
+        let child = supervised_child(&mut self.children, name);
+        match (&child.removed, reply) {
+            (None, reply) => child.removed = Some(reply),
+            (Some(_), Some(reply)) => child.waits_for_stop.push(reply),
+            (Some(_), None) => {}
+        }
+        self.apply_event(name, ChildEvent::Drain { grace, then: AfterExit::StayStopped });
+    }
+
     pub(super) fn unload_if_unused(&mut self, name: &str) {
-        let used = self.children.values().any(|c| c.slot.as_ref().is_some_and(|s| s.model == name));
-        let unloading = self.models.get(name).is_some_and(|m| m.unloading.is_some());
-        if used || !unloading {
+        let Some(model) = self.models.get(name) else { return };
+        if self.has_workers(name) || model.unloading.is_none() {
             return;
+        }
+        let weights = model.spec.weights.clone();
+        let shares = |other: &ManagedModel| other.spec.name != name && other.spec.weights == weights;
+        if self.models.values().any(shares) {
+            return self.model_unloaded(name, None);
         }
         let (admin, event_loop, name) =
             (self.admin.clone(), self.commands.event_loop.clone(), name.to_owned());
         tokio::spawn(async move {
-            let refusal = admin.unload(name.clone()).await.err().map(|status| status.message().to_owned());
+            let refusal = admin.unload(weights).await.err().map(|status| status.message().to_owned());
             let _: Result<(), _> = event_loop.send(SupervisorEvent::ModelUnloaded { name, refusal }).await;
         });
     }

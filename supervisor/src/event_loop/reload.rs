@@ -11,13 +11,13 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 
 use super::children::supervised_child;
-use super::rolling::DRAIN_GRACE;
+use super::commands::taken_name;
 use super::{ManagedModel, SupervisorLoop, answer};
-use crate::commands::{CommandError, CommandReply};
+use crate::commands::{CommandError, CommandReply, DRAIN_GRACE};
 use crate::events::SupervisorEvent;
 use crate::spec::{ChildRole, ModelSpec, ReloadedSpec};
 use crate::spec_diff::{ComparedSpec, SpecChange, diff_specs};
-use crate::state::{AfterExit, ChildEvent};
+use crate::state::ChildEvent;
 use crate::status::ModelState;
 use service::runtime_dir::WORKERS_MAX;
 
@@ -68,8 +68,9 @@ impl SupervisorLoop {
     fn changes_to(&self, wanted: &ReloadedSpec) -> Result<Vec<SpecChange>, CommandError> {
         self.check_not_stopping()?;
         for model in &wanted.models {
-            if self.models.get(&model.name).is_some_and(|known| known.by_command) {
-                return Err(CommandError::NameTaken { name: model.name.clone() });
+            let by_command = self.models.values().filter(|known| known.by_command);
+            if let Some(name) = taken_name(model, by_command.map(|known| &known.spec)) {
+                return Err(CommandError::NameTaken { name });
             }
         }
         // A model that could not be loaded has no workers; it is added anew.
@@ -113,14 +114,16 @@ impl SupervisorLoop {
     fn apply_change(&mut self, change: &SpecChange) -> Result<(), CommandError> {
         match change {
             SpecChange::ModelRemoved { name } => {
-                self.unload_drained(name);
+                // No caller waits for the end.
+                self.unload_model(name.clone(), DRAIN_GRACE, oneshot::channel().0);
                 Ok(())
             }
             SpecChange::ModelAdded { spec } => self.load_model(spec.clone(), false),
             SpecChange::WorkerCount { model, from, to } => self.change_worker_count(model, *from, *to),
-            SpecChange::WorkerSettings { model, worker_config, .. } => {
+            SpecChange::WorkerSettings { model, worker_config, settings, .. } => {
                 if let Some(model) = self.models.get_mut(model) {
                     model.spec.worker_config = worker_config.clone();
+                    model.spec.settings = settings.clone();
                 }
                 let workers = self.workers_of(model);
                 self.restart_rolling(workers);
@@ -143,31 +146,13 @@ impl SupervisorLoop {
         }
         let last = self.workers_of(model).into_iter().rev().take(from.saturating_sub(to) as usize);
         for worker in last.collect::<Vec<_>>() {
-            self.remove_drained(&worker);
+            self.remove_drained(&worker, DRAIN_GRACE, None);
         }
         Ok(())
     }
 
-    /// Unloads the model after its workers have finished their streams.
-    fn unload_drained(&mut self, name: &str) {
-        let Some(model) = self.models.get_mut(name) else { return };
-        model.abort();
-        // No caller waits for the end.
-        model.unloading = Some(oneshot::channel().0);
-        for worker in self.workers_of(name) {
-            self.remove_drained(&worker);
-        }
-        self.unload_if_unused(name);
-    }
-
-    /// Removes a worker after its streams.
-    fn remove_drained(&mut self, name: &Arc<str>) {
-        supervised_child(&mut self.children, name).removed = Some(None);
-        self.apply_event(name, ChildEvent::Drain { grace: DRAIN_GRACE, then: AfterExit::StayStopped });
-    }
-
     /// The workers of a model that are not being removed, by their numbers.
-    fn workers_of(&self, model: &str) -> Vec<Arc<str>> {
+    pub(super) fn workers_of(&self, model: &str) -> Vec<Arc<str>> {
         let mut workers: Vec<(u32, Arc<str>)> = self
             .children
             .iter()

@@ -23,6 +23,7 @@ use super::{ManagedModel, SupervisorLoop};
 use crate::events::{ResidentModel, SupervisorEvent};
 use crate::model_record::{RecordedModel, store_models};
 use crate::resident_models;
+use crate::shared_weights;
 use crate::spec::{ChildRole, ModelSpec};
 use crate::state::ChildEvent;
 use crate::status::ModelState;
@@ -60,7 +61,8 @@ impl SupervisorLoop {
 
     /// Unloads the models that are not of this fleet, then requests those that are.
     pub(super) fn unload_leftovers(&mut self, resident: Vec<String>) {
-        let leftovers = resident_models::leftovers(resident, |name| self.models.contains_key(name));
+        let is_of_fleet = |name: &str| self.models.values().any(|model| model.spec.weights == name);
+        let leftovers = resident_models::leftovers(resident, is_of_fleet);
         if leftovers.is_empty() {
             return self.request_models();
         }
@@ -100,6 +102,25 @@ impl SupervisorLoop {
             tracing::info!(child = %name, "restarting: the weights of its model have changed");
             supervised_child(&mut self.children, &name).is_outdated = false;
             self.apply_event(&name, ChildEvent::Restart);
+        }
+    }
+
+    /// Adds the models of the configuration, and those that a command has loaded into the fleet of
+    /// the predecessor.
+    pub(super) fn add_initial_models(&mut self, recorded: &[RecordedModel]) {
+        let configured = std::mem::take(&mut self.spec.models);
+        let is_configured = |name: &str| configured.iter().any(|model| model.name == name);
+        let by_command = recorded.iter().filter(|model| model.by_command && !is_configured(&model.name));
+        let mut models: Vec<ModelSpec> = by_command.map(RecordedModel::spec).collect();
+        let first_configured = models.len();
+        models.extend(configured);
+        shared_weights::name_all(&mut models, recorded);
+        self.spec.models = models.split_off(first_configured);
+        for model in models {
+            self.add_model(model, true);
+        }
+        for model in self.spec.models.clone() {
+            self.add_model(model, false);
         }
     }
 

@@ -6,18 +6,14 @@
 //! [`RollingRestart`]: crate::rolling_restart::RollingRestart
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::SupervisorLoop;
 use super::children::supervised_child;
+use crate::commands::DRAIN_GRACE;
 use crate::events::SupervisorEvent;
 use crate::rolling_restart::{RollingAction, RollingEvent};
 use crate::router_join;
 use crate::state::{AfterExit, ChildEvent, ChildState};
-
-/// How long the streams of a worker may go on that the supervisor restarts or removes on its own.
-/// The default of `ballast restart --rolling`.
-pub(super) const DRAIN_GRACE: Duration = Duration::from_secs(600);
 
 impl SupervisorLoop {
     /// Restarts these workers with the settings of their models, one after the other. A worker that
@@ -50,8 +46,9 @@ impl SupervisorLoop {
     fn renew_settings(&mut self, name: &Arc<str>) {
         let Some(slot) = self.children.get(name).and_then(|child| child.slot.clone()) else { return };
         let Some(model) = self.models.get(&slot.model) else { return };
-        let (spec, _) = self.spec.worker_spec(slot.index, &model.spec);
-        supervised_child(&mut self.children, name).spec = spec;
+        let (spec, slot) = self.worker_spec(slot.index, &model.spec);
+        let child = supervised_child(&mut self.children, name);
+        (child.spec, child.slot) = (spec, slot);
     }
 
     /// Asks the router until it uses all running workers of the worker's model.

@@ -3,8 +3,9 @@
 //! Adopts the children of a dead supervisor.
 //!
 //! A process that the runtime directory records becomes the orphan of the child with the same name.
-//! It is supervised as soon as it offers itself. A worker of a model that this fleet no longer has
-//! is stopped. Workers whose configuration has changed are restarted, one after the other.
+//! It is supervised as soon as it offers itself. A worker of a model or of weights that this fleet
+//! no longer has is stopped. Workers whose configuration has changed are restarted, one after the
+//! other.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -15,7 +16,7 @@ use service::{RuntimeDir, config};
 use super::children::{supervised_child, watch_exit};
 use super::{FleetStartError, SupervisorLoop};
 use crate::attach_token::AttachToken;
-use crate::orphans::{OrphanPlace, model_of_worker, place_orphan, worker_index};
+use crate::orphans::{OrphanPlace, place_orphan, slot_of_worker, worker_index};
 use crate::process::ChildProcess;
 use crate::spec::{ChildRole, ChildSpec, WorkerSlot};
 use crate::state::ChildEvent;
@@ -46,8 +47,8 @@ impl LivingChildren {
         self.processes.is_empty()
     }
 
-    pub(super) fn models_of_workers(&self) -> BTreeMap<u32, String> {
-        self.workers.iter().map(|(index, config)| (*index, model_of_worker(config))).collect()
+    pub(super) fn slots(&self) -> BTreeMap<u32, WorkerSlot> {
+        self.workers.iter().map(|(&index, config)| (index, slot_of_worker(index, config))).collect()
     }
 }
 
@@ -80,7 +81,7 @@ impl SupervisorLoop {
             child.process = Some(process);
             self.apply_event(&name, ChildEvent::OrphanFound);
         }
-        self.remove_workers_of_other_models();
+        self.remove_workers_of_other_weights();
         Ok(())
     }
 
@@ -92,18 +93,19 @@ impl SupervisorLoop {
         index: u32,
         config: &toml::Table,
     ) -> Result<Arc<str>, FleetStartError> {
-        let slot = WorkerSlot { index, model: model_of_worker(config) };
+        let slot = slot_of_worker(index, config);
         let spec = ChildSpec { name: name.to_owned(), role: ChildRole::Worker, config: config.clone() };
         self.add_child(spec, Some(slot))
     }
 
-    fn remove_workers_of_other_models(&mut self) {
-        let is_gone = |slot: &WorkerSlot| !self.models.contains_key(&slot.model);
+    fn remove_workers_of_other_weights(&mut self) {
+        let is_gone =
+            |slot: &WorkerSlot| self.models.get(&slot.model).is_none_or(|m| m.spec.weights != slot.weights);
         let gone = self.children.iter().filter(|(_, child)| child.slot.as_ref().is_some_and(is_gone));
         let gone: Vec<Arc<str>> = gone.map(|(name, _)| name.clone()).collect();
         for name in gone {
-            tracing::info!(child = %name, "stopping a worker: its model has left the configuration");
-            self.remove_worker(&name, None);
+            tracing::info!(child = %name, "stopping a worker: this fleet does not have its model or its weights");
+            self.remove_worker(&name);
         }
     }
 

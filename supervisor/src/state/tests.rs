@@ -135,6 +135,25 @@ fn drained_worker_stops_after_its_answer_or_after_the_grace() {
 }
 
 #[test]
+fn a_later_drain_decides_what_follows_and_may_end_an_earlier_one() {
+    let now = Instant::now();
+    let drain = |seconds, then| ChildEvent::Drain { grace: Duration::from_secs(seconds), then };
+    let mut restarts = running(now);
+    restarts.handle(now, drain(60, AfterExit::Start));
+    assert_eq!(restarts.handle(now, drain(1, AfterExit::StayStopped)), None);
+    let end = now + Duration::from_secs(1) + DRAIN_ANSWER;
+    assert_eq!(restarts.handle(end, ChildEvent::Tick), Some(ChildAction::Terminate));
+    assert_eq!(restarts.handle(end, ChildEvent::Exited(SIGKILL)), None);
+    assert_eq!(restarts.state(), ChildState::Stopped);
+
+    let mut stops = running(now);
+    stops.handle(now, ChildEvent::Restart);
+    stops.handle(now, drain(60, AfterExit::StayStopped));
+    assert_eq!(stops.handle(now, ChildEvent::Exited(SIGKILL)), None);
+    assert_eq!(stops.state(), ChildState::Stopped);
+}
+
+#[test]
 fn orphan_is_adopted_or_replaced() {
     let now = Instant::now();
     let mut adopted = ChildStateMachine::new(RestartPolicy::DEFAULT);

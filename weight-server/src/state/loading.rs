@@ -49,12 +49,11 @@ impl WeightServerState {
         let same = self
             .generations
             .values_mut()
-            .find(|g| g.phase != GenerationPhase::Retiring && g.key.has_same_source(&key));
+            .find(|g| g.phase != GenerationPhase::Retiring && g.key.is_same(&key));
         match same {
             Some(generation) if generation.model != params.model => {
                 return Err(LoadFailure::LoadedAs { model: generation.model.clone() });
             }
-            Some(generation) if !generation.key.is_same(&key) => {}
             Some(generation) if generation.is_pending() => {
                 generation.waiters.push(Waiter::Call(call));
                 return Ok(());
