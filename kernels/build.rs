@@ -11,13 +11,16 @@
 //! Afterwards it lists the kernels of each image in $OUT_DIR/compiled_kernels.rs. With this list
 //! the crate refuses to launch a kernel that does not exist.
 //!
-//! An image is compiled again only if its command changed, or if a file that nvcc read for it
-//! changed. Four files record this: `x.fatbin`, `x.command` (written when the compilation began),
-//! `x.d` (the files that nvcc read) and `x.kernels` (the names that ptxas compiled).
+//! Cargo runs this script anew for clippy, for tests and for each profile. So images are kept in
+//! target/cuda-images, under a hash of all that they depend on: nvcc, its arguments and the source
+//! with what it includes. An image has two files: `x-HASH.fatbin`, and `x-HASH.kernels`, the names
+//! that ptxas compiled, which is written last.
 
 #[path = "src/cuda/abi/mod.rs"]
 mod abi;
 
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
@@ -27,6 +30,10 @@ const DEFAULT_ARCHS: &str = "sm_90a";
 /// The text before a kernel's name in the output of `ptxas -v`: "Compiling entry function
 /// 'rms_norm' for 'sm_90a'".
 const COMPILED_KERNEL: &str = "Compiling entry function '";
+/// Where images are kept, seen from this crate. scripts/cuda-toolkit installs into the same folder.
+const KEPT_IMAGES: &str = "../target/cuda-images";
+/// Images kept of one source: of some branches and lists of architectures.
+const KEPT_MAX: usize = 6;
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -86,17 +93,12 @@ fn compile_all() -> Result<(), String> {
     write_kernel_names(&compiler.out, &sources)
 }
 
-/// Writes the tables of src/cuda/abi as headers. A header that did not change keeps its time,
-/// because a newer header would compile all images again.
+/// Writes the tables of src/cuda/abi as headers.
 fn write_headers(folder: &Path) -> Result<(), String> {
     let failed = |error| format!("{} cannot be written: {error}", folder.display());
     std::fs::create_dir_all(folder).map_err(failed)?;
     for header in &abi::HEADERS {
-        let (path, text) = (folder.join(header.file), header.to_cuda());
-        if std::fs::read_to_string(&path).is_ok_and(|current| current == text) {
-            continue;
-        }
-        std::fs::write(&path, text).map_err(failed)?;
+        std::fs::write(folder.join(header.file), header.to_cuda()).map_err(failed)?;
     }
     Ok(())
 }
@@ -127,14 +129,29 @@ fn gencode(arch: &str) -> Result<String, String> {
 }
 
 impl Compiler {
-    /// Compiles one source. With `--fmad=false`, nvcc fuses an addition with a product only where
-    /// the source says fmaf. So every kernel rounds in the same way.
+    /// Puts the image of one source into $OUT_DIR, compiled now or kept from an earlier build.
     fn compile(&self, source: &Path) -> Result<(), String> {
-        let stem = source.file_stem().ok_or("a source without a name")?;
-        let output_path = |extension: &str| self.out.join(stem).with_extension(extension);
-        let (image, dependencies, record) = (output_path("fatbin"), output_path("d"), output_path("command"));
-        let mut command = Command::new(&self.nvcc);
-        command.args([
+        let stem = source.file_stem().ok_or("a source without a name")?.to_string_lossy().into_owned();
+        let kept = Path::new(KEPT_IMAGES).join(format!("{stem}-{:016x}", self.hash(source)?));
+        let (image, names) = (kept.with_extension("fatbin"), kept.with_extension("kernels"));
+        if !names.exists() {
+            self.run_nvcc(source, &image, &names)?;
+            forget_old_images(&stem)?;
+        }
+        let output = self.out.join(&stem);
+        for (from, extension) in [(image, "fatbin"), (names, "kernels")] {
+            let to = output.with_extension(extension);
+            std::fs::copy(&from, &to).map_err(|error| {
+                format!("{} cannot be copied to {}: {error}", from.display(), to.display())
+            })?;
+        }
+        Ok(())
+    }
+
+    /// With `--fmad=false`, nvcc fuses an addition with a product only where the source says fmaf.
+    /// So every kernel rounds in the same way.
+    fn arguments(&self) -> Vec<&str> {
+        let mut arguments = vec![
             "-fatbin",
             "-std=c++17",
             "-O3",
@@ -144,34 +161,96 @@ impl Compiler {
             "--compress-mode=size",
             "-Xptxas=-v",
             "-Icuda",
-        ]);
-        command.arg("-I").arg(&self.out);
-        for target in &self.targets {
-            command.args(["-gencode", target]);
-        }
-        command.arg("-MD").arg("-MF").arg(&dependencies).arg("-o").arg(&image).arg(source);
-        let wanted = format!("{command:?}");
-        if std::fs::read_to_string(&record).is_ok_and(|current| current == wanted)
-            && is_current(&image, &dependencies, &record).unwrap_or(false)
-            && output_path("kernels").exists()
-        {
-            return Ok(());
-        }
-        let failed = |path: &Path, error| format!("{} cannot be replaced: {error}", path.display());
-        match std::fs::remove_file(&image) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(failed(&image, error)),
-            _ => std::fs::write(&record, &wanted).map_err(|error| failed(&record, error))?,
-        }
+        ];
+        arguments.extend(self.targets.iter().flat_map(|target| ["-gencode", target]));
+        arguments
+    }
+
+    /// Other processes may compile the same image: each writes files of its own and renames them.
+    fn run_nvcc(&self, source: &Path, image: &Path, names: &Path) -> Result<(), String> {
+        std::fs::create_dir_all(KEPT_IMAGES)
+            .map_err(|error| format!("{KEPT_IMAGES} cannot be made: {error}"))?;
+        let partial = |path: &Path| path.with_extension(format!("{}.partial", std::process::id()));
+        let mut command = Command::new(&self.nvcc);
+        command.args(self.arguments()).arg("-I").arg(&self.out);
         let output = command
+            .arg("-o")
+            .arg(partial(image))
+            .arg(source)
             .output()
             .map_err(|error| format!("{} cannot be started: {error}", self.nvcc.display()))?;
         let printed = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
         if !output.status.success() {
             return Err(format!("nvcc failed on {}:\n{}", source.display(), printed.concat()));
         }
-        let names = output_path("kernels");
-        std::fs::write(&names, compiled_kernels(&printed.concat())).map_err(|error| failed(&names, error))
+        let failed = |path: &Path, error| format!("{} cannot be written: {error}", path.display());
+        std::fs::rename(partial(image), image).map_err(|error| failed(image, error))?;
+        std::fs::write(partial(names), compiled_kernels(&printed.concat()))
+            .and_then(|()| std::fs::rename(partial(names), names))
+            .map_err(|error| failed(names, error))
     }
+
+    /// A hash of nvcc, its arguments and the texts of the source and of all that it includes.
+    fn hash(&self, source: &Path) -> Result<u64, String> {
+        let failed = |path: &Path, error| format!("{} cannot be read: {error}", path.display());
+        let nvcc = self.nvcc.metadata().and_then(|nvcc| Ok((nvcc.len(), nvcc.modified()?)));
+        let mut hasher = DefaultHasher::new();
+        nvcc.map_err(|error| failed(&self.nvcc, error))?.hash(&mut hasher);
+        self.arguments().hash(&mut hasher);
+        let mut texts = BTreeMap::new();
+        let mut open = vec![source.to_owned()];
+        while let Some(path) = open.pop() {
+            let text = std::fs::read_to_string(&path).map_err(|error| failed(&path, error))?;
+            for name in text.lines().filter_map(included_name) {
+                let places = [path.parent().unwrap_or(Path::new("")), Path::new("cuda"), &self.out];
+                let found = places.iter().map(|place| place.join(name)).find(|path| path.exists());
+                let found =
+                    found.ok_or_else(|| format!("{} includes {name}, which is nowhere", path.display()))?;
+                let found = found.canonicalize().map_err(|error| failed(&found, error))?;
+                if !texts.contains_key(&found) {
+                    texts.insert(found.clone(), String::new());
+                    open.push(found);
+                }
+            }
+            texts.insert(path, text);
+        }
+        // Without paths: those of generated headers differ from build to build.
+        let mut texts: Vec<String> = texts.into_values().collect();
+        texts.sort();
+        texts.hash(&mut hasher);
+        Ok(hasher.finish())
+    }
+}
+
+/// The name in `#include "name"`.
+fn included_name(line: &str) -> Option<&str> {
+    line.trim_start().strip_prefix("#include \"")?.split('"').next()
+}
+
+/// Deletes all but the newest images of a source.
+fn forget_old_images(stem: &str) -> Result<(), String> {
+    let failed = |error: std::io::Error| format!("{KEPT_IMAGES} cannot be tidied: {error}");
+    let mut images: Vec<(SystemTime, PathBuf)> = Vec::new();
+    for entry in std::fs::read_dir(KEPT_IMAGES).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let is_names = name.ends_with(".kernels");
+        if is_names && name.rsplit_once('-').is_some_and(|(source, _)| source == stem) {
+            // Another build may delete the same image.
+            let Ok(changed) = path.metadata().and_then(|names| names.modified()) else { continue };
+            images.push((changed, path));
+        }
+    }
+    images.sort();
+    for (_, names) in images.iter().rev().skip(KEPT_MAX) {
+        for path in [names.clone(), names.with_extension("fatbin")] {
+            match std::fs::remove_file(path) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(failed(error)),
+                _ => {}
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Returns the kernels that `ptxas -v` named, one per line.
@@ -182,21 +261,6 @@ fn compiled_kernels(printed: &str) -> String {
     // ptxas names a kernel once per architecture.
     names.dedup();
     names.join("\n")
-}
-
-/// Whether the image exists and no file that nvcc read for it is newer than its record.
-fn is_current(image: &Path, dependencies: &Path, record: &Path) -> std::io::Result<bool> {
-    let changed = |path: &Path| -> std::io::Result<SystemTime> { path.metadata()?.modified() };
-    let began = changed(record)?;
-    // The format of make: `target: file file \`. A backslash precedes a space in a name.
-    let text = std::fs::read_to_string(dependencies)?.replace("\\\n", " ").replace("\\ ", "\0");
-    let Some((_, files)) = text.split_once(": ") else { return Ok(false) };
-    for file in files.split_whitespace() {
-        if changed(Path::new(&file.replace('\0', " ")))? >= began {
-            return Ok(false);
-        }
-    }
-    image.try_exists()
 }
 
 fn find_nvcc() -> Result<PathBuf, String> {
