@@ -135,7 +135,7 @@ __device__ __forceinline__ float merge_dimension(const float *partial_sums, cons
 template <class Quantizer>
 __device__ void merge_and_quantize(const float *partial_sums, const float2 *partial_weights,
                                    const PartialMerge *merges, const uint32_t *count, int heads, int dim,
-                                   float *out, uint8_t *act_tiles) {
+                                   float *out, QuantizedRows quantized) {
     __shared__ float merged_values[TILE_COLS];
     const uint32_t rows = *count;
     const PartialMerge merge = merges[blockIdx.x];
@@ -151,7 +151,7 @@ __device__ void merge_and_quantize(const float *partial_sums, const float2 *part
     float v[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) v[i] = merged_values[threadIdx.x * 8 + i];
-    Quantizer::store(v, act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION),
+    Quantizer::store(v, act_tile_row(quantized, act_tile_bytes(Quantizer::ACTIVATION),
                                      heads * dim / TILE_COLS, merge.row, blockIdx.y));
 }
 
@@ -176,9 +176,9 @@ CHECK_SIGNATURE(attention_merge, AttentionMerge);
 #define MERGE_KERNEL(SUFFIX, QUANTIZER)                                                              \
     extern "C" __global__ void __launch_bounds__(TILE_COLS) attention_merge##SUFFIX(                 \
         const float *partial_sums, const float2 *partial_weights, const PartialMerge *merges,        \
-        const uint32_t *count, int heads, int dim, float *out, uint8_t *act_tiles) {                 \
+        const uint32_t *count, int heads, int dim, float *out, QuantizedRows quantized) {            \
         merge_and_quantize<QUANTIZER>(partial_sums, partial_weights, merges, count, heads, dim, out, \
-                                      act_tiles);                                                    \
+                                      quantized);                                                    \
     }                                                                                                \
     CHECK_SIGNATURE(attention_merge##SUFFIX, AttentionMergeQuantized);
 MERGE_KERNEL(_q8_0, QuantizePer32<ActivationFormat::Q8_0>)

@@ -66,7 +66,7 @@ __device__ void float_matvec(const T *weights, const float *x, const uint32_t *e
 // columns.
 template <class Quantizer>
 __device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int slots, int pairs_per_token,
-                               int cols, uint8_t *act_tiles) {
+                               int cols, QuantizedRows quantized) {
     wait_for_previous_kernel();
     launch_next_kernel();
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
@@ -84,7 +84,7 @@ __device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int
     }
     float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
     Quantizer::store(v,
-                     act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, slot, tile));
+                     act_tile_row(quantized, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, slot, tile));
 }
 
 }  // namespace
@@ -265,8 +265,8 @@ CHECK_SIGNATURE(expert_combine, ExpertCombine);
 #define QUANTIZE_PAIRS_KERNEL(NAME, QUANTIZER)                                                               \
     extern "C" __global__ void __launch_bounds__(32 * EXPERT_QUANTIZE_WARPS)                                 \
         expert_quantize_##NAME(const float *x, const uint32_t *sorted_pairs, int slots, int pairs_per_token, \
-                               int cols, uint8_t *act_tiles) {                                               \
-        quantize_pairs<QUANTIZER>(x, sorted_pairs, slots, pairs_per_token, cols, act_tiles);                 \
+                               int cols, QuantizedRows quantized) {                                          \
+        quantize_pairs<QUANTIZER>(x, sorted_pairs, slots, pairs_per_token, cols, quantized);                 \
     }                                                                                                        \
     CHECK_SIGNATURE(expert_quantize_##NAME, ExpertQuantize);
 QUANTIZE_PAIRS_KERNEL(q8_0, QuantizePer32<ActivationFormat::Q8_0>)

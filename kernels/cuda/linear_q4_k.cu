@@ -1,10 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Products with Q4_K weights. linear/kquants.cuh has the arithmetic, linear/matvec.cuh and
-// linear/matmul.cuh the order of sums and the limits.
+// linear/matmul.cuh the order of sums and the limits. linear/q4_k_wgmma.cuh computes the same bits
+// for many tokens.
 
 #include "linear/kquants.cuh"
 
 #include "linear/kernels.cuh"
+#include "linear/q4_k_wgmma.cuh"
 
 QUANT_KERNELS(q4_k, Q4_K)
+
+extern "C" __global__ void __launch_bounds__(Q4K_WGMMA_THREADS, 1)
+    wgmma_q4_k(const __grid_constant__ LinearParams params, const __grid_constant__ F16Quants quants) {
+#if HAS_WGMMA
+    q4_k_wgmma::multiply(params, quants);
+#else
+    // The launcher uses this kernel on sm_90a alone.
+    __trap();
+#endif
+}
+CHECK_SIGNATURE(wgmma_q4_k, LinearWgmma);

@@ -67,7 +67,7 @@ struct WithQuantizer : Quantizer {
 // and that the registers of a block can hold.
 template <bool ADD, class Quantizer>
 __device__ void normalize_row(float *x, const float *y, const float *weight, float eps, float *out, int cols,
-                              uint8_t *act_tiles) {
+                              QuantizedRows quantized) {
     wait_for_previous_kernel();
     launch_next_kernel();
     size_t row = size_t(blockIdx.x) * cols;
@@ -109,7 +109,7 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
             }
             if constexpr (Quantizer::QUANTIZES) {
                 int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
-                Quantizer::store(normalized, act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION),
+                Quantizer::store(normalized, act_tile_row(quantized, act_tile_bytes(Quantizer::ACTIVATION),
                                                           col_tiles, blockIdx.x, vector / 32));
             }
         }
@@ -130,14 +130,14 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
 
 #define NORM_KERNELS(SUFFIX, QUANTIZER)                                                                      \
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm##SUFFIX(                                  \
-        float *x, const float *weight, float eps, float *out, int cols, uint8_t *act_tiles) {                \
-        normalize_row<false, QUANTIZER>(x, nullptr, weight, eps, out, cols, act_tiles);                      \
+        float *x, const float *weight, float eps, float *out, int cols, QuantizedRows quantized) {           \
+        normalize_row<false, QUANTIZER>(x, nullptr, weight, eps, out, cols, quantized);                      \
     }                                                                                                        \
     CHECK_SIGNATURE(rms_norm##SUFFIX, RmsNorm);                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                    \
         add_rms_norm##SUFFIX(float *x, const float *y, const float *weight, float eps, float *out, int cols, \
-                             uint8_t *act_tiles) {                                                           \
-        normalize_row<true, QUANTIZER>(x, y, weight, eps, out, cols, act_tiles);                             \
+                             QuantizedRows quantized) {                                                      \
+        normalize_row<true, QUANTIZER>(x, y, weight, eps, out, cols, quantized);                             \
     }                                                                                                        \
     CHECK_SIGNATURE(add_rms_norm##SUFFIX, AddRmsNorm);
 NORM_KERNELS(, NoQuantizer)

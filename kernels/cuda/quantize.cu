@@ -29,12 +29,12 @@ struct TokenTile {
 };
 
 __device__ bool find_token_tile(TokenTile &token_tile, const float *x, int tokens, int cols,
-                                uint8_t *act_tiles, int act_tile) {
+                                QuantizedRows quantized, int act_tile) {
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
     int at = blockIdx.x * WARPS + threadIdx.x / 32, token = at / col_tiles, col = at % col_tiles;
     if (token >= tokens) return false;
     token_tile.x = x + static_cast<size_t>(token) * cols + col * TILE_COLS;
-    token_tile.row = act_tile_row(act_tiles, act_tile, col_tiles, token, col);
+    token_tile.row = act_tile_row(quantized, act_tile, col_tiles, token, col);
     token_tile.valid = min(TILE_COLS, cols - col * TILE_COLS);
     return true;
 }
@@ -62,11 +62,11 @@ __device__ void quantize_values(const TokenTile &token_tile) {
 
 #define QUANTIZE_KERNEL(NAME, ACTIVATION, BODY)                                                  \
     extern "C" __global__ void __launch_bounds__(32 * WARPS)                                     \
-        NAME(const float *x, int tokens, int cols, uint8_t *act_tiles) {                         \
+        NAME(const float *x, int tokens, int cols, QuantizedRows quantized) {                    \
         launch_next_kernel();                                                                    \
         wait_for_previous_kernel();                                                              \
         TokenTile token_tile;                                                                    \
-        if (find_token_tile(token_tile, x, tokens, cols, act_tiles, act_tile_bytes(ACTIVATION))) \
+        if (find_token_tile(token_tile, x, tokens, cols, quantized, act_tile_bytes(ACTIVATION))) \
             BODY(token_tile);                                                                    \
     }                                                                                            \
     CHECK_SIGNATURE(NAME, QuantizeActivations);

@@ -27,7 +27,7 @@ __device__ float4 silu(float4 g, float4 u) {
 // A warp computes one token's values of one tile of columns.
 template <class Quantizer>
 __device__ void silu_and_mul_rows(const float *gate, const float *up, float *out, int tokens, int cols,
-                                  uint8_t *act_tiles) {
+                                  QuantizedRows quantized) {
     wait_for_previous_kernel();
     launch_next_kernel();
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
@@ -45,7 +45,7 @@ __device__ void silu_and_mul_rows(const float *gate, const float *up, float *out
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
     }
     Quantizer::store(v,
-                     act_tile_row(act_tiles, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, token, tile));
+                     act_tile_row(quantized, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, token, tile));
 }
 
 }  // namespace
@@ -70,11 +70,11 @@ extern "C" __global__ void __launch_bounds__(SILU_THREADS)
 }
 CHECK_SIGNATURE(silu_and_mul_scalar, SiluAndMulScalar);
 
-#define SILU_KERNEL(SUFFIX, QUANTIZER)                                                              \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS) silu_and_mul##SUFFIX(                  \
-        const float *gate, const float *up, float *out, int tokens, int cols, uint8_t *act_tiles) { \
-        silu_and_mul_rows<QUANTIZER>(gate, up, out, tokens, cols, act_tiles);                       \
-    }                                                                                               \
+#define SILU_KERNEL(SUFFIX, QUANTIZER)                                                                   \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS) silu_and_mul##SUFFIX(                       \
+        const float *gate, const float *up, float *out, int tokens, int cols, QuantizedRows quantized) { \
+        silu_and_mul_rows<QUANTIZER>(gate, up, out, tokens, cols, quantized);                            \
+    }                                                                                                    \
     CHECK_SIGNATURE(silu_and_mul##SUFFIX, SiluAndMulQuantized);
 SILU_KERNEL(_q8_0, QuantizePer32<ActivationFormat::Q8_0>)
 SILU_KERNEL(_q8_1, QuantizePer32<ActivationFormat::Q8_1>)

@@ -21,12 +21,24 @@ struct ActTileRow {
     uint8_t *act_tile;
     // Token of the activation tile.
     int token;
+    // F16 quants: the first unit of the column tile, or null, the bytes from unit to unit, and the
+    // sums.
+    uint8_t *f16_unit;
+    size_t f16_unit_stride;
+    uint8_t *f16_sums;
 };
 
-// Where `token` is in the activation tile of column tile `col`.
-__device__ inline ActTileRow act_tile_row(uint8_t *act_tiles, int bytes, int col_tiles, int token, int col) {
-    return {act_tiles + (static_cast<size_t>(token / ACT_TILE_TOKENS) * col_tiles + col) * bytes,
-            token % ACT_TILE_TOKENS};
+// Where `token` is in column tile `col`, in activation tiles of `bytes`.
+__device__ inline ActTileRow act_tile_row(const QuantizedRows &rows, int bytes, int col_tiles, int token,
+                                          int col) {
+    size_t group = token / ACT_TILE_TOKENS, groups = rows.f16_groups;
+    ActTileRow row = {rows.act_tiles + (group * col_tiles + col) * bytes, token % ACT_TILE_TOKENS};
+    if (rows.f16_units == nullptr) return row;
+    row.f16_unit_stride = groups * F16_UNIT_BYTES;
+    row.f16_unit =
+        rows.f16_units + col * (TILE_COLS / F16_UNIT_COLS) * row.f16_unit_stride + group * F16_UNIT_BYTES;
+    row.f16_sums = rows.f16_sums + (col * groups + group) * F16_SUMS_BYTES;
+    return row;
 }
 
 // The eight quants of a lane are half of a 16-byte vector.
@@ -75,6 +87,25 @@ struct QuantizePer32 {
 struct QuantizePer256 {
     static constexpr ActivationFormat ACTIVATION = ActivationFormat::Q8_K;
 
+    // The eight quants of a lane are half of the even and half of the odd columns of 16.
+    static __device__ void store_f16(const ActTileRow &row, const int (&q)[8], int sum, float scale) {
+        int lane = threadIdx.x % 32, vector = lane % 8 / 2 * 2;
+        auto pack = [](int a, int b) {
+            return uint32_t(__half_as_ushort(__int2half_rn(a))) | uint32_t(__half_as_ushort(__int2half_rn(b)))
+                                                                      << 16;
+        };
+        uint8_t *unit =
+            row.f16_unit + lane / 8 * row.f16_unit_stride + row.token * 2 * F16_UNIT_COLS + lane % 2 * 8;
+        *reinterpret_cast<uint2 *>(unit + (vector ^ row.token) * 16) = {pack(q[0], q[2]), pack(q[4], q[6])};
+        *reinterpret_cast<uint2 *>(unit + ((vector + 1) ^ row.token) * 16) = {pack(q[1], q[3]),
+                                                                              pack(q[5], q[7])};
+        if (lane % 2 == 0)
+            *reinterpret_cast<__half *>(row.f16_sums + lane / 16 * 128 + row.token * 16 + lane / 2 % 8 * 2) =
+                __int2half_rn(sum);
+        if (lane == 0)
+            *reinterpret_cast<float *>(row.f16_sums + F16_SUMS_SCALES + row.token * sizeof(float)) = scale;
+    }
+
     static __device__ void store(const float (&v)[8], const ActTileRow &row) {
         int lane = threadIdx.x % 32;
         // The first of the values of largest magnitude, with its sign.
@@ -102,9 +133,9 @@ struct QuantizePer256 {
         if (lane % 2 == 0)
             reinterpret_cast<int16_t *>(row.act_tile + ACT_TILE_QUANT_BYTES + 32)[row.token * 16 + lane / 2] =
                 int16_t(sum);
-        if (lane == 0)
-            reinterpret_cast<float *>(row.act_tile + ACT_TILE_QUANT_BYTES)[row.token] =
-                max == 0 ? 0.0f : 1.0f / inverse;
+        float scale = max == 0 ? 0.0f : 1.0f / inverse;
+        if (lane == 0) reinterpret_cast<float *>(row.act_tile + ACT_TILE_QUANT_BYTES)[row.token] = scale;
+        if (row.f16_unit != nullptr) store_f16(row, q, sum, scale);
     }
 };
 

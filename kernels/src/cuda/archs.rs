@@ -10,6 +10,13 @@ pub fn runs_on(compute_capability: u32) -> bool {
     ARCHS.split(',').any(|arch| serves(arch.trim(), compute_capability))
 }
 
+/// Whether the embedded images use wgmma on a GPU of this compute capability (10 * major + minor).
+/// Only code for exactly Hopper has these instructions.
+pub(super) fn has_wgmma(compute_capability: u32) -> bool {
+    const HOPPER: u32 = 90;
+    compute_capability == HOPPER && ARCHS.split(',').any(|arch| arch.trim() == "sm_90a")
+}
+
 /// - `sm_90` is machine code for that major version, from its minor version on.
 /// - `sm_90a` is machine code for exactly that version.
 /// - `compute_90` is PTX, which the driver compiles for that version and every newer one.

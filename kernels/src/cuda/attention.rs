@@ -225,7 +225,7 @@ impl AttentionKernels {
             usize::from(!Self::can_quantize(&spec, plan)),
             0,
         )?;
-        let act_tiles = quantized.address(rows, width)?;
+        let rows = quantized.rows(rows, width)?;
         let arguments = AttentionMergeQuantized {
             partial_sums,
             partial_weights,
@@ -234,7 +234,7 @@ impl AttentionKernels {
             heads,
             dim,
             out,
-            act_tiles,
+            quantized: rows,
         };
         let launch = LaunchConfig {
             grid: (plan.merges_max, (width / TILE_COLS) as u32, 1),

@@ -280,7 +280,7 @@ impl ExpertKernels {
         ensure_equal("values of the input", x.len(), pairs.div_ceil(pairs_per_token.max(1)) * cols)?;
         ensure_equal("misalignment of the input", (x.address() % 16) as usize, 0)?;
         ensure_equal("words of groups", groups.len(), PairGrouping::Matmul.words(pairs, count))?;
-        let act_tiles = quantized.address(slots, cols).map_err(device_error(OP))?;
+        let rows = quantized.rows(slots, cols).map_err(device_error(OP))?;
         let warps = slots * cols.div_ceil(TILE_COLS);
         if warps == 0 {
             return Ok(());
@@ -299,14 +299,14 @@ impl ExpertKernels {
             slots: slots as i32,
             pairs_per_token: pairs_per_token as i32,
             cols: cols as i32,
-            act_tiles,
+            quantized: rows,
         };
         let names = [
             kernel_name!("experts", "expert_quantize_q8_0"),
             kernel_name!("experts", "expert_quantize_q8_1"),
             kernel_name!("experts", "expert_quantize_q8_k"),
         ];
-        let dtype = quantized.format;
+        let dtype = quantized.layout.format;
         let name = quantized.select_quants(names).ok_or(OpError::Type { op: OP, dtype })?;
         // SAFETY: a warp reads 256 values of the row of a slot's pair, and writes the slot's part
         // of an activation tile. The pair is below `pairs` by this function's contract.
@@ -336,7 +336,7 @@ impl ExpertKernels {
             let outputs = if by_pair { pairs } else { slots };
             ensure_equal("values of the output", stack.out.len(), outputs * shape.rows())?;
         }
-        let act_tile = activation_bytes(x.format, ACT_TILE_TOKENS, TILE_COLS).unwrap_or(0);
+        let act_tile = activation_bytes(x.layout.format, ACT_TILE_TOKENS, TILE_COLS).unwrap_or(0);
         let stage_bytes = EXPERT_MATMUL_WARPS * shape.tile_bytes() + EXPERT_MATMUL_ACT_TILES * act_tile;
         let barriers = 2 * MATMUL_STAGES_MAX * size_of::<u64>();
         let available = self.device.shared_bytes_max() as usize;
@@ -386,14 +386,14 @@ impl ExpertKernels {
         let shape = first.shape;
         let dtype = shape.dtype();
         let kernels = self.products.iter().find(|kernels| kernels.dtype == dtype);
-        let Some(kernels) = kernels.filter(|_| dtype.activation() == Some(x.format)) else {
+        let Some(kernels) = kernels.filter(|_| dtype.activation() == Some(x.layout.format)) else {
             return Err(OpError::Type { op: OP, dtype });
         };
         ensure_equal("stacks", stacks.len().min(EXPERT_STACKS_MAX), stacks.len())?;
         ensure_equal("row length", x.cols, shape.cols())?;
         ensure_equal("words of groups", of.groups.len(), grouping.words(of.pairs, of.count))?;
         ensure_equal("rows beyond whole tiles", shape.rows() % TILE_ROWS, 0)?;
-        let act_tiles = activation_bytes(x.format, x.tokens, x.cols).unwrap_or(usize::MAX);
+        let act_tiles = activation_bytes(x.layout.format, x.tokens, x.cols).unwrap_or(usize::MAX);
         ensure_equal("bytes of the activations", x.data.len(), act_tiles)?;
         for stack in stacks {
             if stack.shape != shape {
@@ -432,7 +432,7 @@ impl ExpertKernels {
         let tile_values = col_tiles * TILE_ROWS * MATVEC_GROUP_PAIRS * size_of::<f32>();
         let tiles =
             EXPERT_MATVEC_WARPS.div_ceil(pairs_per_row_tile).min((VALUES_BYTES_MAX / tile_values).max(1));
-        let shared = MATVEC_GROUP_PAIRS * col_tiles * act_row_bytes(x.format) + tiles * tile_values;
+        let shared = MATVEC_GROUP_PAIRS * col_tiles * act_row_bytes(x.layout.format) + tiles * tile_values;
         let available = self.device.shared_bytes_max() as usize;
         if shared > available {
             let what = "bytes of shared memory for a row this long";

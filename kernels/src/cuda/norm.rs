@@ -6,6 +6,7 @@ use super::abi::elementwise::{
     ADD_THREADS, AddResidual, AddRmsNorm, NORM_HEADS, NORM_QUANTIZED_COLS_MAX, NORM_THREADS, RmsNorm,
     RmsNormHeads,
 };
+use super::abi::tiles::QuantizedRows;
 use super::launch::{kernel_name, launch_kernel};
 use super::module::image;
 use super::quantized_output::QuantizedOutput;
@@ -34,7 +35,7 @@ impl NormKernels {
         quantized: Option<QuantizedOutput<'_>>,
     ) -> Result<(), CudaError> {
         let rows = count_rows("input of a norm", x.len(), weight.len())?;
-        let act_tiles = act_tiles_address(quantized.as_ref(), rows, weight.len())?;
+        let rounded = quantized_rows(quantized.as_ref(), rows, weight.len())?;
         ensure_same_len("output of a norm", out.len(), x.len())?;
         if rows == 0 {
             return Ok(());
@@ -45,7 +46,7 @@ impl NormKernels {
             eps,
             out: out.address(),
             cols: weight.len() as i32,
-            act_tiles,
+            quantized: rounded,
         };
         let name = match quantized {
             None => kernel_name!("norm", "rms_norm"),
@@ -76,7 +77,7 @@ impl NormKernels {
         quantized: Option<QuantizedOutput<'_>>,
     ) -> Result<(), CudaError> {
         let rows = count_rows("input of a norm", x.len(), weight.len())?;
-        let act_tiles = act_tiles_address(quantized.as_ref(), rows, weight.len())?;
+        let rounded = quantized_rows(quantized.as_ref(), rows, weight.len())?;
         ensure_same_len("second input of a norm", y.len(), x.len())?;
         ensure_same_len("output of a norm", out.len(), x.len())?;
         if rows == 0 {
@@ -89,7 +90,7 @@ impl NormKernels {
             eps,
             out: out.address(),
             cols: weight.len() as i32,
-            act_tiles,
+            quantized: rounded,
         };
         let name = match quantized {
             None => kernel_name!("norm", "add_rms_norm"),
@@ -157,12 +158,12 @@ impl NormKernels {
     }
 }
 
-/// The address of the activation tiles, or 0 if there are none.
-fn act_tiles_address(
+/// The addresses of the activation tiles, or zeros if there are none.
+fn quantized_rows(
     quantized: Option<&QuantizedOutput<'_>>,
     rows: usize,
     cols: usize,
-) -> Result<u64, CudaError> {
+) -> Result<QuantizedRows, CudaError> {
     if quantized.is_some() && !NormKernels::can_quantize(cols) {
         return Err(CudaError::Length {
             what: "row to be quantized",
@@ -170,7 +171,8 @@ fn act_tiles_address(
             expected: 4 * NORM_QUANTIZED_COLS_MAX,
         });
     }
-    quantized.map_or(Ok(0), |quantized| quantized.address(rows, cols))
+    let none = QuantizedRows { act_tiles: 0, f16_units: 0, f16_sums: 0, f16_groups: 0 };
+    quantized.map_or(Ok(none), |quantized| quantized.rows(rows, cols))
 }
 
 fn one_block_per_row(rows: usize) -> LaunchConfig {

@@ -9,7 +9,9 @@ use quant::DType;
 use quant::layout::TILE_COLS;
 
 use super::abi::elementwise::{QUANTIZE_WARPS, QuantizeActivations};
+use super::abi::linear::Q4K_WGMMA_TOKENS;
 pub use super::abi::tiles::ACT_TILE_TOKENS;
+use super::abi::tiles::{F16_SUMS_BYTES, F16_UNIT_BYTES, F16_UNIT_COLS, F16Quants, QuantizedRows};
 use super::error::device_error;
 use super::launch::{kernel_name, launch_kernel};
 use super::module::image;
@@ -24,10 +26,65 @@ pub const FLOAT16_ROW_STEP: usize = 16;
 /// Activations in the format that [`super::linear::LinearKernels`] takes.
 #[derive(Clone, Copy)]
 pub struct QuantizedActivations<'a> {
-    pub(super) format: DType,
+    pub(super) layout: ActivationLayout,
     pub(super) tokens: usize,
     pub(super) cols: usize,
     pub(super) data: DeviceView<'a, u8>,
+}
+
+/// What quantized activations consist of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ActivationLayout {
+    pub format: DType,
+    /// Whether the activation tiles are followed by the same quants as f16 integers
+    /// (linear/tile.cuh). Only Q8_K has these.
+    pub f16_quants: bool,
+}
+
+impl From<DType> for ActivationLayout {
+    /// Activation tiles alone.
+    fn from(format: DType) -> Self {
+        Self { format, f16_quants: false }
+    }
+}
+
+impl ActivationLayout {
+    /// Bytes that `tokens` rows need. None if no weight type has `format` as its activation.
+    pub fn bytes(self, tokens: usize, cols: usize) -> Option<usize> {
+        let tiles = activation_bytes(self.format, tokens, cols)?;
+        if !self.f16_quants {
+            return Some(tiles);
+        }
+        let (units, sums) = f16_bytes(tokens, cols)?;
+        tiles.checked_add(units)?.checked_add(sums)
+    }
+
+    /// The addresses in `act_tiles`, which has [`Self::bytes`] bytes.
+    pub(super) fn rows(self, act_tiles: u64, tokens: usize, cols: usize) -> QuantizedRows {
+        let quants =
+            self.quants(act_tiles, tokens, cols).unwrap_or(F16Quants { units: 0, sums: 0, groups: 0 });
+        QuantizedRows { act_tiles, f16_units: quants.units, f16_sums: quants.sums, f16_groups: quants.groups }
+    }
+
+    /// The addresses of f16 quants behind `act_tiles`.
+    pub(super) fn quants(self, act_tiles: u64, tokens: usize, cols: usize) -> Option<F16Quants> {
+        let tiles = activation_bytes(self.format, tokens, cols).filter(|_| self.f16_quants)?;
+        let (units_bytes, _) = f16_bytes(tokens, cols)?;
+        let units = act_tiles + tiles as u64;
+        Some(F16Quants { units, sums: units + units_bytes as u64, groups: f16_groups(tokens) as i32 })
+    }
+}
+
+/// Groups of 8 tokens that f16 quants have room for: whole blocks of the kernel that reads them.
+fn f16_groups(tokens: usize) -> usize {
+    tokens.next_multiple_of(Q4K_WGMMA_TOKENS) / ACT_TILE_TOKENS
+}
+
+/// Bytes of the units of f16 quants, and of their sums.
+fn f16_bytes(tokens: usize, cols: usize) -> Option<(usize, usize)> {
+    let groups = cols.div_ceil(TILE_COLS).checked_mul(f16_groups(tokens))?;
+    let units = groups.checked_mul(TILE_COLS / F16_UNIT_COLS * F16_UNIT_BYTES)?;
+    Some((units, groups.checked_mul(F16_SUMS_BYTES)?))
 }
 
 /// Bytes that `tokens` rows need. None if no weight type has `format` as its activation.
@@ -55,12 +112,14 @@ impl QuantizeKernels {
     pub fn launch<'a>(
         &self,
         stream: &Stream,
-        format: DType,
+        layout: impl Into<ActivationLayout>,
         x: DeviceView<'_, f32>,
         tokens: usize,
         cols: usize,
         out: &'a mut DeviceViewMut<'_, u8>,
     ) -> Result<QuantizedActivations<'a>, OpError> {
+        let layout = layout.into();
+        let format = layout.format;
         let name = match format {
             DType::F32 => None,
             DType::F16 => Some(kernel_name!("quantize", "quantize_f16")),
@@ -79,7 +138,7 @@ impl QuantizeKernels {
         if x.len() < tokens * cols {
             return shape("values of the input", x.len(), tokens * cols);
         }
-        let bytes = activation_bytes(format, tokens, cols).unwrap_or(usize::MAX);
+        let bytes = layout.bytes(tokens, cols).unwrap_or(usize::MAX);
         if out.len() < bytes {
             return shape("bytes of scratch memory", out.len(), bytes);
         }
@@ -105,9 +164,9 @@ impl QuantizeKernels {
                     shared_bytes: 0,
                     overlaps_predecessor: true,
                 };
+                let quantized = layout.rows(out.address(), tokens, cols);
                 let (tokens, cols) = (tokens as i32, cols as i32);
-                let arguments =
-                    QuantizeActivations { x: x.address(), tokens, cols, act_tiles: out.address() };
+                let arguments = QuantizeActivations { x: x.address(), tokens, cols, quantized };
                 // SAFETY: a warp reads 256 values of one row inside `x`. It writes its token's part
                 // of one activation tile inside `out`. Lengths and alignment were checked.
                 unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
@@ -117,6 +176,6 @@ impl QuantizeKernels {
         }
         // SAFETY: the range is inside `out`, which stays borrowed for 'a.
         let data = unsafe { DeviceView::from_raw(out.address(), bytes) };
-        Ok(QuantizedActivations { format, tokens, cols, data })
+        Ok(QuantizedActivations { layout, tokens, cols, data })
     }
 }

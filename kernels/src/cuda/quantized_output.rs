@@ -5,14 +5,15 @@
 
 use quant::DType;
 
+use super::abi::tiles::QuantizedRows;
 use super::launch::KernelName;
-use super::quantize::{FLOAT16_ROW_STEP, activation_bytes};
+use super::quantize::{ActivationLayout, FLOAT16_ROW_STEP};
 use super::{CudaError, DeviceViewMut};
 
 /// Activation tiles for the rows that a kernel writes.
 pub struct QuantizedOutput<'a> {
-    /// Q8_0, Q8_1, Q8_K, F16 or BF16.
-    pub format: DType,
+    /// The format is Q8_0, Q8_1, Q8_K, F16 or BF16.
+    pub layout: ActivationLayout,
     pub act_tiles: DeviceViewMut<'a, u8>,
 }
 
@@ -25,16 +26,16 @@ impl QuantizedOutput<'_> {
         matches!(format, DType::Q8_0 | DType::Q8_1 | DType::Q8_K | DType::F16 | DType::BF16)
     }
 
-    /// Returns the address of the activation tiles, if they have room for `rows` rows of `cols`
-    /// values.
-    pub(super) fn address(&self, rows: usize, cols: usize) -> Result<u64, CudaError> {
-        let expected = activation_bytes(self.format, rows, cols).unwrap_or(usize::MAX);
-        let block = match self.format {
+    /// Returns the addresses for kernels, if the activation tiles have room for `rows` rows of
+    /// `cols` values.
+    pub(super) fn rows(&self, rows: usize, cols: usize) -> Result<QuantizedRows, CudaError> {
+        let expected = self.layout.bytes(rows, cols).unwrap_or(usize::MAX);
+        let block = match self.layout.format {
             DType::F16 | DType::BF16 => FLOAT16_ROW_STEP,
             _ => BLOCK,
         };
         for (what, found, expected) in [
-            ("formats without a kernel", usize::from(!Self::supports(self.format)), 0),
+            ("formats without a kernel", usize::from(!Self::supports(self.layout.format)), 0),
             ("activation tiles of quantized rows", self.act_tiles.len(), expected),
             ("values beyond whole blocks in a quantized row", cols % block, 0),
         ] {
@@ -42,13 +43,13 @@ impl QuantizedOutput<'_> {
                 return Err(CudaError::Length { what, found, expected });
             }
         }
-        Ok(self.act_tiles.address())
+        Ok(self.layout.rows(self.act_tiles.address(), rows, cols))
     }
 
     /// Selects the kernel for the format from `names`, those of Q8_0, Q8_1, Q8_K, F16 and BF16.
-    /// [`Self::address`] has already refused other formats.
+    /// [`Self::rows`] has already refused other formats.
     pub(super) fn select<A>(&self, names: [KernelName<A>; 5]) -> KernelName<A> {
-        match self.format {
+        match self.layout.format {
             DType::Q8_0 => names[0],
             DType::Q8_1 => names[1],
             DType::Q8_K => names[2],
@@ -61,7 +62,7 @@ impl QuantizedOutput<'_> {
     /// other formats.
     pub(super) fn select_quants<A>(&self, names: [KernelName<A>; 3]) -> Option<KernelName<A>> {
         let [q8_0, q8_1, q8_k] = names;
-        match self.format {
+        match self.layout.format {
             DType::Q8_0 => Some(q8_0),
             DType::Q8_1 => Some(q8_1),
             DType::Q8_K => Some(q8_k),

@@ -70,7 +70,7 @@ impl SiluKernels {
         ensure_same_len("up of a gate", up.len(), gate.len())?;
         ensure_same_len("output of a gate", out.len(), gate.len())?;
         let tokens = count_rows("rows of a gate", gate.len(), cols)?;
-        let act_tiles = quantized.address(tokens, cols)?;
+        let rows = quantized.rows(tokens, cols)?;
         if gate.is_empty() {
             return Ok(());
         }
@@ -87,7 +87,7 @@ impl SiluKernels {
             out: out.address(),
             tokens: tokens as i32,
             cols: cols as i32,
-            act_tiles,
+            quantized: rows,
         };
         let name = quantized.select([
             kernel_name!("silu_and_mul", "silu_and_mul_q8_0"),

@@ -5,9 +5,9 @@
 use anyhow::{Context, ensure};
 use kernels::cuda::embed::EmbedKernels;
 use kernels::cuda::float_linear::FloatShape;
-use kernels::cuda::linear::{LinearKernels, LinearMethod, MatmulShape, MatrixProduct};
+use kernels::cuda::linear::{LinearKernels, LinearMethod, MatmulShape, MatrixProduct, takes_f16_quants};
 use kernels::cuda::naive::NaiveKernels;
-use kernels::cuda::quantize::{QuantizeKernels, activation_bytes};
+use kernels::cuda::quantize::{ActivationLayout, QuantizeKernels};
 use kernels::cuda::repack::RepackKernels;
 use kernels::cuda::{Buffer, DeviceView};
 use quant::layout::{TILE_COLS, Tiles};
@@ -31,13 +31,21 @@ const TYPES: [DType; 10] = [
 ];
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-fn methods(dtype: DType, tokens: usize) -> Vec<LinearMethod> {
+/// With f16 quants for all numbers of tokens, if the device can compute with them for some.
+fn layout_of(gpu: &TestGpu, dtype: DType) -> anyhow::Result<ActivationLayout> {
+    let format = dtype.activation().context("no activation")?;
+    Ok(ActivationLayout { format, f16_quants: takes_f16_quants(&gpu.device, dtype, usize::MAX) })
+}
+
+fn methods(gpu: &TestGpu, dtype: DType, tokens: usize) -> Vec<LinearMethod> {
     match dtype {
         DType::F32 => vec![LinearMethod::Scalar],
         DType::F16 | DType::BF16 => FloatShape::all().map(LinearMethod::FloatMatmul).to_vec(),
         _ => {
             let vector = (tokens <= 4).then_some(LinearMethod::Matvec(tokens));
-            vector.into_iter().chain(MatmulShape::all().map(LinearMethod::Matmul)).collect()
+            let wgmma = layout_of(gpu, dtype).is_ok_and(|layout| layout.f16_quants);
+            let tensor_cores = MatmulShape::all().map(LinearMethod::Matmul);
+            vector.into_iter().chain(tensor_cores).chain(wgmma.then_some(LinearMethod::Wgmma)).collect()
         }
     }
 }
@@ -156,8 +164,7 @@ impl LinearInput {
         cols: usize,
     ) -> anyhow::Result<Self> {
         let x = random.values(tokens * cols);
-        let format = dtype.activation().context("no activation")?;
-        let bytes = activation_bytes(format, tokens, cols).context("no activation bytes")?;
+        let bytes = layout_of(gpu, dtype)?.bytes(tokens, cols).context("no activation bytes")?;
         Ok(Self { data: Buffer::new(&gpu.device, bytes)?, device_x: Buffer::from_host(&gpu.stream, &x)?, x })
     }
 
@@ -170,10 +177,10 @@ impl LinearInput {
         products: &mut [MatrixProduct<'_>],
     ) -> anyhow::Result<()> {
         let (dtype, cols) = (products[0].shape.dtype(), products[0].shape.cols());
-        let format = dtype.activation().context("no activation")?;
+        let layout = layout_of(gpu, dtype)?;
         let quantize = QuantizeKernels::new(&gpu.device);
         let mut scratch = self.data.view_mut();
-        let x = quantize.launch(&gpu.stream, format, self.device_x.view(), tokens, cols, &mut scratch)?;
+        let x = quantize.launch(&gpu.stream, layout, self.device_x.view(), tokens, cols, &mut scratch)?;
         linear.launch_with(&gpu.stream, method, x, products)?;
         gpu.stream.synchronize()?;
         Ok(())
@@ -219,7 +226,7 @@ pub(crate) fn every_method_gives_the_canonical_bits(gpu: &TestGpu) -> anyhow::Re
             let case = LinearCase::new(gpu, &mut random, dtype, cols, rows)?;
             let mut input = LinearInput::new(gpu, &mut random, dtype, tokens, cols)?;
             let expected = case.expected(&input.x)?;
-            for method in methods(dtype, tokens) {
+            for method in methods(gpu, dtype, tokens) {
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
                 out.view_mut().fill_bytes(&gpu.stream, 0xFF)?;
                 input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
@@ -243,7 +250,7 @@ pub(crate) fn floats_are_near_the_reference(gpu: &TestGpu) -> anyhow::Result<()>
         for (cols, rows, tokens) in [(16, 1, 1), (48, 17, 2), (256, 40, 9), (912, 100, 33), (2048, 70, 139)] {
             let case = LinearCase::new(gpu, &mut random, dtype, cols, rows)?;
             let mut input = LinearInput::new(gpu, &mut random, dtype, tokens, cols)?;
-            for method in methods(dtype, tokens) {
+            for method in methods(gpu, dtype, tokens) {
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
                 out.view_mut().fill_bytes(&gpu.stream, 0xFF)?;
                 input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
@@ -321,7 +328,7 @@ pub(crate) fn products_match_the_naive_kernel(gpu: &TestGpu) -> anyhow::Result<(
             let norm = |x: &[f32]| x.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
             let token_norms: Vec<f64> = x.chunks_exact(cols).map(norm).collect();
             let row_norms: Vec<f64> = weights.chunks_exact(cols).map(norm).collect();
-            for method in methods(dtype, tokens) {
+            for method in methods(gpu, dtype, tokens) {
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
                 input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
                 // For types with minimums, the sums of Q8_1 blocks are rounded to f16. All other
@@ -394,7 +401,7 @@ pub(crate) fn a_row_alone_is_the_row_in_any_batch(gpu: &TestGpu) -> anyhow::Resu
         }
         let counts = [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 150];
         for tokens in counts.into_iter().filter(|&tokens| tokens <= tokens_max) {
-            for method in methods(dtype, tokens) {
+            for method in methods(gpu, dtype, tokens) {
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
                 input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
                 let what = format!("{dtype}, {tokens} tokens, {method:?}");
@@ -416,7 +423,7 @@ pub(crate) fn matrices_of_one_launch(gpu: &TestGpu) -> anyhow::Result<()> {
             .collect::<Result<_, _>>()?;
         for tokens in [1, 4, 6, 20, 40, 130].into_iter().take(if gpu.small { 3 } else { 6 }) {
             let mut input = LinearInput::new(gpu, &mut random, dtype, tokens, cols)?;
-            for method in methods(dtype, tokens) {
+            for method in methods(gpu, dtype, tokens) {
                 let mut outs: Vec<Buffer<f32>> = cases
                     .iter()
                     .map(|case| Buffer::new(&gpu.device, tokens * case.shape.rows()))
@@ -430,6 +437,61 @@ pub(crate) fn matrices_of_one_launch(gpu: &TestGpu) -> anyhow::Result<()> {
                     ensure_bits(&what, &out.to_host(&gpu.stream)?, &case.expected(&input.x)?)?;
                 }
             }
+        }
+    }
+    Ok(())
+}
+
+/// Compares wgmma with the 8-bit products for blocks whose sums are as large as they can be, sparse
+/// or of any bits.
+pub(crate) fn extreme_q4_k_blocks_give_the_same_bits_on_wgmma(gpu: &TestGpu) -> anyhow::Result<()> {
+    if !takes_f16_quants(&gpu.device, DType::Q4_K, usize::MAX) {
+        println!("SKIPPED: this GPU or build has no wgmma");
+        return Ok(());
+    }
+    const BLOCK: usize = 144;
+    let linear = LinearKernels::new(&gpu.device);
+    let mut random = TestRng::new(16);
+    for (cols, rows, tokens) in [(256, 16, 1), (512, 145, 70), (1024, 1040, 128), (4096, 515, 300)] {
+        for kind in 0..4 {
+            let shape = Tiles::new(DType::Q4_K, cols, rows)?;
+            let mut raw = random.bytes(shape.raw_bytes());
+            for block in raw.chunks_exact_mut(BLOCK) {
+                let sign = if random.bits().is_multiple_of(2) { 1.0 } else { -1.0 };
+                block[..2].copy_from_slice(&half::f16::from_f32(sign * 1.5e-3).to_le_bytes());
+                block[2..4].copy_from_slice(&half::f16::from_f32(7.5e-4).to_le_bytes());
+                match kind {
+                    // The largest scales, minimums and quants.
+                    0 => block[4..].fill(0xFF),
+                    1 => block[4..].iter_mut().for_each(|byte| {
+                        *byte = if random.bits().is_multiple_of(16) { *byte } else { 0 };
+                    }),
+                    // The largest scales with quants of 0 and 15.
+                    2 => {
+                        block[4..16].fill(0xFF);
+                        block[16..]
+                            .iter_mut()
+                            .for_each(|byte| *byte = [0, 0x0F, 0xF0, 0xFF][*byte as usize % 4]);
+                    }
+                    _ => {}
+                }
+            }
+            let case = LinearCase::from_raw(gpu, shape, raw, random.values(rows))?;
+            let mut input = LinearInput::new(gpu, &mut random, DType::Q4_K, tokens, cols)?;
+            let mut x = input.x.clone();
+            for (at, x) in x.iter_mut().enumerate().filter(|_| kind != 3) {
+                let positive = if at / cols % 2 == 0 { true } else { random.bits().is_multiple_of(2) };
+                *x = if positive { 1.0 } else { -1.0 };
+            }
+            input.device_x = Buffer::from_host(&gpu.stream, &x)?;
+            let mut outs = Vec::new();
+            for method in [LinearMethod::Matmul(MatmulShape::all()[3]), LinearMethod::Wgmma] {
+                let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
+                out.view_mut().fill_bytes(&gpu.stream, 0xFF)?;
+                input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
+                outs.push(out.to_host(&gpu.stream)?);
+            }
+            ensure_bits(&format!("kind {kind}, {cols} x {rows}, {tokens} tokens"), &outs[1], &outs[0])?;
         }
     }
     Ok(())
@@ -460,7 +522,7 @@ pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
                 at += len;
             }
             gpu.stream.synchronize()?;
-            for tokens in [1, 2, 4, 8, 16, 32, 64, 512, 2048] {
+            for tokens in [1, 2, 4, 8, 16, 32, 64, 65, 96, 128, 256, 512, 2048] {
                 if rows > 100_000 && tokens > 64 {
                     continue;
                 }
@@ -468,16 +530,15 @@ pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
                 let mut input = LinearInput {
                     data: Buffer::new(
                         &gpu.device,
-                        activation_bytes(dtype.activation().context("activation")?, tokens, cols)
-                            .context("bytes")?,
+                        layout_of(gpu, dtype)?.bytes(tokens, cols).context("bytes")?,
                     )?,
                     device_x: {
                         let mut x = Buffer::<f32>::new(&gpu.device, tokens * cols)?;
                         let part = input.device_x.len();
                         for start in (0..x.len()).step_by(part) {
-                            let mut to = x.view_mut();
-                            let mut to = to.slice_mut(start, part).context("x")?;
-                            to.copy_from(&gpu.stream, input.device_x.view())?;
+                            let len = part.min(x.len() - start);
+                            let from = input.device_x.view().slice(0, len).context("x")?;
+                            x.view_mut().slice_mut(start, len).context("x")?.copy_from(&gpu.stream, from)?;
                         }
                         x
                     },
@@ -486,17 +547,17 @@ pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
                 let quantize = QuantizeKernels::new(&gpu.device);
                 let mut scratch = input.data.view_mut();
-                let format = dtype.activation().context("activation")?;
+                let layout = layout_of(gpu, dtype)?;
                 let x = quantize.launch(
                     &gpu.stream,
-                    format,
+                    layout,
                     input.device_x.view(),
                     tokens,
                     cols,
                     &mut scratch,
                 )?;
                 let chosen = [linear.method(dtype, rows.div_ceil(16), tokens)];
-                let all = methods(dtype, tokens);
+                let all = methods(gpu, dtype, tokens);
                 for &method in if full { all.as_slice() } else { chosen.as_slice() } {
                     if let LinearMethod::Matmul(shape) = method
                         && (shape.tokens() * 8 < tokens || (tokens * 16 < shape.tokens()))
@@ -516,6 +577,7 @@ pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
                         LinearMethod::Matvec(_) => "vector".to_owned(),
                         LinearMethod::Scalar => "plain".to_owned(),
                         LinearMethod::Matmul(shape) => format!("tiles {}", shape.tokens()),
+                        LinearMethod::Wgmma => "wgmma".to_owned(),
                         LinearMethod::FloatMatmul(shape) => format!("{}x{}", shape.tokens(), shape.rows()),
                     };
                     println!(

@@ -4,10 +4,12 @@
 //! entries of a step's plan, and the kernels' parameters.
 
 use super::kv::KvLayerAddress;
+use super::tiles::QuantizedRows;
 
 abi! {
     header "attention.cuh";
     include "\"abi/kv.cuh\"";
+    include "\"abi/tiles.cuh\"";
 
     constants {
         /// Keys of a tile.
@@ -101,7 +103,7 @@ abi! {
             heads: i32,
             dim: i32,
             out: u64 as "float *",
-            act_tiles: u64 as "uint8_t *",
+            quantized: QuantizedRows,
         );
         kernel AttentionPrefill(
             kv: KvLayerAddress,

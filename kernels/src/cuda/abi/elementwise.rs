@@ -2,7 +2,7 @@
 
 //! The interface of kernels that work row by row or value by value.
 
-use super::tiles::TilePlanes;
+use super::tiles::{QuantizedRows, TilePlanes};
 
 abi! {
     header "elementwise.cuh";
@@ -36,7 +36,7 @@ abi! {
             eps: f32,
             out: u64 as "float *",
             cols: i32,
-            act_tiles: u64 as "uint8_t *",
+            quantized: QuantizedRows,
         );
         kernel AddRmsNorm(
             x: u64 as "float *",
@@ -45,7 +45,7 @@ abi! {
             eps: f32,
             out: u64 as "float *",
             cols: i32,
-            act_tiles: u64 as "uint8_t *",
+            quantized: QuantizedRows,
         );
         kernel RmsNormHeads(
             x: u64 as "float *",
@@ -73,7 +73,7 @@ abi! {
             out: u64 as "float *",
             tokens: i32,
             cols: i32,
-            act_tiles: u64 as "uint8_t *",
+            quantized: QuantizedRows,
         );
         kernel Rope(
             x: u64 as "float *",
@@ -113,7 +113,7 @@ abi! {
             x: u64 as "const float *",
             tokens: i32,
             cols: i32,
-            act_tiles: u64 as "uint8_t *",
+            quantized: QuantizedRows,
         );
         kernel RepackRowsToTiles(
             planes: TilePlanes,

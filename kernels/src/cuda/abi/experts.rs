@@ -3,8 +3,11 @@
 //! The interface of the mixture-of-experts kernels: routing, and products with the matrices of the
 //! chosen experts.
 
+use super::tiles::QuantizedRows;
+
 abi! {
     header "experts.cuh";
+    include "\"abi/tiles.cuh\"";
     include "<cuda_bf16.h>";
     include "<cuda_fp16.h>";
 
@@ -98,7 +101,7 @@ abi! {
             slots: i32,
             pairs_per_token: i32,
             cols: i32,
-            act_tiles: u64 as "uint8_t *",
+            quantized: QuantizedRows,
         );
         kernel ExpertMatvec(params: ExpertMatvecParams);
         kernel ExpertMatmul(params: ExpertMatmulParams);

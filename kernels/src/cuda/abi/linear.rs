@@ -5,7 +5,7 @@
 
 use std::fmt::Write;
 
-use super::tiles::ACT_TILE_TOKENS;
+use super::tiles::{ACT_TILE_TOKENS, F16Quants};
 
 abi! {
     header "linear.cuh";
@@ -22,6 +22,14 @@ abi! {
         const LINEAR_F32_WARPS: usize = 8;
         /// Tokens of a block of linear_f32.cu.
         const LINEAR_F32_TOKENS: usize = 4;
+        /// A block of linear/q4_k_wgmma.cuh: its weight rows, tokens and threads, the stages of its
+        /// rings, and its bytes of shared memory.
+        const Q4K_WGMMA_ROWS: usize = 128;
+        const Q4K_WGMMA_TOKENS: usize = 128;
+        const Q4K_WGMMA_THREADS: usize = 384;
+        const Q4K_WGMMA_STAGES: usize = 3;
+        const Q4K_WGMMA_UNIT_STAGES: usize = 7;
+        const Q4K_WGMMA_SHARED_BYTES: usize = 208 << 10;
     }
     structs {
         /// Up to four matrices of one type that share their input.
@@ -46,6 +54,8 @@ abi! {
     kernels {
         kernel LinearMatvec(params: LinearParams, stages: i32);
         kernel LinearMatmul(params: LinearParams, stages: i32);
+        /// `params.act_tiles` is not used.
+        kernel LinearWgmma(params: LinearParams, quants: F16Quants);
         kernel LinearF32(
             weights: u64 as "const float *",
             x: u64 as "const float *",

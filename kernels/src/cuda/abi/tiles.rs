@@ -12,6 +12,13 @@ abi! {
         const TILE_COLS: usize = 256;
         /// Tokens of an activation tile: the columns of the B operand of an m16n8 MMA.
         const ACT_TILE_TOKENS: usize = 8;
+        /// Columns of a unit of f16 quants (linear/tile.cuh): 128 bytes of a token.
+        const F16_UNIT_COLS: usize = 64;
+        /// Bytes of a unit: 8 tokens.
+        const F16_UNIT_BYTES: usize = 1024;
+        /// Bytes of the sums and scales of 8 tokens by 256 columns, and where the scales begin.
+        const F16_SUMS_BYTES: usize = 288;
+        const F16_SUMS_SCALES: usize = 256;
         /// The largest number of planes of a tile.
         const PLANES_MAX: usize = 4;
     }
@@ -30,6 +37,21 @@ abi! {
             planes: i32,
             block_bytes: i32,
             tile_bytes: i32,
+        }
+        /// Where a kernel writes quantized rows.
+        struct QuantizedRows [32 bytes] {
+            act_tiles: u64 as "uint8_t *",
+            /// F16 quants, or null.
+            f16_units: u64 as "uint8_t *",
+            f16_sums: u64 as "uint8_t *",
+            /// Groups of 8 tokens for which there is room.
+            f16_groups: i32,
+        }
+        /// F16 quants that a kernel reads.
+        struct F16Quants [24 bytes] {
+            units: u64 as "const uint8_t *",
+            sums: u64 as "const uint8_t *",
+            groups: i32,
         }
     }
     kernels {}

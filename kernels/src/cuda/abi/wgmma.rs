@@ -24,7 +24,9 @@ fn wgmma_instructions() -> String {
     let mut rows: Vec<usize> = FloatShape::ALL.iter().map(FloatShape::rows).collect();
     rows.sort_unstable();
     rows.dedup();
-    let mut out = String::from("\ntemplate <int N, bool IS_BF16>\nstruct Wgmma;\n");
+    let mut out = String::from(
+        "\ntemplate <int N, bool IS_BF16>\nstruct Wgmma;\n\ntemplate <int N>\nstruct WgmmaFromRegisters;\n",
+    );
     for (rows, (is_bf16, float)) in
         rows.iter().flat_map(|&rows| [(rows, (false, "f16")), (rows, (true, "bf16"))])
     {
@@ -41,5 +43,33 @@ fn wgmma_instructions() -> String {
             list(&|i| format!("\"+f\"(sums[{i}])")),
         );
     }
+    for tokens in REGISTER_TOKENS {
+        out += &with_rows_in_registers(tokens);
+    }
     out
+}
+
+/// Token counts of the products of linear/q4_k_wgmma.cuh: all tokens of a block, and a slice.
+#[allow(dead_code, reason = "for build.rs")]
+const REGISTER_TOKENS: [usize; 2] = [128, 32];
+
+/// Returns `WgmmaFromRegisters<N>::run<ACCUMULATE>(sums, a, b)`: 64 rows in registers by N tokens
+/// over 16 columns of f16. If not ACCUMULATE, `sums` is overwritten.
+#[allow(dead_code, reason = "for build.rs")]
+fn with_rows_in_registers(tokens: usize) -> String {
+    let registers = tokens / 2;
+    let list = |text: &dyn Fn(usize) -> String| (0..registers).map(text).collect::<Vec<_>>().join(", ");
+    let rows = (0..4).map(|i| format!("%{}", registers + i)).collect::<Vec<_>>().join(", ");
+    format!(
+        "\ntemplate <>\nstruct WgmmaFromRegisters<{tokens}> {{\n    \
+         template <int ACCUMULATE>\n    \
+         static __device__ __forceinline__ void run(float (&sums)[{registers}], const uint32_t (&a)[4], uint64_t b) {{\n        \
+         asm volatile(\"{{\\n.reg .pred accumulate;\\nsetp.ne.b32 accumulate, %{}, 0;\\n\"\n            \
+         \"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.f16.f16 {{{}}}, {{{rows}}}, %{}, accumulate, 1, 1, 0;\\n}}\"\n            \
+         : {} : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b), \"n\"(ACCUMULATE));\n    }}\n}};\n",
+        registers + 5,
+        list(&|i| format!("%{i}")),
+        registers + 4,
+        list(&|i| format!("\"+f\"(sums[{i}])")),
+    )
 }

@@ -98,7 +98,7 @@ impl ExpertCommand {
                 }
                 Self::Quantize { x, pairs_per_token, groups, activation_tiles } => {
                     let quantized = QuantizedOutput {
-                        format: activation_tiles.format,
+                        layout: activation_tiles.layout,
                         act_tiles: activation_tiles.range.view_mut(),
                     };
                     let (cols, per_token) = (activation_tiles.cols as usize, pairs_per_token as usize);

@@ -185,7 +185,8 @@ impl Cuda {
         let (first, second) = (expert_weight_list[0], expert_weight_list.get(1).copied());
         match groups.grouping {
             PairGrouping::Matvec => {
-                let activation_tiles = self.activation_tiles(OP, format, pairs / pairs_per_token, cols)?;
+                let activation_tiles =
+                    self.activation_tiles(OP, format.into(), pairs / pairs_per_token, cols)?;
                 self.push(KernelCommand::Quantize { x, activation_tiles });
                 let product = ExpertCommand::Matvec {
                     activation_tiles,
@@ -198,7 +199,8 @@ impl Cuda {
             }
             PairGrouping::Matmul => {
                 let slots = PairGrouping::Matmul.slots(pairs, groups.count as usize);
-                let activation_tiles: ActivationTiles = self.activation_tiles(OP, format, slots, cols)?;
+                let activation_tiles: ActivationTiles =
+                    self.activation_tiles(OP, format.into(), slots, cols)?;
                 self.push(match side {
                     ProductSide::In { .. } => KernelCommand::Experts(ExpertCommand::Quantize {
                         x,

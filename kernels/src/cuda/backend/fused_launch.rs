@@ -84,7 +84,7 @@ impl KernelSet {
         // SAFETY: for all calls and views below, this function's contract.
         unsafe {
             let quantized = QuantizedOutput {
-                format: activation_tiles.format,
+                layout: activation_tiles.layout,
                 act_tiles: activation_tiles.range.view_mut(),
             };
             match *command {

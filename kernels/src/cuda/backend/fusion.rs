@@ -31,7 +31,7 @@ pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddres
         return if matches!(list[0], KernelCommand::Rope { .. }) { 3 } else { 5 };
     }
     if let [first, KernelCommand::Quantize { x, activation_tiles }, ..] = list
-        && QuantizedOutput::supports(activation_tiles.format)
+        && QuantizedOutput::supports(activation_tiles.layout.format)
     {
         let cols = activation_tiles.cols as usize;
         let made = match *first {

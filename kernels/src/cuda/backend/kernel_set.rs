@@ -121,7 +121,7 @@ impl KernelSet {
                     let (tokens, cols) = (activation_tiles.tokens as usize, activation_tiles.cols as usize);
                     let mut out = activation_tiles.range.view_mut();
                     self.quantize
-                        .launch(stream, activation_tiles.format, x.view(), tokens, cols, &mut out)
+                        .launch(stream, activation_tiles.layout, x.view(), tokens, cols, &mut out)
                         .map(|_activations| ())
                 }
                 KernelCommand::Product { activation_tiles, .. } => {

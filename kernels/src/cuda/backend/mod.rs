@@ -40,7 +40,7 @@ use quant::DType;
 use turns::Turns;
 
 use super::error::device_error;
-use super::quantize::activation_bytes;
+use super::quantize::ActivationLayout;
 use super::{Buffer, CudaError, Device, Stream};
 use attention_plan::{AttentionPlanShape, DeviceAttentionPlan};
 use command::KernelCommand;
@@ -209,22 +209,22 @@ impl Cuda {
         Ok(WeightMatrix { dtype: weight.dtype, range, cols: tiles.cols() as u32, rows: tiles.rows() as u32 })
     }
 
-    /// Returns scratch memory for `rows` rows of activations in `format`.
+    /// Returns scratch memory for `rows` rows of activations.
     fn activation_tiles(
         &mut self,
         op: &'static str,
-        format: DType,
+        layout: ActivationLayout,
         rows: usize,
         cols: usize,
     ) -> Result<ActivationTiles, OpError> {
-        let len = activation_bytes(format, rows, cols).ok_or(OpError::Type { op, dtype: format })?;
+        let len = layout.bytes(rows, cols).ok_or(OpError::Type { op, dtype: layout.format })?;
         if len > self.activation_tiles.len() {
             let buffer = Buffer::new(&self.device, len).map_err(device_error(op))?;
             self.activation_tiles = Arc::new(buffer);
         }
         self.recorder.keep(self.activation_tiles.clone());
         let range = ByteRange { address: self.activation_tiles.view().address(), len };
-        Ok(ActivationTiles { format, range, tokens: rows as u32, cols: cols as u32 })
+        Ok(ActivationTiles { layout, range, tokens: rows as u32, cols: cols as u32 })
     }
 }
 

@@ -10,7 +10,7 @@ use quant::layout::Tiles;
 use super::step::WordRange;
 use crate::cuda::attention;
 use crate::cuda::kv_write::KvLayerAddress;
-use crate::cuda::quantize::QuantizedActivations;
+use crate::cuda::quantize::{ActivationLayout, QuantizedActivations};
 use crate::cuda::{DeviceView, DeviceViewMut};
 
 /// A range of bytes in device memory.
@@ -55,7 +55,7 @@ pub(super) struct WeightMatrix {
 /// Quantized activations in scratch memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct ActivationTiles {
-    pub(super) format: DType,
+    pub(super) layout: ActivationLayout,
     pub(super) range: ByteRange,
     pub(super) tokens: u32,
     pub(super) cols: u32,
@@ -104,7 +104,7 @@ impl ActivationTiles {
     /// As `KernelSet::enqueue`.
     pub(super) unsafe fn activations<'a>(&self) -> QuantizedActivations<'a> {
         QuantizedActivations {
-            format: self.format,
+            layout: self.layout,
             tokens: self.tokens as usize,
             cols: self.cols as usize,
             // SAFETY: the caller's contract.

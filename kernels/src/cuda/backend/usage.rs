@@ -9,7 +9,8 @@ use super::experts::{PAIRS_MAX, scratch_bytes};
 use super::plan::PARTIALS_MAX;
 use super::recorder::GRAPHS_MAX;
 use crate::cuda::experts::PairGrouping;
-use crate::cuda::quantize::activation_bytes;
+use crate::cuda::linear::can_take_f16_quants;
+use crate::cuda::quantize::ActivationLayout;
 
 /// Bytes of a launch in a graph (measured on an H200).
 const GRAPH_LAUNCH_BYTES: u64 = 512;
@@ -70,19 +71,22 @@ pub fn predict_device_bytes(shape: &CudaWorkerShape) -> DeviceBytes {
     let rows = shape.rows_at_once;
     let width = shape.heads * shape.head_dim;
     let formats = shape.dtypes.iter().filter_map(|dtype| dtype.activation());
+    let dense_tiles = |format: DType, cols: usize| {
+        let takes = |&dtype: &DType| dtype.activation() == Some(format) && can_take_f16_quants(dtype, rows);
+        let layout = ActivationLayout { format, f16_quants: shape.dtypes.iter().any(takes) };
+        layout.bytes(rows, cols).unwrap_or(0)
+    };
     let activation_tiles = |format: DType| match format {
         // F32 weights take rows without conversion.
         DType::F32 => 0,
         _ if shape.experts > 0 => {
             let pairs = expert_pairs(shape);
             let slots = PairGrouping::of(pairs, shape.experts).slots(pairs, shape.experts);
-            [(rows, shape.embedding.max(width)), (slots, shape.embedding.max(shape.feed_forward))]
-                .map(|(rows, cols)| activation_bytes(format, rows, cols).unwrap_or(0))
-                .into_iter()
-                .max()
-                .unwrap_or(0)
+            let expert_tiles =
+                ActivationLayout::from(format).bytes(slots, shape.embedding.max(shape.feed_forward));
+            dense_tiles(format, shape.embedding.max(width)).max(expert_tiles.unwrap_or(0))
         }
-        _ => activation_bytes(format, rows, shape.embedding.max(width).max(shape.feed_forward)).unwrap_or(0),
+        _ => dense_tiles(format, shape.embedding.max(width).max(shape.feed_forward)),
     };
     let activation_tiles = formats.map(activation_tiles).max().unwrap_or(0) as u64;
     let experts = match shape.experts {

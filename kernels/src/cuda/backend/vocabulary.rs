@@ -21,6 +21,8 @@ use super::{Cuda, CudaKv, CudaRope, CudaTensor, WeightData, data};
 use crate::cuda::Buffer;
 use crate::cuda::attention::AttentionMethod;
 use crate::cuda::error::device_error;
+use crate::cuda::linear::takes_f16_quants;
+use crate::cuda::quantize::ActivationLayout;
 use crate::cuda::shortlist;
 
 impl Backend for Cuda {
@@ -161,6 +163,13 @@ impl Backend for Cuda {
     ) -> Result<(), OpError> {
         const OP: &str = "linear";
         let mut quantized: Option<ActivationTiles> = None;
+        // Formats that a layer here also takes as f16 quants.
+        let f16_formats: Vec<DType> = layers
+            .iter()
+            .map(|layer| layer.0.weight.dtype)
+            .filter(|&dtype| takes_f16_quants(&self.device, dtype, rows))
+            .filter_map(|dtype| dtype.activation())
+            .collect();
         // Sorting makes layers of one type neighbours, so they share launches and their quantized
         // input.
         let mut order: Vec<usize> = (0..layers.len()).collect();
@@ -181,14 +190,20 @@ impl Backend for Cuda {
             let matrix = self.matrix(OP, &layer.weight)?;
             let (input, out) = (self.use_tensor(x, rows), self.use_tensor(out, rows));
             let activation_tiles = match quantized {
-                Some(activation_tiles) if activation_tiles.format == format => activation_tiles,
+                Some(activation_tiles) if activation_tiles.layout.format == format => activation_tiles,
                 // F32 weights take rows without conversion.
                 _ if format == DType::F32 => {
                     let range = ByteRange { address: input.address, len: input.len * size_of::<f32>() };
-                    ActivationTiles { format, range, tokens: rows as u32, cols: x.cols() as u32 }
+                    ActivationTiles {
+                        layout: format.into(),
+                        range,
+                        tokens: rows as u32,
+                        cols: x.cols() as u32,
+                    }
                 }
                 _ => {
-                    let activation_tiles = self.activation_tiles(OP, format, rows, x.cols())?;
+                    let layout = ActivationLayout { format, f16_quants: f16_formats.contains(&format) };
+                    let activation_tiles = self.activation_tiles(OP, layout, rows, x.cols())?;
                     self.push(KernelCommand::Quantize { x: input, activation_tiles });
                     *quantized.insert(activation_tiles)
                 }
