@@ -155,7 +155,10 @@ impl RunningChoice {
                     let finish = self.handle_frame(frame).await?;
                     stream.stay.record_output(self.progress.output().len());
                     match finish {
-                        Some(finish) => return self.finish(finish).await,
+                        Some(finish) => {
+                            stream.stay.record_completion();
+                            return self.finish(finish).await;
+                        }
                         None => continue,
                     }
                 }

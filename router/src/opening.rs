@@ -21,6 +21,8 @@ use crate::routing::WorkerId;
 const BUSY_RETRY: Duration = Duration::from_millis(100);
 /// The wait for a worker is divided into steps, so that a pause of this process is not counted.
 const WAIT_STEP: Duration = Duration::from_secs(1);
+/// How long a request waits for a worker without trials of other requests. Then it enters any.
+const ISOLATION_WAIT: Duration = Duration::from_secs(30);
 /// A full worker's queue moves within seconds, and a lost worker restarts within one second.
 pub(crate) const RETRY_AFTER: Duration = Duration::from_secs(1);
 
@@ -197,6 +199,29 @@ impl WorkerTries {
     }
 }
 
+/// The time for which the quarantine has kept a request from all workers.
+#[derive(Debug, Default)]
+pub struct IsolationWait {
+    waited: Duration,
+}
+
+impl IsolationWait {
+    /// Whether the request enters workers with trials of others.
+    pub fn is_over(&self) -> bool {
+        self.waited >= ISOLATION_WAIT
+    }
+
+    /// How long to wait now. `change`: when a trial ends by itself.
+    pub fn next_wait(&self, change: Duration) -> Duration {
+        change.min(WAIT_STEP).min(ISOLATION_WAIT.saturating_sub(self.waited))
+    }
+
+    /// If this process was stopped meanwhile, only one step counts.
+    pub fn count(&mut self, waited: Duration) {
+        self.waited += waited.min(WAIT_STEP);
+    }
+}
+
 /// The attempts to resume a choice that lost its worker. `cause` says why it was lost.
 #[derive(Debug)]
 pub struct Reopening {
@@ -267,6 +292,19 @@ mod tests {
         let step = refusals.handle(died, LossVerdict::Quarantine { entry, is_new: true });
         assert_eq!(step, OpeningStep::Refuse(RequestRefusal::Quarantined(entry)));
         assert_eq!(refusals.into_refusal(), None);
+    }
+
+    #[test]
+    fn a_pause_of_this_process_counts_as_one_step_of_the_wait_for_isolation() {
+        let mut wait = IsolationWait::default();
+        assert_eq!(wait.next_wait(Duration::from_millis(10)), Duration::from_millis(10));
+        wait.count(Duration::from_secs(600));
+        for _ in 1..30 {
+            assert!(!wait.is_over());
+            assert_eq!(wait.next_wait(Duration::from_secs(5)), WAIT_STEP);
+            wait.count(WAIT_STEP);
+        }
+        assert!(wait.is_over());
     }
 
     #[test]

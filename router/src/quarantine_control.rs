@@ -108,9 +108,15 @@ impl StreamStay {
     /// The stream has this many output tokens, of all its workers together.
     pub(crate) fn record_output(&self, output_tokens: usize) {
         let Self { controller, worker, content, id } = self;
-        if controller.lock().record_output(*worker, *id, *content, output_tokens) {
+        let now = controller.now();
+        if controller.lock().record_output(*worker, *id, *content, output_tokens, now) {
             controller.changed.notify_waiters();
         }
+    }
+
+    /// The stream has ended as it should.
+    pub(crate) fn record_completion(&self) {
+        self.controller.lock().record_completion(self.content);
     }
 
     /// The worker died. Logs a request that goes into quarantine.

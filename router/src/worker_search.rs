@@ -4,25 +4,20 @@
 //! which of them the request may enter now ([`crate::quarantine`]).
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::opening::{RequestRefusal, WorkerChoice, WorkerTries};
+use crate::opening::{IsolationWait, RequestRefusal, WorkerChoice, WorkerTries};
 use crate::quarantine::ContentKey;
 use crate::quarantine_control::{QuarantineController, StreamStay};
 use crate::routing::WorkerId;
-
-/// How long a request waits for a worker without trials of other requests. Then it enters any.
-const ISOLATION_WAIT: Duration = Duration::from_secs(30);
 
 /// A search for workers that were not tried yet and that the content may enter.
 pub(crate) struct WorkerSearch<'a, P> {
     quarantine: &'a Arc<QuarantineController>,
     content: ContentKey,
     deadline: Option<Instant>,
-    /// From then on, the content enters workers with trials of others.
-    force_at: Instant,
+    isolation: IsolationWait,
     first: Option<P>,
     tries: WorkerTries,
 }
@@ -34,8 +29,8 @@ impl<'a, P> WorkerSearch<'a, P> {
         deadline: Option<Instant>,
         first: Option<P>,
     ) -> Self {
-        let force_at = Instant::now() + ISOLATION_WAIT;
-        Self { quarantine, content, deadline, force_at, first, tries: WorkerTries::default() }
+        let (isolation, tries) = (IsolationWait::default(), WorkerTries::default());
+        Self { quarantine, content, deadline, isolation, first, tries }
     }
 
     /// The next worker. `place` chooses one that is not among those in its argument.
@@ -51,21 +46,21 @@ impl<'a, P> WorkerSearch<'a, P> {
             let trial_ended = self.quarantine.trial_ended();
             let mut trial_ended = std::pin::pin!(trial_ended);
             trial_ended.as_mut().enable();
-            let enter = |worker| {
-                let force = Instant::now() >= self.force_at;
-                self.quarantine.enter(worker, self.content, force)
-            };
+            let force = self.isolation.is_over();
+            let enter = |worker| self.quarantine.enter(worker, self.content, force);
             match self.tries.next(self.first.take(), &place, &id_of, enter) {
                 WorkerChoice::Enter(placed, stay) => return Ok(Some((placed, stay))),
                 WorkerChoice::Exhausted => return Ok(None),
                 WorkerChoice::Blocked => {}
             }
-            let retry = self.force_at.min(Instant::now() + self.quarantine.retry_in());
+            let blocked_at = Instant::now();
+            let retry = blocked_at + self.isolation.next_wait(self.quarantine.retry_in());
             let retry = self.deadline.map_or(retry, |deadline| deadline.min(retry));
             tokio::select! {
                 () = trial_ended => {}
                 () = tokio::time::sleep_until(retry) => {}
             }
+            self.isolation.count(blocked_at.elapsed());
             if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 return Err(RequestRefusal::DeadlineExceeded);
             }

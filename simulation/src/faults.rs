@@ -25,9 +25,8 @@ const CALM_GAP: Micros = 400 * MILLISECOND;
 const REST: Micros = 40 * SECOND;
 /// A router gives up a connection whose pings stay without an answer.
 const LINK_TIMEOUT: Micros = 6 * SECOND;
-/// Workers that a content may end before it is refused. docs/decisions/0026 expects three in a
-/// fleet without other faults.
-const POISON_DEATHS_MAX: usize = 4;
+/// Workers that a content may end before it is refused (docs/decisions/0026).
+const POISON_DEATHS_MAX: usize = 3;
 
 #[derive(Debug)]
 pub(crate) struct FaultPlan {
@@ -221,9 +220,13 @@ impl Fleet {
         self.net.timer(WORLD, after, Message::World(ToWorld::Arrival));
     }
 
-    /// A request has ended its worker.
-    pub(crate) fn poison_killed(&mut self, content: u64) {
+    /// A request of this router has ended its worker.
+    pub(crate) fn poison_killed(&mut self, content: u64, router: SimPid) {
         self.counts.poison_deaths += 1;
+        // A call that its router did not live to cancel.
+        if self.router.as_ref().is_none_or(|current| current.pid != router) {
+            return;
+        }
         let now = self.net.now;
         let Some(poison) = self.poison.contents.get_mut(&content) else { return };
         let window = QUARANTINE.as_micros() as Micros;

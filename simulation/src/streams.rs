@@ -11,7 +11,8 @@ use bytes::Bytes;
 use router::admission::{AdmissionError, AdmissionEvent, AdmissionId, AdmissionRequest, Tenant};
 use router::failover::{ChoiceError, ChoiceProgress, FailoverAction, StreamLoss};
 use router::opening::{
-    CallOutcome, OpeningStep, RefusalCollector, Reopening, RequestRefusal, WorkerChoice, WorkerTries,
+    CallOutcome, IsolationWait, OpeningStep, RefusalCollector, Reopening, RequestRefusal, WorkerChoice,
+    WorkerTries,
 };
 use router::quarantine::{ContentKey, LossVerdict, StreamId};
 use router::routing::{ModelKey, RoutingPolicy, StreamDemand, StreamPlacement, WorkerId, prefix_hashes};
@@ -24,8 +25,6 @@ use crate::network::{Link, Micros, SimPid};
 use crate::weights::MODELS;
 use crate::worker_process::next_token;
 
-/// How long a request waits for a worker without trials of other requests. Then it enters any.
-const ISOLATION_WAIT: Duration = Duration::from_secs(30);
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A stream that counts on a worker.
@@ -44,7 +43,9 @@ pub(crate) struct OpenCall {
 pub(crate) struct WorkerQuest {
     tries: WorkerTries,
     refusals: RefusalCollector,
-    force_at: Duration,
+    isolation: IsolationWait,
+    /// The quarantine keeps the request from all workers since then.
+    blocked_at: Option<Duration>,
     began: Duration,
 }
 
@@ -145,8 +146,7 @@ impl Fleet {
     fn begin_quest(&mut self, number: u64) {
         let now = self.uptime();
         if let Some(request) = self.request(number) {
-            request.quest =
-                WorkerQuest { force_at: now + ISOLATION_WAIT, began: now, ..WorkerQuest::default() };
+            request.quest = WorkerQuest { began: now, ..WorkerQuest::default() };
         }
     }
 
@@ -173,7 +173,10 @@ impl Fleet {
         };
         let (routing, quarantine) =
             (RefCell::new(std::mem::take(&mut router.routing)), &mut router.quarantine);
-        let force = now >= request.quest.force_at;
+        if let Some(blocked_at) = request.quest.blocked_at.take() {
+            request.quest.isolation.count(now - blocked_at);
+        }
+        let force = request.quest.isolation.is_over();
         let choice = request.quest.tries.next(
             None,
             |tried| {
@@ -197,7 +200,8 @@ impl Fleet {
             Ok(None) => {}
             Ok(Some((placement, stay))) => self.call_worker(number, stream, placement, stay),
             Err(true) => {
-                let retry = request.quest.force_at.saturating_sub(now).min(quarantine.next_change(now));
+                let retry = request.quest.isolation.next_wait(quarantine.next_change(now));
+                request.quest.blocked_at = Some(now);
                 router.blocked.insert(number);
                 self.wait(number, retry);
             }
@@ -348,7 +352,10 @@ impl Fleet {
     fn handle_open_stream(&mut self, number: u64, frame: StreamFrame) {
         let loss = match frame {
             StreamFrame::Tokens(ids) => return self.handle_tokens(number, &ids),
-            StreamFrame::Finished => return self.end_request(number, RequestEnd::Complete),
+            StreamFrame::Finished => {
+                self.record_completion(number);
+                return self.end_request(number, RequestEnd::Complete);
+            }
             StreamFrame::Died => StreamLoss::WorkerDied { detail: String::new() },
             StreamFrame::Drains => StreamLoss::WorkerDrains { detail: String::new() },
             StreamFrame::Admitted | StreamFrame::Full | StreamFrame::NotServing => return,
@@ -385,8 +392,15 @@ impl Fleet {
         }
     }
 
+    fn record_completion(&mut self, number: u64) {
+        let Some(router) = self.router.as_mut() else { return };
+        let Some(request) = router.requests.get(&number) else { return };
+        router.quarantine.record_completion(ContentKey(u128::from(request.arrival.content)));
+    }
+
     /// The client gets tokens: the next ones of the one right output.
     fn handle_tokens(&mut self, number: u64, ids: &[u32]) {
+        let now = self.uptime();
         let Some(router) = self.router.as_mut() else { return };
         let Some(request) = router.requests.get_mut(&number) else { return };
         let Some(call) = request.call.as_mut() else { return };
@@ -407,7 +421,7 @@ impl Fleet {
         self.counts.tokens += ids.len();
         let content = ContentKey(u128::from(request.arrival.content));
         let (worker, stay, output) = (call.worker, call.stay, request.progress.output().len());
-        if router.quarantine.record_output(worker, stay, content, output) {
+        if router.quarantine.record_output(worker, stay, content, output, now) {
             self.wake_blocked();
         }
     }

@@ -408,8 +408,8 @@ impl Fleet {
             in_step(stream) && stream.call.crash_at.is_some_and(|at| stream.call.prompt.len() + at == next)
         });
         if let Some(crash) = crash {
-            let content = crash.call.content;
-            return self.crash_worker(pid, content);
+            let (content, router) = (crash.call.content, crash.router);
+            return self.crash_worker(pid, content, router);
         }
         worker.scheduler.commit();
         self.counts.preemptions += usize::from(was_preempted);
@@ -446,8 +446,8 @@ impl Fleet {
     }
 
     /// A request ends its worker.
-    fn crash_worker(&mut self, pid: SimPid, content: u64) {
-        self.poison_killed(content);
+    fn crash_worker(&mut self, pid: SimPid, content: u64, router: SimPid) {
+        self.poison_killed(content, router);
         self.kill(pid, Termination::Signal(11));
     }
 }

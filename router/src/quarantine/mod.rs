@@ -6,7 +6,7 @@
 //!
 //! Requests are identified by their content ([`ContentKey`]), because a client repeats a request
 //! that failed. A stream is *on trial* from the time at which the router sends it to a worker until
-//! the worker's first new token.
+//! it has more output than at any loss of its content: without a loss, until its first token.
 //!
 //! ```text
 //! worker dies -- suspects on trial there? -- yes: those are candidates
@@ -14,15 +14,16 @@
 //!                                      \--- no:  all contents on that worker are candidates
 //! each candidate loses one worker more and becomes a suspect
 //!     2 losses, and the last time it was the only candidate --> quarantined for a time
-//!     it outputs more tokens than at the loss ----------------> cleared
+//!     it outputs more tokens than at any loss, or ends -------> cleared
 //! ```
 //!
 //! Most candidates are innocent neighbours of one request. So a suspect gets its next trial alone:
 //! 1. A suspect enters a worker only if no other content is on trial there.
 //! 2. No other content enters a worker while a suspect is on trial there, or waits for that worker.
 //! 3. A suspect is on trial at one worker at a time.
-//! 4. All of this holds for at most [`policy::TRIAL_MAX`], so a long prefill delays others for a
-//!    bounded time.
+//! 4. Contents without a loss wait for at most [`policy::TRIAL_MAX`], so a long prefill delays them
+//!    for a bounded time. Contents that were on dead workers wait until the router forces them in
+//!    ([`crate::opening::IsolationWait`]).
 //!
 //! Only a stream that entered its worker after the last loss counts: workers that are killed
 //! together say no more about a content than one of them.

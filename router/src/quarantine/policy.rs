@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 use super::content::ContentKey;
-use super::worker_trials::WorkerTrials;
+use super::worker_trials::{ContentStanding, WorkerTrials};
 use crate::admission::Uptime;
 use crate::routing::WorkerId;
 
@@ -43,11 +43,12 @@ pub enum LossVerdict {
     },
 }
 
-/// What is known of a content that lost a worker.
+/// What is known of a content that was on a worker which died.
 #[derive(Clone, Copy, Debug)]
 struct LossRecord {
+    /// Zero if other contents were the candidates.
     losses: u32,
-    /// Output tokens at the last loss. With more, the content is cleared.
+    /// The most output tokens at a loss. With more, the content is cleared.
     output_tokens: usize,
     /// The next trial is alone.
     is_suspect: bool,
@@ -85,19 +86,24 @@ impl QuarantinePolicy {
         now: Uptime,
         force: bool,
     ) -> Result<StreamId, Blocked> {
-        let is_suspect = self.record(content, now).is_some_and(|record| record.is_suspect);
+        let standing =
+            self.record(content, now).map_or(ContentStanding::Clean, |record| match record.is_suspect {
+                true => ContentStanding::Suspect,
+                false => ContentStanding::Recorded,
+            });
+        let is_suspect = standing == ContentStanding::Suspect;
         let mut others = self.workers.iter().filter(|(id, _)| **id != worker);
         let is_elsewhere = is_suspect && others.any(|(_, trials)| trials.has_trial(content, now));
         if is_elsewhere && !force {
             return Err(Blocked);
         }
         let trials = self.workers.entry(worker).or_default();
-        if !trials.may_enter(content, is_suspect, now) && !force {
+        if !trials.may_enter(content, standing, now) && !force {
             return Err(Blocked);
         }
         self.last_id += 1;
         let id = StreamId(self.last_id);
-        trials.enter(id, content, is_suspect, now);
+        trials.enter(id, content, standing, now);
         self.drop_claims(content);
         Ok(id)
     }
@@ -108,20 +114,31 @@ impl QuarantinePolicy {
         self.workers.retain(|_, trials| !trials.is_empty());
     }
 
-    /// The stream has `output_tokens` tokens, of all its workers together. Returns true if others
-    /// may enter the worker now.
+    /// The stream has `output_tokens` tokens, of all its workers together. Its trial ends if that is
+    /// beyond the point of every loss of the content. Returns true if others may enter the worker
+    /// now.
     pub fn record_output(
         &mut self,
         worker: WorkerId,
         id: StreamId,
         content: ContentKey,
         output_tokens: usize,
+        now: Uptime,
     ) -> bool {
-        let is_past = |record: &LossRecord| !record.is_quarantined && output_tokens > record.output_tokens;
-        if self.records.get(&content).is_some_and(is_past) {
+        if let Some(record) = self.record(content, now) {
+            if record.is_quarantined || output_tokens <= record.output_tokens {
+                return false;
+            }
             self.records.remove(&content);
         }
         self.workers.get_mut(&worker).is_some_and(|trials| trials.set_output(id))
+    }
+
+    /// A stream of the content ended as it should, which clears the content.
+    pub fn record_completion(&mut self, content: ContentKey) {
+        if self.records.get(&content).is_some_and(|record| !record.is_quarantined) {
+            self.records.remove(&content);
+        }
     }
 
     /// The stream's worker is dead.
@@ -137,8 +154,22 @@ impl QuarantinePolicy {
         let loss = self.workers.get_mut(&worker).and_then(|trials| trials.lose(id));
         // Workers that are killed together say no more about a content than one of them.
         let is_new_trial = earlier.is_none_or(|record| id > record.last_stream);
+        let expires = now + self.quarantine_for;
+        let output_tokens = earlier.map_or(0, |record| record.output_tokens).max(output_tokens);
+        self.make_room(now);
         let Some(loss) = loss.filter(|_| is_new_trial) else {
-            // Another stream of the content may have been counted for the same death.
+            // Others are blamed for this death, or another stream of the content was counted for
+            // it. The content is on trial again until it is past this point.
+            let unblamed = LossRecord {
+                losses: 0,
+                output_tokens,
+                is_suspect: false,
+                last_stream: StreamId(0),
+                expires,
+                is_quarantined: false,
+            };
+            let record = earlier.map_or(unblamed, |record| LossRecord { output_tokens, ..record });
+            self.records.insert(content, record);
             return self
                 .find(content, now)
                 .map_or(LossVerdict::Resume, |entry| LossVerdict::Quarantine { entry, is_new: false });
@@ -147,8 +178,6 @@ impl QuarantinePolicy {
         let was_quarantined = earlier.is_some_and(|record| record.is_quarantined);
         let is_quarantined = was_quarantined || (losses >= LOSSES_MAX && loss.is_only);
         let is_suspect = loss.was_on_trial || loss.is_only || losses >= LOSSES_MAX;
-        let expires = now + self.quarantine_for;
-        self.make_room(now);
         let last_stream = StreamId(self.last_id);
         let record = LossRecord { losses, output_tokens, is_suspect, last_stream, expires, is_quarantined };
         self.records.insert(content, record);

@@ -45,36 +45,107 @@ fn a_content_that_loses_two_workers_alone_is_quarantined_for_a_time() {
 fn output_beyond_the_loss_clears_a_suspect_and_output_before_it_does_not() {
     let mut policy = policy();
     let id = policy.enter(A, POISON, NOW, false).unwrap();
-    policy.record_output(A, id, POISON, 50);
+    policy.record_output(A, id, POISON, 50, NOW);
     assert_eq!(policy.record_loss(A, id, POISON, 50, NOW), LossVerdict::Resume);
     policy.leave(A, id);
     // A client repeats the request, which gets as far as before.
     let id = policy.enter(B, POISON, NOW, false).unwrap();
-    policy.record_output(B, id, POISON, 50);
+    policy.record_output(B, id, POISON, 50, NOW);
     assert!(matches!(policy.record_loss(B, id, POISON, 50, NOW), LossVerdict::Quarantine { .. }));
 
     let innocent = ContentKey(1);
     assert_eq!(lose_alone(&mut policy, A, innocent), LossVerdict::Resume);
     let id = policy.enter(A, innocent, NOW, false).unwrap();
-    policy.record_output(A, id, innocent, 1);
+    policy.record_output(A, id, innocent, 1, NOW);
     policy.leave(A, id);
     assert_eq!(lose_alone(&mut policy, A, innocent), LossVerdict::Resume, "the first loss again");
+}
+
+/// The content has output when its worker dies. A neighbour is on trial there and has none.
+fn die_beside_a_trial(
+    policy: &mut QuarantinePolicy,
+    worker: WorkerId,
+    content: ContentKey,
+    output_tokens: usize,
+) {
+    let beside = ContentKey(99);
+    let id = policy.enter(worker, content, NOW, false).unwrap();
+    policy.record_output(worker, id, content, output_tokens, NOW);
+    let trial = policy.enter(worker, beside, NOW, false).unwrap();
+    for (id, content, output) in [(trial, beside, 0), (id, content, output_tokens)] {
+        assert_eq!(policy.record_loss(worker, id, content, output, NOW), LossVerdict::Resume);
+        policy.leave(worker, id);
+    }
+    // The neighbour runs well elsewhere.
+    policy.record_completion(beside);
+}
+
+#[test]
+fn a_repeated_content_is_on_trial_until_it_is_past_the_point_of_its_loss() {
+    let mut policy = policy();
+    // Nobody blames the poison the first time: it had output, and a neighbour had none.
+    die_beside_a_trial(&mut policy, A, POISON, 7);
+    // Its client repeats it from the beginning.
+    die_beside_a_trial(&mut policy, B, POISON, 7);
+    let id = policy.enter(A, POISON, NOW, false).unwrap();
+    assert!(!policy.record_output(A, id, POISON, 7, NOW), "still on trial");
+    assert_eq!(policy.enter(A, ContentKey(1), NOW, false), Err(Blocked));
+    assert!(matches!(policy.record_loss(A, id, POISON, 7, NOW), LossVerdict::Quarantine { .. }));
+}
+
+#[test]
+fn a_loss_with_less_output_does_not_move_the_point_that_clears() {
+    let mut policy = policy();
+    die_beside_a_trial(&mut policy, A, POISON, 7);
+    // The worker of the repetition is killed at once.
+    assert_eq!(lose_alone(&mut policy, B, POISON), LossVerdict::Resume);
+    let id = policy.enter(A, POISON, NOW, false).unwrap();
+    policy.record_output(A, id, POISON, 7, NOW);
+    assert!(matches!(policy.record_loss(A, id, POISON, 7, NOW), LossVerdict::Quarantine { .. }));
+}
+
+#[test]
+fn a_completed_stream_clears_its_content() {
+    let mut policy = policy();
+    die_beside_a_trial(&mut policy, A, POISON, 20);
+    let id = policy.enter(A, POISON, NOW, false).unwrap();
+    assert!(!policy.record_output(A, id, POISON, 20, NOW));
+    policy.record_completion(POISON);
+    policy.leave(A, id);
+    let id = policy.enter(A, POISON, NOW, false).unwrap();
+    assert!(policy.record_output(A, id, POISON, 1, NOW));
+}
+
+#[test]
+fn contents_with_losses_do_not_join_the_long_trial_of_a_suspect() {
+    let (mut policy, late) = (policy(), NOW + 3 * TRIAL_MAX);
+    let (suspect, recorded) = (ContentKey(1), ContentKey(2));
+    lose_alone(&mut policy, A, suspect);
+    lose_alone(&mut policy, A, POISON);
+    die_beside_a_trial(&mut policy, A, recorded, 1);
+    policy.enter(B, suspect, NOW, false).unwrap();
+    assert_eq!(policy.enter(B, POISON, late, false), Err(Blocked));
+    assert_eq!(policy.enter(B, recorded, late, false), Err(Blocked));
+    // What has lost nothing does, and the suspects do not keep it away.
+    assert!(policy.enter(B, ContentKey(3), late, false).is_ok());
+    assert!(policy.enter(B, POISON, late, true).is_ok());
 }
 
 #[test]
 fn neighbours_with_output_are_no_candidates_of_a_death_during_a_trial() {
     let mut policy = policy();
     let neighbour = ContentKey(1);
-    for worker in [A, B] {
+    // The neighbour's stream goes on at the second worker.
+    for (worker, output) in [(A, 1), (B, 2)] {
         let next_to = policy.enter(worker, neighbour, NOW, false).unwrap();
-        policy.record_output(worker, next_to, neighbour, 1);
+        policy.record_output(worker, next_to, neighbour, output, NOW);
         let id = policy.enter(worker, POISON, NOW, false).unwrap();
         // Both orders of the two reports.
         if worker == A {
             policy.record_loss(worker, id, POISON, 0, NOW);
             policy.leave(worker, id);
         }
-        assert_eq!(policy.record_loss(worker, next_to, neighbour, 1, NOW), LossVerdict::Resume);
+        assert_eq!(policy.record_loss(worker, next_to, neighbour, output, NOW), LossVerdict::Resume);
         policy.leave(worker, next_to);
         if worker == B {
             assert!(matches!(
@@ -121,11 +192,11 @@ fn a_suspect_is_on_trial_alone_and_others_wait_a_bounded_time() {
     let busy = policy.enter(B, other, NOW, false).unwrap();
     assert_eq!(policy.enter(B, POISON, NOW, false), Err(Blocked));
     assert_eq!(policy.enter(B, ContentKey(2), NOW, false), Err(Blocked), "the suspect waits for this worker");
-    assert!(policy.record_output(B, busy, other, 1));
+    assert!(policy.record_output(B, busy, other, 1, NOW));
     let suspect = policy.enter(B, POISON, NOW, false).unwrap();
     assert_eq!(policy.enter(B, ContentKey(2), NOW, false), Err(Blocked));
     assert!(policy.enter(B, ContentKey(2), NOW + TRIAL_MAX, false).is_ok());
-    assert!(policy.record_output(B, suspect, POISON, 1));
+    assert!(policy.record_output(B, suspect, POISON, 1, NOW));
     assert!(policy.enter(B, ContentKey(3), NOW, false).is_ok());
 }
 
@@ -208,7 +279,7 @@ impl SimulatedFleet {
             }
             for (id, content, output) in streams.iter_mut() {
                 *output += 1;
-                policy.record_output(worker, *id, *content, *output);
+                policy.record_output(worker, *id, *content, *output, now);
             }
             streams.retain(|&(id, _, output)| {
                 let ends = output >= 8;

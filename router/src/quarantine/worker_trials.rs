@@ -9,12 +9,45 @@ use super::content::ContentKey;
 use super::policy::{StreamId, TRIAL_MAX};
 use crate::admission::Uptime;
 
+/// What is known of a content when one of its streams enters a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ContentStanding {
+    /// It has lost no worker.
+    Clean,
+    /// It was on a worker that died, with many others.
+    Recorded,
+    Suspect,
+}
+
 #[derive(Debug)]
 struct StreamTrial {
     content: ContentKey,
     since: Uptime,
-    is_suspect: bool,
+    standing: ContentStanding,
+    /// Output beyond the point of every loss.
     has_output: bool,
+}
+
+impl StreamTrial {
+    fn is_suspect(&self) -> bool {
+        self.standing == ContentStanding::Suspect
+    }
+
+    /// True if a content of this standing has to wait for the end of the trial.
+    fn blocks(&self, standing: ContentStanding, now: Uptime) -> bool {
+        match (standing, self.standing) {
+            // Either could be the cause of a death, so that it would prove nothing.
+            (ContentStanding::Suspect, ContentStanding::Suspect | ContentStanding::Recorded)
+            | (ContentStanding::Recorded, ContentStanding::Suspect) => true,
+            // The suspect is blamed.
+            (ContentStanding::Suspect, ContentStanding::Clean)
+            | (ContentStanding::Clean, ContentStanding::Suspect) => now < self.since + TRIAL_MAX,
+            (
+                ContentStanding::Clean | ContentStanding::Recorded,
+                ContentStanding::Clean | ContentStanding::Recorded,
+            ) => false,
+        }
+    }
 }
 
 /// A suspect that waits until the other trials on this worker are over.
@@ -42,23 +75,31 @@ pub(super) struct TrialLoss {
 }
 
 impl WorkerTrials {
-    /// True if `content` may enter now. A suspect that may not gets a claim.
-    pub(super) fn may_enter(&mut self, content: ContentKey, is_suspect: bool, now: Uptime) -> bool {
+    /// True if `content` may enter now. A suspect that may not gets a claim, unless it waits for
+    /// trials that are longer than the claim.
+    pub(super) fn may_enter(&mut self, content: ContentKey, standing: ContentStanding, now: Uptime) -> bool {
         self.claim = self.claim.take().filter(|claim| claim.until > now);
         let claimed_by_other = self.claim.as_ref().is_some_and(|claim| claim.content != content);
-        let others = self.streams.values().filter(|stream| {
-            !stream.has_output && stream.content != content && now < stream.since + TRIAL_MAX
-        });
-        let mut blocking = others.filter(|other| is_suspect || other.is_suspect);
-        let is_free = !claimed_by_other && blocking.next().is_none();
-        if !is_free && is_suspect && self.claim.is_none() {
+        let trials = self.streams.values().filter(|stream| !stream.has_output && stream.content != content);
+        let blocking = trials.filter(|other| other.blocks(standing, now));
+        let youngest = blocking.map(|other| other.since).max();
+        let is_free = !claimed_by_other && youngest.is_none();
+        let ends_soon = youngest.is_none_or(|since| now < since + TRIAL_MAX);
+        let is_suspect = standing == ContentStanding::Suspect;
+        if !is_free && is_suspect && ends_soon && self.claim.is_none() {
             self.claim = Some(TrialClaim { content, until: now + TRIAL_MAX });
         }
         is_free
     }
 
-    pub(super) fn enter(&mut self, id: StreamId, content: ContentKey, is_suspect: bool, since: Uptime) {
-        self.streams.insert(id, StreamTrial { content, since, is_suspect, has_output: false });
+    pub(super) fn enter(
+        &mut self,
+        id: StreamId,
+        content: ContentKey,
+        standing: ContentStanding,
+        since: Uptime,
+    ) {
+        self.streams.insert(id, StreamTrial { content, since, standing, has_output: false });
     }
 
     /// True if the content is on trial at this worker. A dead worker tries nothing.
@@ -100,10 +141,10 @@ impl WorkerTrials {
         let content = self.streams.get(&id)?.content;
         let on_trial: Vec<&StreamTrial> = self.streams.values().filter(|stream| !stream.has_output).collect();
         let was_on_trial = !on_trial.is_empty();
-        let has_suspect = on_trial.iter().any(|stream| stream.is_suspect);
+        let has_suspect = on_trial.iter().any(|stream| stream.is_suspect());
         let candidates = self.candidates.get_or_insert_with(|| match was_on_trial {
             true => {
-                let of_trial = on_trial.iter().filter(|stream| stream.is_suspect || !has_suspect);
+                let of_trial = on_trial.iter().filter(|stream| stream.is_suspect() || !has_suspect);
                 of_trial.map(|stream| stream.content).collect()
             }
             false => self.streams.values().map(|stream| stream.content).collect(),
