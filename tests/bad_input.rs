@@ -2,11 +2,14 @@
 
 //! User errors: each gives one line that says what to do, and the documented exit code.
 
-use crate::harness::{ServedFleet, TIMEOUT, ballast, demo_7m, demo_22m, device, executable, proc, text};
-use std::io::Write;
+use crate::harness::{
+    ServedFleet, TIMEOUT, ballast, demo_7m, demo_22m, device, executable, proc, serve, text,
+};
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 // As documented in crates/service/src/exit.rs and docs/OPERATING.md.
 const USAGE: i32 = 2;
@@ -119,6 +122,30 @@ fn escape_sequences_of_a_file_are_printed_as_text() {
     assert!(!has_control_characters(&report) && !has_control_characters(&errors), "{report:?} {errors:?}");
     let (_, errors) = text(&generate(&file).output().unwrap());
     assert!(!errors.is_empty() && !has_control_characters(&errors), "{errors:?}");
+}
+
+#[test]
+fn a_model_name_that_changes_the_direction_of_text_is_printed_as_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let json = serve(&folder.path().join("run"), &demo_7m(), &["--workers", "1", "--threads", "1"]);
+    // JSON escapes by itself.
+    let plain: Vec<OsString> =
+        json.get_args().filter(|&argument| argument != "--json").map(Into::into).collect();
+    let mut command = ballast();
+    command.args(plain).args(["--name", "m\u{202e}"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut fleet = command.spawn().unwrap();
+    let mut stdout = BufReader::new(fleet.stdout.take().unwrap());
+    let mut announced = String::new();
+    while !announced.contains("Ctrl-C") {
+        assert!(stdout.read_line(&mut announced).unwrap() > 0, "{announced}");
+    }
+    let ps = ballast().args(["ps", "--runtime-dir"]).arg(folder.path().join("run")).output().unwrap();
+    proc::send_signal(fleet.id(), "TERM");
+    let output = fleet.wait_with_output().unwrap();
+    for text in [announced, text(&ps).0] {
+        assert!(text.contains("m\\u{202e}") && !text.contains('\u{202e}'), "{text:?}");
+    }
+    assert!(!text(&output).1.contains('\u{202e}'), "{}", text(&output).1);
 }
 
 #[test]

@@ -9,7 +9,9 @@
 mod access;
 mod admission;
 mod bad_input;
+mod cgroups;
 mod clock_jumps;
+mod compatibility;
 mod devices;
 mod documents;
 mod double_death;
@@ -35,6 +37,7 @@ mod shared_weights;
 mod soak;
 mod storms;
 mod structured;
+mod succession;
 mod supervision;
 mod systemd;
 mod takeover;

@@ -5,7 +5,7 @@
 use std::fs::File;
 use std::io::{BufReader, BufWriter};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use gguf::{GgufWriter, Header, MetadataBuilder, StringArray, TensorLayout};
@@ -17,11 +17,12 @@ use tonic::Code;
 use crate::harness::api::{TestRequest, connect, generate};
 use crate::harness::http::HttpClient;
 use crate::harness::unusable_worker::UnusableWorker;
-use crate::harness::{ServedFleet, ballast, demo_7m, device, eventually, text};
+use crate::harness::{ServedFleet, ballast, demo_7m, device, eventually, proc, text};
 
 // As documented in crates/service/src/exit.rs and docs/OPERATING.md.
 const USAGE: i32 = 2;
 const MODEL_REFUSED: i32 = 3;
+const OUT_OF_RESOURCES: i32 = 4;
 
 /// A model is refused at once. The limit is far below the 60 s for which a start waits without
 /// progress, and allows for a busy machine.
@@ -29,10 +30,10 @@ const AT_ONCE: Duration = Duration::from_secs(40);
 
 const TOKENS: &str = "tokenizer.ggml.tokens";
 const MODEL: &str = "tokenizer.ggml.model";
-const CHAT_TEMPLATE: &str = "tokenizer.chat_template";
+pub(crate) const CHAT_TEMPLATE: &str = "tokenizer.chat_template";
 
 /// Doubles a string forty times: a terabyte, in some hundred instructions.
-const DOUBLING_TEMPLATE: &str = "{% set x = namespace(s='abcdefgh') %}\
+pub(crate) const DOUBLING_TEMPLATE: &str = "{% set x = namespace(s='abcdefgh') %}\
     {% for _ in range(40) %}{% set x.s = x.s ~ x.s %}{% endfor %}{{ x.s|length }}";
 
 /// Never ends by itself.
@@ -142,6 +143,35 @@ fn generate_refuses_an_unusable_tokenizer_or_template_at_once() {
         let output = check_refused(&mut generate_command(&model), &model, &words);
         assert_eq!(text(&output).0, "");
     }
+}
+
+/// The child that checks tokenizer and template is killed from outside, as the kernel does when a
+/// cgroup is out of memory. The file is not blamed.
+#[test]
+fn a_check_that_is_killed_from_outside_blames_memory_and_not_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("endless.gguf");
+    rewrite(&model, &[CHAT_TEMPLATE], |metadata| metadata.put(CHAT_TEMPLATE, ENDLESS_TEMPLATE).unwrap());
+    // The check takes some tenths of a second, so that not every signal comes in time.
+    let killed = (0..20).find_map(|attempt| {
+        let mut command = ballast();
+        command.arg("inspect").arg(&model).stdout(Stdio::null()).stderr(Stdio::piped());
+        let inspect = command.spawn().unwrap();
+        let is_check = |pid: &u32| proc::arguments(*pid).iter().any(|word| word == "loader");
+        while proc::is_alive(inspect.id()) {
+            let Some(check) = proc::descendants(inspect.id()).into_iter().find(is_check) else { continue };
+            std::thread::sleep(Duration::from_millis(5 * attempt));
+            proc::send_signal(check, "KILL");
+            break;
+        }
+        let output = inspect.wait_with_output().unwrap();
+        assert!(!text(&output).1.contains("needs more than"), "{}", text(&output).1);
+        // At once, the file's tokenizer is not under check yet.
+        (attempt >= 4 && output.status.code() == Some(OUT_OF_RESOURCES)).then(|| text(&output).1)
+    });
+    let stderr = killed.expect("one check of many is killed");
+    assert!(stderr.contains("killed by signal 9") && stderr.contains("out of memory"), "{stderr}");
+    assert!(!stderr.contains(CHAT_TEMPLATE), "{stderr}");
 }
 
 #[test]

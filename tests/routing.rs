@@ -124,7 +124,10 @@ fn a_restarted_router_calls_a_model_whose_workers_are_not_heard_yet_unavailable_
         ServedFleet::start_config(&[model("first", &demo_7m()), model("second", &demo_22m())].concat());
     let http = HttpClient::connect(&fleet);
     let status = |model: &str| {
-        let body = json!({"model": model, "prompt": "import ", "max_tokens": 2});
+        let mut body = json!({"model": model, "prompt": "import ", "max_tokens": 2});
+        if model.is_empty() {
+            body["model"].take();
+        }
         let request = http.client.post(format!("{}/v1/completions", http.url)).json(&body).send();
         http.runtime.block_on(request).ok().map(|reply| reply.status().as_u16())
     };
@@ -135,10 +138,12 @@ fn a_restarted_router_calls_a_model_whose_workers_are_not_heard_yet_unavailable_
     proc::send_signal(stopped, "STOP");
     proc::send_signal(fleet.only_process("router").pid, "KILL");
     eventually("the new router serves the first model", || (status("first") == Some(200)).then_some(()));
-    let second = status("second");
+    let (second, unnamed) = (status("second"), status(""));
     proc::send_signal(stopped, "CONT");
     assert_eq!(second, Some(503));
+    assert_eq!(unnamed, Some(503), "the only model that is known is not the only one");
     eventually("it serves the second model", || (status("second") == Some(200)).then_some(()));
+    assert_eq!(status(""), Some(400), "two models are served");
     assert_eq!(status("third"), Some(404));
     fleet.stop();
 }

@@ -10,6 +10,7 @@ use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
+use service::printable::printable;
 
 /// Longest wait for the terminal until the bar is gone. Later output would stand behind it.
 const CLEAR_WAIT: Duration = Duration::from_millis(200);
@@ -75,7 +76,7 @@ fn draw(figures: &Receiver<LoadingModel>) {
     for LoadingModel { model, done, total } in figures {
         bar.set_length(total);
         bar.set_position(done);
-        bar.set_message(model);
+        bar.set_message(printable(&model));
     }
     bar.finish_and_clear();
 }

@@ -16,6 +16,7 @@ use proto::weights::v1::{self as weights, Generation, GenerationIntegrity, Gener
 use proto::worker::v1::worker_client::WorkerClient;
 use proto::worker::v1::{StatsReply, StatsRequest};
 use serde_json::json;
+use service::printable::printable_lines;
 use service::{ByteSize, RuntimeDir};
 use tonic::transport::Channel;
 
@@ -50,7 +51,7 @@ pub(crate) fn run(arguments: PsArguments) -> CliResult {
             weight_server: weight_server(&directory).await,
             status,
         };
-        let text = if arguments.json { shown.json_lines() } else { shown.table() };
+        let text = if arguments.json { shown.json_lines() } else { printable_lines(&shown.table()) };
         print_stdout(&text)
     })
 }

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use proto::v1::inference_client::InferenceClient;
+use service::listen::HTTP_SOCKET_NAME;
 use service::runtime_dir::{ClaimedRuntimeDir, remove_dead_dirs};
 use service::{Exit, Notify, RuntimeDir, Shutdown};
 use supervisor::{
@@ -26,9 +27,6 @@ use crate::resident_models::ResidentModels;
 /// The start fails after this time without any progress: no byte loaded and no child's state
 /// changed.
 const PROGRESS_WAIT: Duration = Duration::from_secs(60);
-/// Name of the public socket in a .socket unit (FileDescriptorName=). All other inherited
-/// descriptors belong to the FD store.
-const HTTP_SOCKET: &str = "http";
 /// How often the router is asked whether it serves all workers. The router scans for workers every
 /// 100 ms.
 const ROUTER_POLL_INTERVAL: Duration = Duration::from_millis(10);
@@ -63,7 +61,7 @@ impl RunningFleet {
         let shutdown = Shutdown::install().with_context(|| "cannot listen to signals".to_owned())?;
         let inherited = service::listen::inherited_fds()?;
         let (mut activated, kept): (Vec<_>, Vec<_>) =
-            inherited.into_iter().partition(|fd| fd.name == HTTP_SOCKET);
+            inherited.into_iter().partition(|fd| fd.name == HTTP_SOCKET_NAME);
         service::supervision::watch_supervisor("supervisor", "supervisor", None, &notify, &shutdown)?;
         remove_dead_dirs();
         let claimed = ClaimedRuntimeDir::claim(config.runtime_dir.as_deref())?;

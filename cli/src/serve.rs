@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use service::logging::print_line;
+use service::printable::printable_lines;
 use service::{Exit, Notify};
 use supervisor::{ChildRole, ChildStatus, FleetEvent, ModelState, ModelStatus};
 use tokio::sync::broadcast::{self, error::RecvError};
@@ -98,11 +99,11 @@ async fn report(mut events: broadcast::Receiver<FleetEvent>) {
             Ok(FleetEvent::Child(child)) => {
                 let before = told.insert(child.name.clone(), child.crashes).unwrap_or(0);
                 if let (true, Some(end)) = (child.crashes > before, &child.last_termination) {
-                    print_line(&format!("{}: {end}; {}", child.name, restart_text(&child)));
+                    print_line(&printable_lines(&format!("{}: {end}; {}", child.name, restart_text(&child))));
                 }
             }
             Ok(FleetEvent::Model(ModelStatus { name, state: ModelState::Failed(failure), .. })) => {
-                print_line(&format!("model {name}: {}", failure.text));
+                print_line(&printable_lines(&format!("model {name}: {}", failure.text)));
             }
             Ok(_) | Err(RecvError::Lagged(_)) => {}
             Err(RecvError::Closed) => return,
@@ -175,6 +176,7 @@ async fn announcement(fleet: &RunningFleet, json: bool) -> CliResult<String> {
     let workers = status.children.iter().filter(|c| c.role == ChildRole::Worker).count();
     let runtime_dir = fleet.directory().path().display().to_string();
     let text = match json {
+        // JSON escapes control characters.
         true => serde_json::json!({
             "http": url, "grpc": url, "runtime_dir": runtime_dir, "models": models, "workers": workers,
             "devices": fleet.devices.iter().map(|(_, choice)| choice.device().to_string()).collect::<Vec<_>>(),
@@ -187,11 +189,11 @@ async fn announcement(fleet: &RunningFleet, json: bool) -> CliResult<String> {
             });
             let devices: Vec<String> =
                 fleet.devices.iter().map(|(model, choice)| format!("device     {model}: {choice}\n")).collect();
-            format!(
+            printable_lines(&format!(
                 "serving    {} with {workers} workers\n{}HTTP       {url}/v1 (OpenAI-compatible), {url}/metrics\ngRPC       {url} (ballast.v1, with reflection)\nprocesses  ballast ps --runtime-dir {runtime_dir}\ntry:\n  curl -s {url}/v1/completions -H 'content-type: application/json' -d '{body}'\nCtrl-C stops the fleet.",
                 models.join(", "),
                 devices.concat(),
-            )
+            ))
         }
     };
     Ok(format!("{text}\n"))

@@ -22,6 +22,9 @@ use crate::running_fleet::{block_on, find_fleet};
 /// graphs of a large model takes seconds.
 const READY_WAIT: Duration = Duration::from_secs(120);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// How long a rolling restart waits for a successor of the supervisor. Workers wait 10 s for one;
+/// the rest is for its start.
+const SUCCESSOR_WAIT: Duration = Duration::from_secs(30);
 
 #[derive(clap::Args)]
 pub(crate) struct DrainArguments {
@@ -97,11 +100,28 @@ struct RestartedFleet {
 
 impl RestartedFleet {
     async fn restart(&mut self, name: &str, drain_ms: Option<u64>) -> CliResult {
+        let restarted = self.request_restart(name, drain_ms).await;
+        restarted.map_err(|status| CliError::from_status(&format!("cannot restart {name}"), &status))
+    }
+
+    async fn request_restart(&mut self, name: &str, drain_ms: Option<u64>) -> Result<(), tonic::Status> {
         let request = wire::RestartChildRequest { name: name.to_owned(), drain_ms };
-        let restarted = self.client.restart_child(request).await;
-        restarted
-            .map(drop)
-            .map_err(|status| CliError::from_status(&format!("cannot restart {name}"), &status))
+        self.client.restart_child(request).await.map(drop)
+    }
+
+    /// Restarts one of several workers. If the supervisor dies meanwhile, its successor goes on: it
+    /// adopts the old process of the worker, or finds a new one.
+    async fn restart_in_turn(&mut self, before: &wire::Child, drain_ms: u64) -> CliResult {
+        loop {
+            let Err(status) = self.request_restart(&before.name, Some(drain_ms)).await else { return Ok(()) };
+            if !is_supervisor_gone(&status) {
+                return Err(CliError::from_status(&format!("cannot restart {}", before.name), &status));
+            }
+            let now = self.children().await?.into_iter().find(|child| child.name == before.name);
+            if now.is_some_and(|now| now.pid != before.pid && now.pid != 0) {
+                return Ok(());
+            }
+        }
     }
 
     async fn restart_all(&mut self, model: Option<&str>, drain_ms: u64) -> CliResult {
@@ -120,9 +140,12 @@ impl RestartedFleet {
         let served = self.served().await.unwrap_or_default();
         let mut left: Vec<String> = workers.iter().map(|worker| worker.name.clone()).collect();
         for worker in workers {
-            self.restart(&worker.name, Some(drain_ms)).await?;
             let expected = served.get(&worker.model).copied().unwrap_or_default();
-            if let Err(failure) = self.wait_until_used(&worker, expected, drain_ms).await {
+            let restarted = match self.restart_in_turn(&worker, drain_ms).await {
+                Ok(()) => self.wait_until_used(&worker, expected, drain_ms).await,
+                failed => failed,
+            };
+            if let Err(failure) = restarted {
                 let text = format!("{}; not restarted: {}", failure.message(), left[1..].join(", "));
                 return Err(CliError::new(failure.exit, text));
             }
@@ -163,10 +186,21 @@ impl RestartedFleet {
         }
     }
 
+    /// Waits for a successor if the supervisor is gone.
     async fn children(&mut self) -> CliResult<Vec<wire::Child>> {
-        let status = self.client.get_status(wire::GetStatusRequest { memory: false }).await;
-        let what = || format!("the supervisor in {}", self.directory.path().display());
-        Ok(status.map_err(|status| CliError::from_status(&what(), &status))?.into_inner().children)
+        let began = Instant::now();
+        loop {
+            match self.client.get_status(wire::GetStatusRequest { memory: false }).await {
+                Ok(status) => return Ok(status.into_inner().children),
+                Err(status) if is_supervisor_gone(&status) && began.elapsed() < SUCCESSOR_WAIT => {
+                    tokio::time::sleep(POLL_INTERVAL).await;
+                }
+                Err(status) => {
+                    let what = format!("the supervisor in {}", self.directory.path().display());
+                    return Err(CliError::from_status(&what, &status));
+                }
+            }
+        }
     }
 
     /// The number of workers that the router uses, by model. `None` while the router does not
@@ -176,4 +210,9 @@ impl RestartedFleet {
             self.router.list_models(ListModelsRequest {}).await.ok()?.into_inner();
         Some(models.into_iter().map(|model| (model.name, model.workers)).collect())
     }
+}
+
+/// A status with a source comes from the connection.
+fn is_supervisor_gone(status: &tonic::Status) -> bool {
+    std::error::Error::source(status).is_some()
 }

@@ -59,6 +59,8 @@ struct RegistryState {
     identified: HashSet<PathBuf>,
     /// Sockets of the last scan whose workers have neither told their model nor been refused.
     unidentified: HashSet<SocketId>,
+    /// Sockets of the first scan: workers that are older than this router.
+    older: Option<HashSet<SocketId>>,
 }
 
 #[derive(Debug)]
@@ -233,6 +235,7 @@ impl WorkerRegistry {
         let is_known =
             |socket: &SocketId| state.identified.contains(&socket.0) || state.refused.contains(socket);
         state.unidentified = sockets.iter().filter(|socket| !is_known(socket)).cloned().collect();
+        state.older.get_or_insert_with(|| sockets.clone());
     }
 
     /// False during the pause after a refusal.
@@ -318,6 +321,10 @@ impl WorkerRegistry {
         let allowed = || state.models.iter().filter(|model| access.names_of(model).next().is_some());
         let is_one = || allowed().map(|model| model.name()).collect::<BTreeSet<_>>().len() == 1;
         let Some(name) = name else {
+            // A worker that served before this router started may serve a second model.
+            if is_one() && state.has_older_unidentified() {
+                return Err(ResolveError::NotAllKnown);
+            }
             let newest = allowed().max_by_key(|model| state.precedence(model, model.name()));
             return newest
                 .filter(|_| is_one())
@@ -367,6 +374,10 @@ impl WorkerRegistry {
 }
 
 impl RegistryState {
+    fn has_older_unidentified(&self) -> bool {
+        self.older.iter().flatten().any(|socket| self.unidentified.contains(socket))
+    }
+
     fn worker_handle(&self, id: WorkerId) -> WorkerHandle {
         let worker = self.workers.get(&id).expect("every worker of the routing policy is registered");
         WorkerHandle { id, name: worker.name.clone(), client: worker.client.clone() }

@@ -2,30 +2,43 @@
 
 //! The router process: runtime, signals, readiness.
 
+use std::net::TcpListener;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
+use service::listen::HTTP_SOCKET_NAME;
 use service::metrics::Metrics;
+use service::supervision::SupervisorState;
 use service::{Notify, Shutdown};
+use tokio::sync::watch;
 
 use crate::config::RouterConfig;
 use crate::error::RouterError;
 use crate::registry::WorkerRegistry;
 use crate::server::Router;
 
+/// How much longer a router that drains may take at a time. One that hangs is killed after it.
+const STOP_EXTENSION: Duration = Duration::from_secs(20);
+
 /// Runs the router until it has drained.
 pub fn run(config: RouterConfig) -> Result<(), RouterError> {
     service::logging::init("router", tracing::Level::INFO);
     // Takes inherited descriptors before any thread starts.
     let inherited = service::listen::inherited_fds()?.into_iter().next();
-    let listener = inherited.map(|inherited| std::net::TcpListener::from(inherited.fd));
+    let listener = inherited.map(|inherited| TcpListener::from(inherited.fd));
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RouterError::Runtime)?;
     runtime.block_on(async {
         let shutdown = Shutdown::install().map_err(RouterError::Signals)?;
         let notify = Notify::from_env()?;
-        let _supervisor =
+        let supervisor =
             service::supervision::watch_supervisor("router", "router", None, &notify, &shutdown)?;
+        let is_inherited = listener.is_some();
         let router = Router::bind(config, listener, Metrics::install()?).await?;
+        if let Some(socket) = router.public_socket().map_err(RouterError::Inherited)? {
+            tokio::spawn(hand_over_socket(socket, is_inherited, supervisor, notify.clone()));
+        }
         let address =
             router.address().map_or("router.sock".to_owned(), |address| format!("http://{address}"));
         tracing::info!(%address, "listening");
@@ -36,11 +49,51 @@ pub fn run(config: RouterConfig) -> Result<(), RouterError> {
         notify.status(&listening)?;
         notify.ready()?;
         let reporter = tokio::spawn(report_refused_workers(router.registry(), listening, notify.clone()));
+        let extension = tokio::spawn(extend_stop(shutdown.clone(), notify.clone()));
         let served = router.serve(&shutdown).await;
         reporter.abort();
+        extension.abort();
         notify.stopping()?;
         served
     })
+}
+
+/// Asks the supervisor for time as long as this router drains, which [`crate::RouterLimits::drain`]
+/// limits. The supervisor does not know that limit.
+async fn extend_stop(shutdown: Shutdown, notify: Notify) {
+    shutdown.requested().await;
+    loop {
+        if let Err(error) = notify.extend_timeout(STOP_EXTENSION) {
+            tracing::debug!(%error, "cannot ask for more time to drain");
+        }
+        tokio::time::sleep(STOP_EXTENSION / 4).await;
+    }
+}
+
+/// Gives the public socket to each supervisor that does not have it: connections then wait in its
+/// queue while this process restarts.
+async fn hand_over_socket(
+    socket: OwnedFd,
+    is_inherited: bool,
+    mut supervisor: watch::Receiver<SupervisorState>,
+    notify: Notify,
+) {
+    let socket = Arc::new(socket);
+    loop {
+        let state = *supervisor.borrow_and_update();
+        let is_new = matches!(state, SupervisorState::Present { epoch } if epoch > 0 || !is_inherited);
+        if is_new {
+            let (socket, notify) = (socket.clone(), notify.clone());
+            let stored =
+                tokio::task::spawn_blocking(move || notify.fdstore(HTTP_SOCKET_NAME, &[socket.as_fd()]));
+            if let Ok(Err(error)) = stored.await {
+                tracing::warn!(%error, "the supervisor does not take the public socket");
+            }
+        }
+        if supervisor.changed().await.is_err() {
+            return;
+        }
+    }
 }
 
 /// Adds the refused workers to the process's status, which `ballast ps` shows.

@@ -5,6 +5,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use axum::middleware;
@@ -88,6 +89,11 @@ impl Router {
     /// The TCP address. If the configured port is 0, it has the port that the kernel chose.
     pub fn address(&self) -> Option<SocketAddr> {
         self.tcp.as_ref().and_then(|tcp| tcp.local_addr().ok())
+    }
+
+    /// A second descriptor of the TCP socket.
+    pub(crate) fn public_socket(&self) -> io::Result<Option<OwnedFd>> {
+        self.tcp.as_ref().map(|tcp| tcp.as_fd().try_clone_to_owned()).transpose()
     }
 
     /// The address of `health-listen`.

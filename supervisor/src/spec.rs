@@ -52,7 +52,7 @@ impl ChildRole {
 
     pub fn policy(self, supervision: SupervisionConfig) -> RestartPolicy {
         let stop_grace = match self {
-            // Open streams may finish. The router's own drain timeout is shorter.
+            // Open streams may finish: a router that drains for longer asks for more time.
             ChildRole::Router => Duration::from_secs(20),
             ChildRole::Worker => Duration::from_secs(10),
             ChildRole::WeightServer | ChildRole::Mps => Duration::from_secs(5),

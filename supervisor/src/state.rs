@@ -61,7 +61,7 @@ pub struct RestartPolicy {
 }
 
 /// Upper bound of EXTEND_TIMEOUT_USEC: a child may ask for more time, but not without limit.
-const MAX_TIMEOUT_EXTENSION: Duration = Duration::from_secs(600);
+pub(crate) const MAX_TIMEOUT_EXTENSION: Duration = Duration::from_secs(600);
 /// Upper bound of the grace of a drain. No stream of a router lasts longer.
 const MAX_DRAIN_GRACE: Duration = Duration::from_secs(24 * 3600);
 /// A drained worker answers within this time after its grace.

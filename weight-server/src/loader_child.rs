@@ -35,7 +35,7 @@ use crate::text_check_child::{TextCheckError, check_text};
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// From the last frame of a loader to its exit.
-const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The command that starts a loader: this executable's `loader` role, or a test's program.
 #[derive(Debug, Clone)]

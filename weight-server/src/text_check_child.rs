@@ -8,6 +8,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -15,11 +16,13 @@ use handoff::event_loop::AsyncConnection;
 use handoff::manifest::file_identity_to_wire;
 use handoff::seqpacket::{Connection, FrameError};
 use memory::manifest::FileIdentity;
+use nix::libc;
 use proto::weights::v1::{self as wire, LoaderFrame, loader_command, loader_frame};
 use service::{ByteSize, Exit, HasExit};
+use tokio::process::Child;
 
 use crate::loader::{CHECK_CPU_SECONDS, CHECK_MEMORY_BYTES};
-use crate::loader_child::{LoaderProgram, command};
+use crate::loader_child::{EXIT_TIMEOUT, LoaderProgram, command};
 use crate::model_files::{blocking, open_files};
 use crate::refusal::{LoadFailure, LoaderErrorKind};
 
@@ -56,6 +59,11 @@ pub enum TextCheckError {
         "the check of tokenizer and chat template took longer than {CHECK_TIMEOUT:?}: try again when the machine is less busy"
     )]
     Timeout,
+    /// Its limits end the child by other signals, so the file is not to blame.
+    #[error(
+        "the check of tokenizer and chat template was killed by signal {signal}, perhaps because the machine or its cgroup was out of memory: try again"
+    )]
+    Killed { signal: i32 },
     #[error("cannot start the check of tokenizer and chat template")]
     Spawn(#[source] io::Error),
     #[error("the check of tokenizer and chat template was lost")]
@@ -66,7 +74,7 @@ impl HasExit for TextCheckError {
     fn exit(&self) -> Exit {
         match self {
             Self::File(_) | Self::Refused { .. } | Self::Excessive { .. } => Exit::ModelRefused,
-            Self::Timeout => Exit::OutOfResources,
+            Self::Timeout | Self::Killed { .. } => Exit::OutOfResources,
             Self::Spawn(error) => service::exit::exit_for_io_error(error),
             Self::Connection(_) => Exit::PeerLost,
         }
@@ -81,9 +89,10 @@ impl From<TextCheckError> for LoadFailure {
             TextCheckError::Refused { .. } | TextCheckError::Excessive { .. } => {
                 LoaderErrorKind::ModelRefused
             }
-            TextCheckError::Spawn(_) | TextCheckError::Connection(_) | TextCheckError::Timeout => {
-                return Self::LoaderLost { how: text };
-            }
+            TextCheckError::Spawn(_)
+            | TextCheckError::Connection(_)
+            | TextCheckError::Timeout
+            | TextCheckError::Killed { .. } => return Self::LoaderLost { how: text },
         };
         Self::Loader { kind, text }
     }
@@ -107,15 +116,30 @@ pub(crate) async fn check_text(
     };
     let (ours, theirs) = Connection::pair().map_err(TextCheckError::Spawn)?;
     // Killed when it is dropped, so that it does not outlive its time.
-    let _child = program.spawn_silent(theirs).map_err(TextCheckError::Spawn)?;
+    let mut child = program.spawn_silent(theirs).map_err(TextCheckError::Spawn)?;
     let connection = AsyncConnection::new(ours).map_err(TextCheckError::Spawn)?;
     let job = wire::TextCheckJob { file: Some(file_identity_to_wire(identity.clone())) };
     let asked = command(&connection, loader_command::Kind::TextCheck(job), &[file.as_fd()]).await;
     asked.map_err(TextCheckError::Connection)?;
     let report = tokio::time::timeout(CHECK_TIMEOUT, receive_report(&connection, &identity.path));
-    report.await.unwrap_or(Err(TextCheckError::Timeout))
+    match report.await.unwrap_or(Err(TextCheckError::Timeout)) {
+        Err(lost @ (TextCheckError::Excessive { .. } | TextCheckError::Connection(FrameError::Closed))) => {
+            Err(foreign_signal(&mut child).await.map_or(lost, |signal| TextCheckError::Killed { signal }))
+        }
+        report => report,
+    }
 }
 
+/// The signal that ended the child, if its own limits send no such signal.
+async fn foreign_signal(child: &mut Child) -> Option<i32> {
+    let status = tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await.ok()?.ok()?;
+    let is_foreign = |signal: &i32| {
+        [libc::SIGKILL, libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT].contains(signal)
+    };
+    status.signal().filter(is_foreign)
+}
+
+/// If the child ends without a report, names the key that was under check.
 async fn receive_report(connection: &AsyncConnection, path: &Path) -> Result<CheckedText, TextCheckError> {
     let mut key = None;
     loop {

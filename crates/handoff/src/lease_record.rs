@@ -40,7 +40,9 @@ pub enum LeaseRecordError {
     Memfd(#[from] MemfdError),
     #[error("the lease record is not a protobuf message")]
     Malformed(#[from] prost::DecodeError),
-    #[error("lease record format {found} is not readable here (at most {LEASE_RECORD_FORMAT} is)")]
+    #[error(
+        "lease record format {found} is not readable here (at most {LEASE_RECORD_FORMAT} is): restart the worker"
+    )]
     Format { found: u32 },
     #[error("lease record field token_digest has {found} bytes")]
     TokenDigest { found: usize },

@@ -17,6 +17,10 @@ pub const LISTEN_FDS_START: RawFd = 3;
 /// store.
 pub const LISTEN_FDS_MAX: usize = 65_536;
 
+/// Name of the router's public socket: in a .socket unit (FileDescriptorName=), and where its
+/// supervisor keeps it.
+pub const HTTP_SOCKET_NAME: &str = "http";
+
 #[derive(Debug)]
 pub struct InheritedFd {
     pub name: String,

@@ -114,9 +114,9 @@ impl QuarantinePolicy {
         self.workers.retain(|_, trials| !trials.is_empty());
     }
 
-    /// The stream has `output_tokens` tokens, of all its workers together. Its trial ends if that is
-    /// beyond the point of every loss of the content. Returns true if others may enter the worker
-    /// now.
+    /// The stream has `output_tokens` tokens, of all its workers together. Its trial ends if that
+    /// is beyond the point of every loss of the content. Returns true if others may enter the
+    /// worker now.
     pub fn record_output(
         &mut self,
         worker: WorkerId,

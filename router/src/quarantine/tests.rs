@@ -83,7 +83,7 @@ fn die_beside_a_trial(
 #[test]
 fn a_repeated_content_is_on_trial_until_it_is_past_the_point_of_its_loss() {
     let mut policy = policy();
-    // Nobody blames the poison the first time: it had output, and a neighbour had none.
+    // The poison is not blamed the first time: it had output, and a neighbour had none.
     die_beside_a_trial(&mut policy, A, POISON, 7);
     // Its client repeats it from the beginning.
     die_beside_a_trial(&mut policy, B, POISON, 7);

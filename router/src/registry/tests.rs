@@ -105,6 +105,22 @@ async fn a_name_that_no_worker_has_told_may_be_that_of_a_worker_that_starts() {
 }
 
 #[tokio::test]
+async fn a_request_without_a_model_waits_for_workers_that_are_older_than_the_router() {
+    let registry = registry();
+    let resolve = || registry.resolve(None, &ModelAccess::default()).map(|model| model.name().to_owned());
+    let [first, second, added] = [1, 2, 3].map(|inode| (format!("worker-{inode}.sock").into(), inode));
+    registry.note_sockets(&[first.clone(), second.clone()].into());
+    register(&registry, &model("a", 1, 1, 1));
+    registry.accept(&first);
+    assert_eq!(resolve(), Err(ResolveError::NotAllKnown));
+    registry.accept(&second);
+    assert_eq!(resolve().as_deref(), Ok("a"));
+    // A worker that is added later delays no request.
+    registry.note_sockets(&[first, second, added].into());
+    assert_eq!(resolve().as_deref(), Ok("a"));
+}
+
+#[tokio::test]
 async fn equal_content_is_shared_and_the_same_key_is_preferred() {
     let registry = registry();
     let (first, renamed) = (model("first", 1, 9, 1), model("renamed", 2, 9, 1));

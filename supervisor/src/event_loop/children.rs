@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use service::config;
+use service::listen::HTTP_SOCKET_NAME;
 use tokio::net::unix::pipe;
 use tokio::sync::mpsc;
 
@@ -181,7 +182,9 @@ impl SupervisorLoop {
         let names = self.directory.directory();
         let inherited = match child.spec.role {
             ChildRole::WeightServer => self.fd_store.borrowed().collect(),
-            ChildRole::Router => self.spec.router_socket.iter().map(|fd| ("http", fd.as_fd())).collect(),
+            ChildRole::Router => {
+                self.spec.router_socket.iter().map(|fd| (HTTP_SOCKET_NAME, fd.as_fd())).collect()
+            }
             ChildRole::Worker | ChildRole::Mps => Vec::new(),
         };
         let mps = self.spec.mps.as_ref().filter(|_| child.spec.role == ChildRole::Worker);

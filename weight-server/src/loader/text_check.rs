@@ -99,13 +99,14 @@ impl Read for PositionedReader {
 fn set_limits() -> nix::Result<()> {
     // A process that dies at its limits is no bug to look into.
     let limits = [
-        (Resource::RLIMIT_DATA, CHECK_MEMORY_BYTES),
-        (Resource::RLIMIT_CPU, CHECK_CPU_SECONDS),
-        (Resource::RLIMIT_CORE, 0),
+        (Resource::RLIMIT_DATA, CHECK_MEMORY_BYTES, CHECK_MEMORY_BYTES),
+        // SIGXCPU comes before SIGKILL, which would look like a kill from outside.
+        (Resource::RLIMIT_CPU, CHECK_CPU_SECONDS, CHECK_CPU_SECONDS + 1),
+        (Resource::RLIMIT_CORE, 0, 0),
     ];
-    for (resource, limit) in limits {
-        let (_, hard) = getrlimit(resource)?;
-        setrlimit(resource, limit.min(hard), limit.min(hard))?;
+    for (resource, soft, hard) in limits {
+        let (_, allowed) = getrlimit(resource)?;
+        setrlimit(resource, soft.min(allowed), hard.min(allowed))?;
     }
     Ok(())
 }

@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! What a successor of the supervisor goes on with: the public socket, a rolling restart, and a
+//! fleet whose executable has been replaced.
+
+use std::io::ErrorKind;
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::harness::api::{TestRequest, connect, generate, generate_all, runtime};
+use crate::harness::{
+    ServedFleet, TIMEOUT, ballast, demo_7m, demo_22m, device, eventually, executable, first_json_line, proc,
+    serve_config, text,
+};
+
+/// `ballast.toml` for a demo model. Streams may last longer than the test.
+fn config(workers: u32) -> String {
+    format!(
+        "[router]\ndrain = \"300s\"\n[[models]]\nname = \"m\"\npath = {:?}\ndevice = {:?}\n\
+         workers = {workers}\nthreads = 1\nkv-tokens = 4096\n",
+        demo_7m(),
+        device(),
+    )
+}
+
+fn requests(count: u64, max_tokens: u32) -> Vec<TestRequest> {
+    let request = |seed: u64| TestRequest {
+        prompt: (0..20).map(|i| 10 + i * 13 + seed as u32).collect(),
+        max_tokens,
+        temperature: 0.7,
+        seed,
+        ..TestRequest::default()
+    };
+    (0..count).map(request).collect()
+}
+
+impl ServedFleet {
+    /// Kills the supervisor. The command has to start a successor on the same runtime directory.
+    fn succeed(&mut self, mut successor: Command) {
+        proc::send_signal(self.supervisor.id(), "KILL");
+        let _ = self.supervisor.wait();
+        let mut successor = successor.spawn().unwrap();
+        first_json_line(&mut successor);
+        self.supervisor = successor;
+    }
+}
+
+#[test]
+fn a_router_that_restarts_under_a_successor_refuses_no_connection() {
+    let mut fleet = ServedFleet::start_config(&config(1));
+    let address = fleet.http.strip_prefix("http://").unwrap().to_owned();
+    for round in 0..2 {
+        let router = fleet.only_process("router").pid;
+        fleet.succeed(serve_config(fleet.runtime_dir(), &config(1)));
+        assert_eq!(fleet.only_process("router").pid, router, "adopted");
+        // The router gives its socket to the successor some time after its adoption.
+        std::thread::sleep(Duration::from_secs(1));
+        proc::send_signal(router, "KILL");
+        let (mut refused, mut connected) = (0, 0);
+        eventually("another router serves", || {
+            match TcpStream::connect(&address) {
+                Ok(_) => connected += 1,
+                Err(error) if error.kind() == ErrorKind::ConnectionRefused => refused += 1,
+                Err(error) => panic!("{error}"),
+            }
+            let now = fleet.try_processes()?.into_iter().find(|process| process.role == "router")?;
+            (now.pid != router && now.state == "ready").then_some(())
+        });
+        assert_eq!(refused, 0, "round {round}: {connected} connections were accepted");
+        let found = runtime().block_on(generate_all(&fleet.grpc, &requests(1, 8)));
+        assert_eq!(found[0].as_ref().unwrap().tokens.len(), 8);
+    }
+    fleet.stop();
+}
+
+/// The stop grace of the supervisor is 20 s, and the setting says 300 s.
+#[test]
+fn a_router_drains_as_long_as_its_setting_says() {
+    let fleet = ServedFleet::start_config(&config(1));
+    let worker = fleet.processes_by_role("worker")[0].pid;
+    let began = Instant::now();
+    let found = runtime().block_on(fleet.generate_during_fault(&requests(1, 600), || {
+        std::thread::scope(|scope| {
+            let restart = scope.spawn(|| fleet.run_command(&["restart", "router"]));
+            // Slows the stream down. The router gives up a worker that answers no ping for 6 s.
+            for _ in 0..8 {
+                proc::send_signal(worker, "STOP");
+                std::thread::sleep(Duration::from_secs(3));
+                proc::send_signal(worker, "CONT");
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            let restarted = restart.join().unwrap();
+            assert!(restarted.status.success(), "{}", text(&restarted).1);
+        });
+    }));
+    let (took, done) = (began.elapsed(), found[0].as_ref().unwrap());
+    assert!(took > Duration::from_secs(22), "the stream was too short for this test: {took:?}");
+    assert_eq!((done.tokens.len(), done.resumes), (600, 0));
+    fleet.stop();
+}
+
+#[test]
+fn a_rolling_restart_goes_on_under_a_successor_of_the_supervisor() {
+    let mut fleet = ServedFleet::start_config(&config(3));
+    let before = fleet.processes_by_role("worker");
+    // Streams that do not end in the time for a drain, so that the restart takes some seconds.
+    let (grpc, long) = (fleet.grpc.clone(), requests(6, 1500));
+    let load = std::thread::spawn(move || runtime().block_on(generate_all(&grpc, &long)));
+    let mut restart = ballast();
+    restart.args(["restart", "--rolling", "--timeout", "2s", "--runtime-dir"]).arg(fleet.runtime_dir());
+    let mut restart = restart.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    eventually("the first worker is another process", || {
+        let now = fleet.try_processes()?.into_iter().find(|process| process.name == "worker-0")?;
+        (now.pid != before[0].pid && now.pid != 0).then_some(())
+    });
+    assert!(restart.try_wait().unwrap().is_none(), "the restart was too short for this test");
+    fleet.succeed(serve_config(fleet.runtime_dir(), &config(3)));
+    let output = restart.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", text(&output).1);
+    assert_eq!(text(&output).0, "worker-0 restarted\nworker-1 restarted\nworker-2 restarted\n");
+    for (before, after) in before.iter().zip(fleet.processes_by_role("worker")) {
+        assert_ne!(before.pid, after.pid, "{}", before.name);
+        assert_eq!(after.state, "ready");
+    }
+    for done in load.join().unwrap() {
+        assert_eq!(done.unwrap().tokens.len(), 1500);
+    }
+    fleet.stop();
+}
+
+/// The file that a process executes.
+fn program(pid: u32) -> PathBuf {
+    std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default()
+}
+
+fn copy_of_executable(folder: &Path, name: &str) -> PathBuf {
+    let copy = folder.join(name);
+    std::fs::copy(executable(), &copy).unwrap();
+    copy
+}
+
+fn serve_with(program: &Path, command: &Command) -> Command {
+    let mut other = Command::new(program);
+    other.args(command.get_args()).stdin(Stdio::null()).stdout(Stdio::piped()).env_remove("NOTIFY_SOCKET");
+    other
+}
+
+/// Another executable takes over a fleet under load, and then replaces each process. The old file
+/// is gone by then, as after an upgrade of a package.
+#[test]
+fn another_executable_takes_over_a_fleet_under_load_without_a_lost_stream() {
+    let folder = tempfile::tempdir().unwrap();
+    let (old, new) = (copy_of_executable(folder.path(), "old"), copy_of_executable(folder.path(), "new"));
+    let config = format!(
+        "{}[[models]]\nname = \"n\"\npath = {:?}\ndevice = {:?}\nworkers = 1\nthreads = 1\nkv-tokens = 4096\n",
+        config(2),
+        demo_22m(),
+        device()
+    );
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let run = directory.path().join("run");
+    let mut fleet = ServedFleet::start_command(directory, serve_with(&old, &serve_config(&run, &config)));
+    let requests: Vec<TestRequest> = requests(4, 200)
+        .into_iter()
+        .map(|request| TestRequest { model: "m".to_owned(), ..request })
+        .collect();
+    let expected = runtime().block_on(complete_all(&fleet.grpc, &requests));
+    let (done, grpc) = (AtomicBool::new(false), fleet.grpc.clone());
+    let rounds = std::thread::scope(|scope| {
+        let load = scope.spawn(|| {
+            let mut rounds = 0;
+            while !done.load(Ordering::Relaxed) {
+                assert_eq!(runtime().block_on(complete_all(&grpc, &requests)), expected, "round {rounds}");
+                rounds += 1;
+            }
+            rounds
+        });
+        std::fs::remove_file(&old).unwrap();
+        fleet.succeed(serve_with(&new, &serve_config(&run, &config)));
+        for arguments in
+            [&["restart", "weight-server"][..], &["restart", "--rolling"], &["restart", "router"]]
+        {
+            let restarted = fleet.run_command(arguments);
+            assert!(restarted.status.success(), "{arguments:?}: {}", text(&restarted).1);
+        }
+        eventually("every process executes the new file", || {
+            let processes = fleet.try_processes()?;
+            processes
+                .iter()
+                .all(|process| process.state == "ready" && program(process.pid) == new)
+                .then_some(())
+        });
+        done.store(true, Ordering::Relaxed);
+        load.join().unwrap()
+    });
+    assert!(rounds > 0);
+    fleet.stop();
+}
+
+/// The tokens of all requests. A request that meets a router on its way out is sent again, as
+/// clients do; a stream that has begun has to end well.
+async fn complete_all(url: &str, requests: &[TestRequest]) -> Vec<Vec<u32>> {
+    let tasks: Vec<_> = requests
+        .iter()
+        .map(|request| {
+            let (url, request) = (url.to_owned(), request.clone());
+            tokio::spawn(async move { complete(&url, &request).await })
+        })
+        .collect();
+    let mut all = Vec::new();
+    for task in tasks {
+        all.push(task.await.unwrap());
+    }
+    all
+}
+
+async fn complete(url: &str, request: &TestRequest) -> Vec<u32> {
+    let end = Instant::now() + TIMEOUT;
+    loop {
+        let (mut client, mut has_begun) = (connect(url).await, false);
+        match generate(&mut client, request, |_| has_begun = true).await {
+            Ok(done) => return done.tokens,
+            Err(status) => assert!(!has_begun && Instant::now() < end, "{status:?}"),
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
