@@ -76,6 +76,16 @@ fn without_a_valid_key_nothing_but_health_is_served() {
         }
         assert_eq!((client.get("/health").0, client.get("/ready").0), (200, 200));
     }
+    // Anthropic's clients have a header and a form of errors of their own.
+    let message = json!({"model": "m", "messages": [], "max_tokens": 1});
+    for path in ["/v1/messages", "/v1/messages/count_tokens"] {
+        let (status, reply) = with_headers(&fleet, &[("x-api-key", wrong.clone())]).post(path, &message);
+        let reply: Value = serde_json::from_str(&reply).unwrap();
+        assert_eq!((status, &reply["error"]["type"]), (401, &json!("authentication_error")), "{reply}");
+    }
+    let client = with_headers(&fleet, &[("x-api-key", key.clone())]);
+    let (status, reply) = client.post("/v1/messages", &message);
+    assert!(status == 400 && reply.contains("invalid_request_error"), "{status} {reply}");
     let client = with_key(&fleet, &key);
     assert_eq!(client.get("/v1/models").0, 200);
     assert_eq!(client.post("/v1/completions", &completion(4)).0, 200);

@@ -58,7 +58,8 @@ fn the_openai_surface_serves_completions() {
 
 #[test]
 fn i8_bad_requests_name_the_field() {
-    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let arguments = ["--workers", "1", "--threads", "1", "--strict-requests"];
+    let fleet = ServedFleet::start(&demo_7m(), &arguments);
     let http = HttpClient::connect(&fleet);
     let cases = [
         (json!({"prompt": "x", "temperature": -1}), 400, "temperature", "-1"),

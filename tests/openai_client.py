@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls tools with OpenAI's own client, whole and streamed.
+"""Calls tools with OpenAI's own client, whole and streamed, as chats and as responses.
 
 usage: openai_client.py URL TOOLS
 """
@@ -45,3 +45,24 @@ try:
     raise SystemExit("an unknown tool was accepted")
 except BadRequestError as error:
     assert error.param == "tool_choice", error
+
+flat = [{"type": "function", "strict": False, **tool["function"]} for tool in tools]
+common = {"model": model, "tools": flat, "max_output_tokens": 300, "reasoning": {"effort": "none"},
+          "parallel_tool_calls": False, "extra_body": {"seed": 4}}
+first = client.responses.create(input="Where is main?", tool_choice="required", **common)
+call = first.output[0]
+assert first.status == "completed" and call.type == "function_call" and json.loads(call.arguments), first
+
+with client.responses.stream(input="Where is main?", tool_choice="required", **common) as stream:
+    for _ in stream:
+        pass
+    final = stream.get_final_response()
+assert final.output[0].arguments == call.arguments, final
+assert final.usage.output_tokens == first.usage.output_tokens, final
+
+result = {"type": "function_call_output", "call_id": call.call_id, "output": "line 3"}
+answer = client.responses.create(input=[result], previous_response_id=first.id,
+                                 **{**common, "max_output_tokens": 8, "tools": []})
+assert answer.output_text and answer.usage.input_tokens > 20, answer
+assert client.responses.retrieve(answer.id).output_text == answer.output_text
+client.responses.delete(answer.id)

@@ -18,7 +18,7 @@ const CHAT_TEMPLATE: &str = "{% for m in messages %}[{{ m.role }}] \
     {% endfor %}{% if tools %}tools: {{ tools | tojson }}\n{% endif %}\
     {% if add_generation_prompt %}[assistant] {% if enable_thinking %}<think>\n{% endif %}{% endif %}";
 
-fn chat_model(folder: &Path) -> PathBuf {
+pub(crate) fn chat_model(folder: &Path) -> PathBuf {
     let path = folder.join("chat.gguf");
     rewrite(&path, &["tokenizer.chat_template"], |metadata| {
         metadata.put("tokenizer.chat_template", CHAT_TEMPLATE).unwrap();
@@ -26,7 +26,7 @@ fn chat_model(folder: &Path) -> PathBuf {
     path
 }
 
-fn tools() -> Value {
+pub(crate) fn tools() -> Value {
     let tool = |name: &str, properties: Value| {
         let required: Vec<&String> = properties.as_object().unwrap().keys().collect();
         let parameters = json!({
@@ -52,7 +52,7 @@ fn request(more: Value) -> Value {
 }
 
 #[track_caller]
-fn check_call(call: &Value) {
+pub(crate) fn check_call(call: &Value) {
     assert_eq!(call["type"], "function", "{call}");
     assert!(call["id"].as_str().unwrap().starts_with("call_"), "{call}");
     let arguments: Value = serde_json::from_str(call["function"]["arguments"].as_str().unwrap()).unwrap();
@@ -186,16 +186,27 @@ fn reasoning_is_split_from_the_answer_and_can_be_switched_off() {
     fleet.stop();
 }
 
-#[test]
-#[ignore = "nightly: installs the package openai"]
-fn the_openai_python_client_calls_tools() {
+/// Runs a script of `tests/` with a package of PyPI, on a fleet with the chat model.
+fn run_python_client(package: &str, script: &str) {
     let folder = tempfile::tempdir().unwrap();
     let fleet = ServedFleet::start(&chat_model(folder.path()), &["--workers", "1", "--threads", "1"]);
     let python = folder.path().join("venv/bin/python");
     let run = |command: &mut Command| assert!(command.status().unwrap().success(), "{command:?}");
     run(Command::new("python3").args(["-m", "venv"]).arg(folder.path().join("venv")));
-    run(Command::new(&python).args(["-m", "pip", "install", "--quiet", "openai"]));
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/openai_client.py");
+    run(Command::new(&python).args(["-m", "pip", "install", "--quiet", package]));
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests").join(script);
     run(Command::new(&python).arg(script).arg(&fleet.http).arg(tools().to_string()));
     fleet.stop();
+}
+
+#[test]
+#[ignore = "nightly: installs the package openai"]
+fn the_openai_python_client_calls_tools() {
+    run_python_client("openai==3.54.0", "openai_client.py");
+}
+
+#[test]
+#[ignore = "nightly: installs the package anthropic"]
+fn the_anthropic_python_client_calls_tools() {
+    run_python_client("anthropic==2.12.0", "anthropic_client.py");
 }

@@ -4,8 +4,9 @@
 //! manager.
 
 use std::collections::HashMap;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use service::logging::print_line;
 use service::printable::printable_lines;
@@ -37,8 +38,9 @@ pub(crate) struct ServeArguments {
     /// Fleet of several models, configured in TOML
     #[arg(long, value_name = "FILE.toml")]
     config: Option<PathBuf>,
-    /// Address and port of HTTP and gRPC; port 0 selects a free port [default: 127.0.0.1:8080]
-    #[arg(long, value_name = "ADDRESS:PORT")]
+    /// Address and port of HTTP and gRPC; a port alone is one of this machine, port 0 selects a
+    /// free one [default: 127.0.0.1:8080]
+    #[arg(long, value_name = "[HOST:]PORT", value_parser = parse_listen)]
     listen: Option<SocketAddr>,
     /// File of API keys, which `ballast key` makes; clients without one of them are refused
     #[arg(long, value_name = "FILE.toml")]
@@ -47,6 +49,9 @@ pub(crate) struct ServeArguments {
     /// this machine always may
     #[arg(long, value_name = "ORIGIN")]
     allow_origin: Vec<String>,
+    /// Refuse HTTP requests with unknown fields instead of ignoring these fields
+    #[arg(long)]
+    strict_requests: bool,
     /// Print one line of JSON when the fleet is ready
     #[arg(long)]
     json: bool,
@@ -80,15 +85,38 @@ pub(crate) fn run(arguments: ServeArguments) -> CliResult {
     config.access.keys = arguments.keys.or(config.access.keys);
     config.access.origins.extend(arguments.allow_origin);
     config.access.check()?;
+    config.router.strict_requests |= arguments.strict_requests;
     // `report` prints the errors of children as text.
     service::logging::init("supervisor", Level::ERROR);
-    let json = arguments.json;
+    let (json, drain) = (arguments.json, config.router.drain);
     foreground(&config, Level::ERROR, async |fleet| {
         fleet.ready().await?;
         tokio::spawn(report(fleet.fleet.events()));
+        tokio::spawn(report_stop(fleet.shutdown.requested(), drain));
         tokio::spawn(announce(announcement(fleet, json).await?));
         Ok(())
     })
+}
+
+/// An address, a host name with a port, or a port of this machine.
+fn parse_listen(text: &str) -> Result<SocketAddr, String> {
+    if let Ok(port) = text.parse::<u16>() {
+        return Ok(SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
+    }
+    let found = text.to_socket_addrs().map_err(|error| format!("{error}; write HOST:PORT or PORT"))?;
+    // A name of this machine mostly has an IPv4 and an IPv6 address.
+    let found: Vec<SocketAddr> = found.collect();
+    let first = found.iter().find(|address| address.is_ipv4()).or(found.first());
+    first.copied().ok_or_else(|| "the name has no address".to_owned())
+}
+
+/// Says why the command does not end at once.
+async fn report_stop(requested: impl Future<Output = ()>, drain: Duration) {
+    requested.await;
+    let seconds = drain.as_secs();
+    print_line(&format!(
+        "stopping: running streams have up to {seconds} s to finish; Ctrl-C again stops at once"
+    ));
 }
 
 /// Prints one line for every child that crashes and every model that cannot be loaded.

@@ -13,7 +13,6 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::body::Body;
 use axum::extract::{Request, State};
-use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use tokio::time::{Instant, MissedTickBehavior};
@@ -21,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 use crate::access::{AccessPolicy, AccessRefusal, AccessTime, ApiKey, KeyFileError, ModelAccess, read_keys};
-use crate::http::ApiError;
+use crate::http::{ApiError, is_grpc};
 use crate::metrics;
 use crate::tenant;
 
@@ -30,7 +29,6 @@ const OPEN_ROUTES: [&str; 4] =
     ["/health", "/ready", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"];
 /// How soon a changed key file is used.
 const RELOAD_INTERVAL: Duration = Duration::from_secs(1);
-const GRPC_CONTENT_TYPE: &[u8] = b"application/grpc";
 
 #[derive(Debug)]
 pub(crate) struct AccessController {
@@ -123,8 +121,7 @@ impl AccessController {
         }
     }
 
-    fn begin_request(self: &Arc<Self>, authorization: Option<&[u8]>) -> Result<KeyedRequest, AccessRefusal> {
-        let presented = tenant::bearer_key(authorization);
+    fn begin_request(self: &Arc<Self>, presented: Option<&[u8]>) -> Result<KeyedRequest, AccessRefusal> {
         let key = self.lock().begin_request(presented, self.now())?;
         Ok(KeyedRequest(Arc::new(KeyHold { controller: self.clone(), key })))
     }
@@ -149,16 +146,14 @@ pub(crate) async fn require_key(
     if OPEN_ROUTES.contains(&request.uri().path()) {
         return next.run(request).await;
     }
-    let header = request.headers().get(AUTHORIZATION).map(HeaderValue::as_bytes);
-    match access.begin_request(header) {
+    match access.begin_request(tenant::presented_key(request.headers())) {
         Ok(active) => {
             request.extensions_mut().insert(active);
             next.run(request).await
         }
         Err(refusal) => {
             metrics::record_access_refusal(refusal.reason());
-            let content_type = request.headers().get(CONTENT_TYPE).map(HeaderValue::as_bytes);
-            match content_type.is_some_and(|value| value.starts_with(GRPC_CONTENT_TYPE)) {
+            match is_grpc(request.headers()) {
                 true => Status::from(refusal).into_http::<Body>(),
                 false => ApiError::from(refusal).into_response(),
             }

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use crate::access_control::KeyedRequest;
 use crate::admission::{AdmissionRequest, CapacityExceeded, ModelCapacity, PriorityClass, Tenant};
 use crate::admission_control::{AdmissionController, StreamPermits};
-use crate::choice::{ChoiceEvent, ChoiceTask};
+use crate::choice::{ChoiceEvent, ChoiceOutcome, ChoiceTask, FinishCause};
 use crate::dispatch::{Dispatcher, OpenStream};
 use crate::failover::ChoiceProgress;
 use crate::grammar_check::GrammarChecker;
@@ -117,7 +117,11 @@ impl GenerationRequest {
         Self { visible_tokens: ids.into(), ..self }
     }
 
-    pub(crate) fn prompts(&self) -> impl Iterator<Item = &[u32]> {
+    pub(crate) fn origin(&self) -> &RequestOrigin {
+        &self.origin
+    }
+
+    pub(crate) fn prompts(&self) -> impl ExactSizeIterator<Item = &[u32]> {
         self.prompts.iter().map(|(prompt, _)| &**prompt)
     }
 
@@ -134,6 +138,35 @@ impl GenerationRequest {
     /// `p * best_of + c` in the response.
     pub(crate) fn choices(&self) -> usize {
         self.prompts.len() * self.params().best_of as usize
+    }
+
+    /// Counts the prompts, in metrics and for the API key.
+    pub(crate) fn record_prompts(&self) {
+        for prompt in self.prompts() {
+            metrics::record_prompt_tokens(self.model.name(), prompt.len());
+            if let Some(active) = &self.origin.active {
+                active.record_prompt(prompt.len());
+            }
+        }
+    }
+
+    /// The events of a request that generates nothing: each choice ends at once.
+    pub(crate) fn without_output(&self) -> mpsc::Receiver<ChoiceEvent> {
+        let (events, receiver) = mpsc::channel(self.choices());
+        for choice in 0..self.choices() as u32 {
+            let outcome = ChoiceOutcome {
+                finish: FinishCause::Length,
+                output_tokens: 0,
+                cached_tokens: 0,
+                resumes: 0,
+                time_to_first_token: None,
+                total_time: self.origin.arrived.elapsed(),
+            };
+            let sent = events.try_send(ChoiceEvent::Ended { choice, outcome: Ok(outcome) });
+            sent.expect("the channel has a slot for each choice");
+        }
+        self.record_prompts();
+        receiver
     }
 
     /// One call for each choice. `tenant` is the tenant's number for workers.
@@ -204,15 +237,8 @@ impl Generator {
         &self,
         request: &GenerationRequest,
     ) -> Result<mpsc::Receiver<ChoiceEvent>, RequestRefusal> {
-        let timeout = request.params().deadline.unwrap_or(self.request_timeout).min(self.request_timeout);
-        let deadline = request.origin.arrived + timeout;
-        let admission_request = AdmissionRequest {
-            model: request.model.key().clone(),
-            tenant: request.origin.tenant.clone(),
-            priority: request.params().priority,
-            permits: request.choices() as u32,
-            deadline: self.admission.uptime_at(deadline),
-        };
+        let deadline = self.deadline(request);
+        let admission_request = self.admission_request(request, request.choices() as u32);
         self.check_capacity(request)?;
         let tenant = self.tenants.number(&request.origin.tenant);
         let calls = request.choice_calls(tenant, &self.dispatcher.quarantine.hasher);
@@ -226,13 +252,24 @@ impl Generator {
         let permits = self.admission.admit(request.model.name(), admission_request).await?;
         let choices = self.open_streams(calls, deadline).await?;
         let events = self.spawn_choices(request, choices, permits, deadline)?;
-        for prompt in request.prompts() {
-            metrics::record_prompt_tokens(request.model.name(), prompt.len());
-            if let Some(active) = &request.origin.active {
-                active.record_prompt(prompt.len());
-            }
-        }
+        request.record_prompts();
         Ok(events)
+    }
+
+    pub(crate) fn deadline(&self, request: &GenerationRequest) -> Instant {
+        let timeout = request.params().deadline.unwrap_or(self.request_timeout).min(self.request_timeout);
+        request.origin.arrived + timeout
+    }
+
+    /// What the request asks of admission control for this many streams.
+    pub(crate) fn admission_request(&self, request: &GenerationRequest, permits: u32) -> AdmissionRequest {
+        AdmissionRequest {
+            model: request.model.key().clone(),
+            tenant: request.origin.tenant.clone(),
+            priority: request.params().priority,
+            permits,
+            deadline: self.admission.uptime_at(self.deadline(request)),
+        }
     }
 
     async fn open_streams(

@@ -170,7 +170,8 @@ impl InferenceService {
     ) -> Result<Tenant, Status> {
         let header = |name: &str| metadata.get(name).map(MetadataValue::as_bytes);
         let field = Some(field.as_bytes()).filter(|field| !field.is_empty());
-        Ok(self.generator.tenants.resolve(header(tenant::HEADER).or(field), header("authorization"), key)?)
+        let presented = tenant::bearer_key(header("authorization"));
+        Ok(self.generator.tenants.resolve(header(tenant::HEADER).or(field), presented, key)?)
     }
 }
 

@@ -17,6 +17,7 @@
 //!                                  generate    admits a request as a whole, starts its choices
 //!                                     |-- grammar_check        compiles a grammar before any waiting
 //!                                     |-- admission_control    runs admission (pure): who runs, when
+//!                                     |-- scoring              log probabilities of prompts
 //!                                     |-- dispatch             opens streams on workers
 //!                                     |-- worker_search        finds workers that a request may enter
 //!                                     |-- opening              what a worker's answer means (pure)
@@ -54,6 +55,7 @@ mod intake;
 mod limits;
 mod listener;
 mod metrics;
+mod metrics_help;
 mod model;
 mod open_connections;
 pub mod opening;
@@ -65,8 +67,10 @@ mod ranges;
 mod refused_workers;
 mod registry;
 mod request_id;
+mod response_store;
 pub mod routing;
 mod run;
+mod scoring;
 mod server;
 mod tenant;
 mod text_stream;

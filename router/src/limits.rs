@@ -50,6 +50,9 @@ pub struct RouterLimits {
     /// own, so that clients of the API cannot use them up.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub health_listen: Option<SocketAddr>,
+    /// Whether HTTP requests with unknown fields are refused. Otherwise the fields are ignored and
+    /// named in a header of the response.
+    pub strict_requests: bool,
 }
 
 impl Default for RouterLimits {
@@ -72,6 +75,7 @@ impl Default for RouterLimits {
             head_timeout: Duration::from_secs(30),
             http2_streams_max: 128,
             health_listen: None,
+            strict_requests: false,
         }
     }
 }

@@ -16,6 +16,8 @@ use service::{RuntimeDir, Shutdown};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
+use tower::Layer;
+use tower::util::MapRequestLayer;
 
 use crate::access_control::{AccessController, require_key};
 use crate::admission_control::AdmissionController;
@@ -27,7 +29,7 @@ use crate::fleet_watch::FleetWatch;
 use crate::generate::Generator;
 use crate::grammar_check::GrammarChecker;
 use crate::grpc::InferenceService;
-use crate::http::{self, AllowedOrigins, AppState, check_origin};
+use crate::http::{self, AllowedOrigins, AppState, UnknownFields, check_origin, shape_errors, trim_slash};
 use crate::intake::{BodyLimits, SharedBudget, limit_request_body};
 use crate::listener::{self, ListenerLimits};
 use crate::quarantine_control::QuarantineController;
@@ -128,7 +130,8 @@ impl Router {
         let inference = InferenceServer::new(InferenceService { generator: generator.clone() })
             .max_decoding_message_size(message_max)
             .max_encoding_message_size(service::grpc::MESSAGE_BYTES_MAX);
-        let reflection = service::grpc::reflection(proto::FILE_DESCRIPTOR_SET)?;
+        let (reflection, reflection_alpha) =
+            service::grpc::reflection(proto::FILE_DESCRIPTOR_SET, HEALTH_SERVICE)?;
         let budget = SharedBudget::new(limits.budget());
         let tenants = generator.tenants.clone();
         let http_bodies =
@@ -139,10 +142,13 @@ impl Router {
             .add_service(inference)
             .add_service(health_service)
             .add_service(reflection)
+            .add_service(reflection_alpha)
             .into_axum_router()
             .layer(middleware::from_fn_with_state(grpc_bodies, limit_request_body));
 
-        let app = AppState::new(generator, metrics, budget, fleet);
+        let unknown_fields =
+            if limits.strict_requests { UnknownFields::Refuse } else { UnknownFields::Ignore };
+        let app = AppState::new(generator, metrics, budget, fleet, unknown_fields);
         let health_routes = http::health_routes(app.clone());
         let http_routes =
             http::routes(app).layer(middleware::from_fn_with_state(http_bodies, limit_request_body));
@@ -154,9 +160,7 @@ impl Router {
             reloads = Some(tokio::spawn(access.clone().reload_on_change(links.clone())));
             all_routes = all_routes.layer(middleware::from_fn_with_state(access, require_key));
         }
-        let cors = origins.cors_layer();
-        let all_routes = all_routes.layer(cors).layer(middleware::from_fn_with_state(origins, check_origin));
-        let on_tcp = serve_on(tcp, all_routes, limits.listener(), shutdown);
+        let on_tcp = serve_on(tcp, open_to_pages(all_routes, origins), limits.listener(), shutdown);
         let on_health = serve_on(health_tcp, health_routes, limits.health_listener(), shutdown);
         let drained = async {
             shutdown.requested().await;
@@ -180,6 +184,15 @@ impl Router {
         }
         served
     }
+}
+
+/// The routes behind the check of origins. Paths lose a slash at their end before they are matched.
+fn open_to_pages(routes: axum::Router, origins: AllowedOrigins) -> axum::Router {
+    let routes = routes
+        .layer(origins.cors_layer())
+        .layer(middleware::from_fn_with_state(origins, check_origin))
+        .layer(middleware::from_fn(shape_errors));
+    axum::Router::new().fallback_service(MapRequestLayer::new(trim_slash).layer(routes))
 }
 
 async fn listen(address: Option<SocketAddr>) -> Result<Option<TcpListener>, RouterError> {

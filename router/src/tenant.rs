@@ -17,6 +17,8 @@
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 
+use axum::http::{HeaderMap, HeaderValue};
+
 use crate::access::ApiKey;
 use crate::admission::Tenant;
 
@@ -24,6 +26,8 @@ pub(crate) const HEADER: &str = "x-ballast-tenant";
 
 /// Tenant names are label values of metrics, so they are short.
 const NAME_BYTES_MAX: usize = 64;
+/// Anthropic's clients send the key alone in this header.
+const ANTHROPIC_KEY: &str = "x-api-key";
 /// Prefix of an API key in `authorization`.
 const BEARER: &str = "Bearer ";
 
@@ -42,6 +46,12 @@ pub(crate) fn bearer_key(authorization: Option<&[u8]>) -> Option<&[u8]> {
     (scheme.eq_ignore_ascii_case(BEARER.as_bytes()) && !key.is_empty()).then_some(key)
 }
 
+/// The API key of a request: in `authorization`, or in Anthropic's header.
+pub(crate) fn presented_key(headers: &HeaderMap) -> Option<&[u8]> {
+    let value = |name: &str| headers.get(name).map(HeaderValue::as_bytes);
+    bearer_key(value("authorization")).or_else(|| value(ANTHROPIC_KEY).filter(|key| !key.is_empty()))
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`x-ballast-tenant` is not a tenant name: {NAME_RULE}")]
 pub(crate) struct TenantNameError;
@@ -53,12 +63,12 @@ pub(crate) struct TenantResolver {
 }
 
 impl TenantResolver {
-    /// `name` is the value of the header or field, `authorization` the HTTP header. `key` is the
-    /// key of the key file that the request was admitted with.
+    /// `name` is the value of the header or field, `presented` the API key that the request has.
+    /// `key` is the key of the key file that it was admitted with.
     pub(crate) fn resolve(
         &self,
         name: Option<&[u8]>,
-        authorization: Option<&[u8]>,
+        presented: Option<&[u8]>,
         key: Option<&ApiKey>,
     ) -> Result<Tenant, TenantNameError> {
         if let Some(name) = name.filter(|_| key.is_none_or(|key| key.is_gateway)) {
@@ -68,7 +78,7 @@ impl TenantResolver {
         if let Some(key) = key {
             return Ok(Tenant::Named(key.name.clone()));
         }
-        Ok(match bearer_key(authorization) {
+        Ok(match presented {
             Some(key) => Tenant::Named(format!("key-{:016x}", self.secret.hash_one(key)).into()),
             None => Tenant::Unnamed,
         })
@@ -89,7 +99,8 @@ mod tests {
     use super::*;
 
     fn resolve(tenants: &TenantResolver, name: Option<&str>, authorization: Option<&str>) -> String {
-        match tenants.resolve(name.map(str::as_bytes), authorization.map(str::as_bytes), None) {
+        let presented = bearer_key(authorization.map(str::as_bytes));
+        match tenants.resolve(name.map(str::as_bytes), presented, None) {
             Ok(Tenant::Named(name)) => name.to_string(),
             Ok(Tenant::Unnamed) => "unnamed".to_owned(),
             Err(TenantNameError) => "invalid".to_owned(),

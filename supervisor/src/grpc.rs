@@ -7,7 +7,7 @@ use std::pin::Pin;
 use std::time::Duration;
 
 use proto::fleet::v1 as wire;
-use proto::fleet::v1::fleet_server::{Fleet as FleetService, FleetServer};
+use proto::fleet::v1::fleet_server::{Fleet as FleetService, FleetServer, SERVICE_NAME};
 use service::grpc::UdsListener;
 use service::{RuntimeDir, smaps};
 use tokio::sync::{broadcast, mpsc};
@@ -42,12 +42,13 @@ pub(crate) fn serve(
 ) -> Result<JoinHandle<()>, Status> {
     let event_loop = commands.event_loop.clone();
     let (_, health) = service::grpc::health();
-    let reflection = service::grpc::reflection(proto::FILE_DESCRIPTOR_SET)
+    let (reflection, reflection_alpha) = service::grpc::reflection(proto::FILE_DESCRIPTOR_SET, SERVICE_NAME)
         .map_err(|error| Status::internal(error.to_string()))?;
     let router = service::grpc::server()
         .add_service(FleetServer::new(FleetApi { commands, directory }))
         .add_service(health)
-        .add_service(reflection);
+        .add_service(reflection)
+        .add_service(reflection_alpha);
     let stop = {
         let event_loop = event_loop.clone();
         async move { event_loop.closed().await }

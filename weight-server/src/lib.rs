@@ -55,7 +55,7 @@ use std::time::{Duration, Instant};
 use handoff::seqpacket::{Listener, SocketError};
 use memory::manifest::HOST_DEVICE;
 use nix::fcntl::{Flock, FlockArg};
-use proto::weights::v1::weight_server_server::WeightServerServer;
+use proto::weights::v1::weight_server_server::{SERVICE_NAME, WeightServerServer};
 use service::listen::{InheritedFd, ListenError, inherited_fds};
 use service::notify::NotifyError;
 use service::supervision::{self, SupervisorState};
@@ -191,9 +191,13 @@ async fn serve(
     let (health_reporter, health) = service::grpc::health();
     let admin = WeightServerServer::new(grpc::AdminService { inputs: inputs.clone(), changes });
     health_reporter.set_serving::<WeightServerServer<grpc::AdminService>>().await;
-    let reflection =
-        service::grpc::reflection(proto::FILE_DESCRIPTOR_SET).map_err(WeightServerError::Reflection)?;
-    let router = service::grpc::server().add_service(health).add_service(reflection).add_service(admin);
+    let (reflection, reflection_alpha) = service::grpc::reflection(proto::FILE_DESCRIPTOR_SET, SERVICE_NAME)
+        .map_err(WeightServerError::Reflection)?;
+    let router = service::grpc::server()
+        .add_service(health)
+        .add_service(reflection)
+        .add_service(reflection_alpha)
+        .add_service(admin);
     let admin = tokio::spawn(service::grpc::serve(router, admin_listener, shutdown.requested()));
     notify.ready()?;
     tokio::spawn(watch_supervisor(supervisor, inputs.clone()));

@@ -14,7 +14,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use handoff::lease::{LeaseGuard, LeaseStatus};
 use proto::weights::v1::RefusalReason;
-use proto::worker::v1::worker_server::WorkerServer;
+use proto::worker::v1::worker_server::{SERVICE_NAME, WorkerServer};
 use service::{Notify, Shutdown};
 use tokio::sync::oneshot;
 use tonic_health::server::HealthReporter;
@@ -87,6 +87,7 @@ pub async fn serve(
     let config = Arc::new(config);
     let service =
         WorkerService { config: config.clone(), state: Arc::new(OnceLock::new()), health: health.clone() };
+    let (reflection, reflection_alpha) = service::grpc::reflection(proto::FILE_DESCRIPTOR_SET, SERVICE_NAME)?;
     let server = service::grpc::server()
         .add_service(
             WorkerServer::new(service.clone())
@@ -94,7 +95,8 @@ pub async fn serve(
                 .max_encoding_message_size(service::grpc::MESSAGE_BYTES_MAX),
         )
         .add_service(health_service)
-        .add_service(service::grpc::reflection(proto::FILE_DESCRIPTOR_SET)?);
+        .add_service(reflection)
+        .add_service(reflection_alpha);
     notify.ready()?;
 
     let (ready_sender, ready) = oneshot::channel();

@@ -23,6 +23,16 @@ const FORMAT_PATTERNS: [(&str, &str); 3] = [
     ("time", "^[0-9:]{6}[0-5]"),
 ];
 
+/// The formats that the compiler enforces. Others are annotations, as JSON Schema has it: pydantic
+/// writes `binary`, `password` and `path`.
+const ENFORCED_FORMATS: [&str; 10] =
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"];
+
+/// Whether a format is an annotation only.
+pub(crate) fn is_annotation(format: &Value) -> bool {
+    format.as_str().is_some_and(|name| !ENFORCED_FORMATS.contains(&name))
+}
+
 /// Adds the pattern to a schema with these keywords. Does not descend into subschemas.
 pub(crate) fn add_format_patterns(keywords: &mut Map<String, Value>) {
     let Some(format) = keywords.get("format").and_then(Value::as_str) else { return };

@@ -77,7 +77,7 @@ impl GrammarSource {
             Self::Choice(_) => return Ok(None),
             Self::JsonSchema { schema, lenient } => {
                 let mut schema: Value = serde_json::from_str(schema)?;
-                schema::check_schema(&mut schema, *lenient)?;
+                schema::adapt_schema(&mut schema, *lenient)?;
                 let mut keywords = match schema {
                     Value::Object(keywords) => keywords,
                     Value::Bool(true) => Map::new(),
@@ -99,8 +99,7 @@ impl GrammarSource {
                 if lark.lines().filter(|line| line.contains(':')).count() > RULES_MAX {
                     return Err(CompileError::TooManyRules);
                 }
-                schema::check_embedded_schemas(lark)?;
-                TopLevelGrammar::from_lark(lark.clone())
+                TopLevelGrammar::from_lark(schema::adapt_embedded_schemas(lark)?)
             }
             Self::Gbnf(gbnf) => {
                 check_nesting(gbnf)?;

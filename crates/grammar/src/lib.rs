@@ -22,11 +22,13 @@
 #![forbid(unsafe_code)]
 
 mod choice;
+mod closed_objects;
 mod formats;
 mod gbnf;
 mod grammar_source;
 mod matcher;
 mod probe;
+mod property_names;
 mod schema;
 mod vocabulary;
 

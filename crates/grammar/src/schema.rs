@@ -8,7 +8,9 @@
 
 use serde_json::{Deserializer, Map, Value};
 
+use crate::closed_objects::close_objects;
 use crate::formats;
+use crate::property_names;
 
 /// Largest count or length, which is the largest repetition that the compiler accepts. Schemas
 /// generated from 32-bit types use this bound.
@@ -107,7 +109,8 @@ const KEYWORDS: &[(&str, KeywordForm)] = &[
     ("exclusiveMinimum", KeywordForm::NumberOrBoolean),
     ("exclusiveMaximum", KeywordForm::NumberOrBoolean),
     ("multipleOf", KeywordForm::AboveZero),
-    ("uniqueItems", KeywordForm::NotEnforcedIfTrue),
+    // Clients read such an array into a set, where duplicates do no harm.
+    ("uniqueItems", KeywordForm::Annotation),
     ("not", KeywordForm::NotEnforced),
     ("if", KeywordForm::NotEnforced),
     ("then", KeywordForm::NotEnforced),
@@ -115,7 +118,8 @@ const KEYWORDS: &[(&str, KeywordForm)] = &[
     ("contains", KeywordForm::NotEnforced),
     ("minContains", KeywordForm::NotEnforced),
     ("maxContains", KeywordForm::NotEnforced),
-    ("propertyNames", KeywordForm::NotEnforced),
+    // Becomes a pattern, where that is possible.
+    ("propertyNames", KeywordForm::Schema),
     ("dependencies", KeywordForm::NotEnforced),
     ("dependentRequired", KeywordForm::NotEnforced),
     ("dependentSchemas", KeywordForm::NotEnforced),
@@ -148,29 +152,49 @@ const KEYWORDS: &[(&str, KeywordForm)] = &[
     ("contentSchema", KeywordForm::Annotation),
 ];
 
-/// Checks a schema, removes keywords without effect, and adds patterns to formats. If `lenient` is
-/// set, unknown keywords and keywords that cannot be enforced are accepted.
-pub(crate) fn check_schema(schema: &mut Value, lenient: bool) -> Result<(), SchemaError> {
-    SchemaChecker::new(lenient).schema(schema)
-}
-
-/// Checks the limits for all schemas of a Lark source together. Skips text after `%json` that is
-/// not JSON: the compiler refuses it, or it is part of a string.
-pub(crate) fn check_embedded_schemas(lark: &str) -> Result<(), SchemaError> {
-    let mut check = SchemaChecker::new(true);
-    for (at, keyword) in lark.match_indices("%json") {
-        let mut values = Deserializer::from_str(&lark[at + keyword.len()..]).into_iter::<Value>();
-        if let Some(Ok(mut schema)) = values.next() {
-            check.schema(&mut schema)?;
-        }
+/// Checks a schema, removes keywords without effect, adds patterns to formats, and closes objects.
+/// If `lenient` is set, unknown keywords and keywords that cannot be enforced are accepted, and
+/// objects stay open.
+pub(crate) fn adapt_schema(schema: &mut Value, lenient: bool) -> Result<(), SchemaError> {
+    SchemaChecker::new(lenient).whole_schema(schema)?;
+    if !lenient {
+        close_objects(schema);
     }
     Ok(())
+}
+
+/// The same for all schemas of a Lark source, whose limits count together. Their own options say
+/// how the compiler treats keywords. Leaves text after `%json` that is not JSON: the compiler
+/// refuses it, or it is part of a string.
+pub(crate) fn adapt_embedded_schemas(lark: &str) -> Result<String, SchemaError> {
+    let mut check = SchemaChecker::new(true);
+    let (mut adapted, mut copied) = (String::with_capacity(lark.len()), 0);
+    for (at, keyword) in lark.match_indices("%json") {
+        let begin = at + keyword.len();
+        if begin < copied {
+            // Inside a schema that has been adapted.
+            continue;
+        }
+        let mut values = Deserializer::from_str(&lark[begin..]).into_iter::<Value>();
+        if let Some(Ok(mut schema)) = values.next() {
+            check.whole_schema(&mut schema)?;
+            close_objects(&mut schema);
+            adapted.push_str(&lark[copied..begin]);
+            adapted.push(' ');
+            adapted.push_str(&schema.to_string());
+            copied = begin + values.byte_offset();
+        }
+    }
+    adapted.push_str(&lark[copied..]);
+    Ok(adapted)
 }
 
 /// Recursive. The JSON parser limits the depth to 128.
 struct SchemaChecker {
     lenient: bool,
     path: String,
+    /// The whole schema, for `$ref`.
+    root: Value,
     properties: usize,
     patterns: usize,
     multiple: u64,
@@ -178,7 +202,13 @@ struct SchemaChecker {
 
 impl SchemaChecker {
     fn new(lenient: bool) -> Self {
-        Self { lenient, path: String::from("#"), properties: 0, patterns: 0, multiple: 1 }
+        let root = Value::Null;
+        Self { lenient, path: String::from("#"), root, properties: 0, patterns: 0, multiple: 1 }
+    }
+
+    fn whole_schema(&mut self, schema: &mut Value) -> Result<(), SchemaError> {
+        self.root = schema.clone();
+        self.schema(schema)
     }
 
     fn schema(&mut self, schema: &mut Value) -> Result<(), SchemaError> {
@@ -191,11 +221,12 @@ impl SchemaChecker {
 
     fn keywords(&mut self, keywords: &mut Map<String, Value>) -> Result<(), SchemaError> {
         keywords.retain(|name, value| {
-            let neutral = *value == Value::Bool(false);
-            !(neutral
+            let is_neutral = *value == Value::Bool(false)
                 && KEYWORDS
                     .iter()
-                    .any(|(k, form)| k == name && matches!(form, KeywordForm::NotEnforcedIfTrue)))
+                    .any(|(k, form)| k == name && matches!(form, KeywordForm::NotEnforcedIfTrue));
+            let is_annotation = name == "uniqueItems" || name == "format" && formats::is_annotation(value);
+            !is_neutral && !is_annotation
         });
         for (name, value) in &mut *keywords {
             match KEYWORDS.iter().find(|(keyword, _)| keyword == name) {
@@ -207,7 +238,13 @@ impl SchemaChecker {
             }
         }
         formats::add_format_patterns(keywords);
-        Ok(())
+        match property_names::to_patterns(keywords, &self.root) {
+            false if !self.lenient => {
+                let at = self.at() + "/propertyNames";
+                Err(SchemaError::NotEnforced { at, keyword: "propertyNames" })
+            }
+            _ => Ok(()),
+        }
     }
 
     fn count(&mut self, keyword: &str, value: &Value) -> Result<(), SchemaError> {
@@ -364,7 +401,7 @@ mod tests {
     use serde_json::json;
 
     fn refused(mut schema: Value) -> String {
-        check_schema(&mut schema, false).unwrap_err().to_string()
+        adapt_schema(&mut schema, false).unwrap_err().to_string()
     }
 
     #[test]
@@ -374,7 +411,14 @@ mod tests {
             (json!({"properties": {"a": []}}), "#/properties/a: a schema is"),
             (json!({"maxlength": 3}), "#: the keyword \"maxlength\""),
             (json!({"items": {"not": {}}}), "#/items/not: the keyword \"not\" cannot be enforced"),
-            (json!({"uniqueItems": true}), "#/uniqueItems: the keyword"),
+            (
+                json!({"items": {"propertyNames": {"not": {}}}}),
+                "#/items/propertyNames/not: the keyword \"not\"",
+            ),
+            (
+                json!({"items": {"propertyNames": {"format": "date"}}}),
+                "#/items/propertyNames: the keyword \"propertyNames\" cannot be enforced",
+            ),
             (
                 json!({"minItems": -1}),
                 "#/minItems: minItems is -1, allowed are integers from 0 to 4294967295",
@@ -406,10 +450,10 @@ mod tests {
             let named: Map<String, Value> = (0..count).map(|name| (name.to_string(), json!({}))).collect();
             json!({"items": {"properties": named}})
         };
-        assert_eq!(check_schema(&mut properties(2_000), false), Ok(()));
+        assert_eq!(adapt_schema(&mut properties(2_000), false), Ok(()));
         assert!(refused(properties(2_001)).contains("more than 2000 properties"));
         let all = |count| json!({"allOf": vec![json!({"pattern": "a"}); count]});
-        assert_eq!(check_schema(&mut all(8), false), Ok(()));
+        assert_eq!(adapt_schema(&mut all(8), false), Ok(()));
         assert!(refused(all(9)).contains("more than 8 patterns"));
         assert!(
             refused(json!({"anyOf": vec![json!({"pattern": "a"}); 201]})).contains("more than 200 patterns")
@@ -423,7 +467,7 @@ mod tests {
             json!({"anyOf": schemas})
         };
         for few in [any(&[2.0, 5.0, 60.0, 0.25, 1000.0]), any(&[1e5, 0.01]), any(&[1e-7, 1e-300])] {
-            assert_eq!(check_schema(&mut few.clone(), false), Ok(()), "{few}");
+            assert_eq!(adapt_schema(&mut few.clone(), false), Ok(()), "{few}");
         }
         for many in [any(&[100_001.0]), any(&[997.0, 991.0]), any(&[0.123456]), any(&[1e15])] {
             let error = refused(many.clone());
@@ -441,11 +485,11 @@ mod tests {
 
     #[test]
     fn what_is_not_enforced_passes_where_that_was_asked_for_and_what_asks_for_nothing_always() {
-        let mut schema = json!({"not": {}, "maxlength": 3, "items": {"uniqueItems": true}});
-        assert_eq!(check_schema(&mut schema, true), Ok(()));
+        let mut schema = json!({"not": {}, "maxlength": 3, "items": {"nullable": true}});
+        assert_eq!(adapt_schema(&mut schema, true), Ok(()));
         let mut schema =
             json!({"type": "array", "uniqueItems": false, "x-order": 1, "title": 5, "items": true});
-        assert_eq!(check_schema(&mut schema, false), Ok(()));
+        assert_eq!(adapt_schema(&mut schema, false), Ok(()));
         assert_eq!(schema, json!({"type": "array", "x-order": 1, "title": 5, "items": true}));
     }
 }

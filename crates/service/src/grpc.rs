@@ -267,18 +267,42 @@ pub fn health() -> (
     tonic_health::server::health_reporter()
 }
 
-/// gRPC reflection for the encoded FileDescriptorSet of the `proto` crate and for the health
-/// service.
+/// Services that every port of gRPC serves.
+const COMMON_SERVICES: [&str; 3] = [
+    "grpc.health.v1.Health",
+    "grpc.reflection.v1.ServerReflection",
+    "grpc.reflection.v1alpha.ServerReflection",
+];
+
+/// gRPC reflection of `service`, with the encoded FileDescriptorSet of the `proto` crate, and of
+/// the common services. Common clients still ask for v1alpha.
 pub fn reflection(
     descriptors: &'static [u8],
+    service: &str,
 ) -> Result<
-    tonic_reflection::server::v1::ServerReflectionServer<impl tonic_reflection::server::v1::ServerReflection>,
+    (
+        tonic_reflection::server::v1::ServerReflectionServer<
+            impl tonic_reflection::server::v1::ServerReflection,
+        >,
+        tonic_reflection::server::v1alpha::ServerReflectionServer<
+            impl tonic_reflection::server::v1alpha::ServerReflection,
+        >,
+    ),
     tonic_reflection::server::Error,
 > {
-    tonic_reflection::server::Builder::configure()
-        .register_encoded_file_descriptor_set(descriptors)
-        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
-        .build_v1()
+    let builder = || {
+        let builder = tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(descriptors)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_reflection::pb::v1::FILE_DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_reflection::pb::v1alpha::FILE_DESCRIPTOR_SET)
+            .include_reflection_service(false);
+        COMMON_SERVICES
+            .into_iter()
+            .chain([service])
+            .fold(builder, |builder, name| builder.with_service_name(name))
+    };
+    Ok((builder().build_v1()?, builder().build_v1alpha()?))
 }
 
 #[cfg(test)]

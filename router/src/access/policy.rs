@@ -33,7 +33,7 @@ impl AccessTime {
 /// Why a request is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum AccessRefusal {
-    #[error("no API key is given; send it as `Authorization: Bearer KEY`")]
+    #[error("no API key is given; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")]
     NoKey,
     #[error("the API key is not valid")]
     UnknownKey,

@@ -3,26 +3,32 @@
 //! `POST /v1/chat/completions`: renders the messages with the model's chat template and generates
 //! the reply.
 
+use std::sync::Arc;
+
 use axum::extract::State;
 use axum::response::Response;
 use chat_output::{CallDelivery, OutputSyntax, ToolFormat};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use tokio::sync::mpsc;
 
 use super::chat_reply::{ChatReply, ReplyFields};
 use super::error::ApiError;
-use super::fields::{ParsedBody, ResponseOptions, parse_body};
+use super::fields::{IgnoredFields, ParsedBody, ResponseOptions, UnknownFields, parse_fields, parse_object};
+use super::prompt_scores::{prompt_logprobs, score_prompts};
 use super::request::{AppState, ReceivedBody, RequestMetadata, run_tokenizer};
 use super::response::GenerationResponse;
+use super::token_names::TokenNames;
 use super::tool_grammar::{ArgumentsCheck, tool_grammar};
 use super::tools::{RequestTools, TOOL_FIELDS, ToolFields};
 use crate::chat_syntax::ChatSyntax;
+use crate::choice::ChoiceEvent;
 use crate::generate::{GenerationRequest, TokenizedPrompts};
 use crate::model::{ChatPrompt, Conversation, ServedModel};
 use crate::opening::RequestRefusal;
 use crate::params::{RequestGrammar, RequestParams};
 
-const FIELDS: [&str; 10] = [
+const FIELDS: [&str; 11] = [
     "messages",
     "max_completion_tokens",
     "logprobs",
@@ -31,6 +37,7 @@ const FIELDS: [&str; 10] = [
     "continue_final_message",
     "chat_template_kwargs",
     "reasoning_effort",
+    "enable_thinking",
     "include_reasoning",
     "prediction",
 ];
@@ -45,6 +52,8 @@ struct ChatFields {
     continue_final_message: Option<bool>,
     chat_template_kwargs: Option<Map<String, Value>>,
     reasoning_effort: Option<String>,
+    /// The same as in `chat_template_kwargs`.
+    enable_thinking: Option<bool>,
     include_reasoning: Option<bool>,
     /// Text that the reply is likely to repeat. It would only save time, so it is ignored.
     #[serde(rename = "prediction")]
@@ -64,34 +73,72 @@ pub(crate) async fn post(
     metadata: RequestMetadata,
     body: ReceivedBody,
 ) -> Result<Response, ApiError> {
-    let fields = [&FIELDS[..], &TOOL_FIELDS].concat();
-    let ParsedBody { endpoint, sampling, response } = parse_body::<ChatFields>(&body.bytes, &fields)?;
+    let parsed = parse_chat(parse_object(&body.bytes)?, app.unknown_fields)?;
+    let options = parsed.options;
+    let (with_reasoning, with_logprobs) = (parsed.with_reasoning, parsed.params.top_logprobs.is_some());
+    let (id, created) = (format!("chatcmpl-{}", metadata.origin.request_id), metadata.created_unix_seconds);
+    let (chat, ignored) = tokenize_chat(&app, parsed, &metadata, body).await?;
+    let prompt_logprobs = chat.prompt_logprobs(&app, &metadata, options).await?;
+    let StartedChat { request, events, syntax, tools } = chat.start(&app, metadata).await?;
+    let reply_fields = ReplyFields {
+        id,
+        created,
+        with_reasoning,
+        with_logprobs,
+        with_token_ids: options.return_token_ids,
+        names_tokens_by_id: options.names_tokens_by_id,
+        prompt_logprobs,
+    };
+    let reply = ChatReply::new(reply_fields, &request, syntax, &tools);
+    let response = GenerationResponse::new(&request, reply, events, options).respond().await?;
+    Ok(ignored.name_in(response))
+}
+
+/// A chat as the client sent it, checked except for what depends on the model.
+pub(super) struct ParsedChat {
+    pub(super) model: Option<String>,
+    pub(super) options: ResponseOptions,
+    params: RequestParams,
+    conversation: Conversation,
+    tools: RequestTools,
+    pub(super) with_reasoning: bool,
+    ignored: IgnoredFields,
+}
+
+/// Parses the fields of a chat. Other APIs translate their requests to these fields.
+pub(super) fn parse_chat(fields: Map<String, Value>, unknown: UnknownFields) -> Result<ParsedChat, ApiError> {
+    let names = [&FIELDS[..], &TOOL_FIELDS].concat();
+    let ParsedBody { endpoint, sampling, response, ignored } =
+        parse_fields::<ChatFields>(fields, &names, unknown)?;
     let options = response.options()?;
     let params = chat_params(sampling.params()?, &endpoint)?;
     check_messages(&endpoint.messages)?;
-    let model = app.generator.registry.resolve(response.model.as_deref(), &metadata.models)?;
-
-    let reply_fields = ReplyFields {
-        id: format!("chatcmpl-{}", metadata.origin.request_id),
-        created: metadata.created_unix_seconds,
-        with_reasoning: endpoint.include_reasoning.unwrap_or(true),
-        with_logprobs: params.top_logprobs.is_some(),
-        with_token_ids: options.return_token_ids,
-    };
+    let with_reasoning = endpoint.include_reasoning.unwrap_or(true);
     let (conversation, tools) = conversation(endpoint)?;
+    Ok(ParsedChat { model: response.model, options, params, conversation, tools, with_reasoning, ignored })
+}
+
+/// Renders and tokenizes the chat.
+pub(super) async fn tokenize_chat(
+    app: &AppState,
+    parsed: ParsedChat,
+    metadata: &RequestMetadata,
+    body: ReceivedBody,
+) -> Result<(Chat, IgnoredFields), ApiError> {
+    let ParsedChat { model, params, conversation, tools, ignored, .. } = parsed;
+    let model = app.generator.registry.resolve(model.as_deref(), &metadata.models)?;
     let is_off = |name: &str| conversation.variables.get(name) == Some(&Value::Bool(false));
     let may_reason = !is_off("enable_thinking") && !is_off("thinking");
     let tokenizing_model = model.clone();
     let prompt =
         run_tokenizer(body.bytes.len(), move || tokenizing_model.text.encode_chat(&conversation)).await?;
     drop(body);
-    let chat = Chat { model, prompt, params, tools, may_reason };
-    start(&app, metadata, chat, reply_fields, options).await
+    Ok((Chat { model, prompt, params, tools, may_reason }, ignored))
 }
 
 /// A chat that is ready to be generated.
-struct Chat {
-    model: std::sync::Arc<ServedModel>,
+pub(super) struct Chat {
+    model: Arc<ServedModel>,
     prompt: ChatPrompt,
     params: RequestParams,
     tools: RequestTools,
@@ -99,35 +146,73 @@ struct Chat {
     may_reason: bool,
 }
 
-/// Starts the chat. If a tool's schema cannot be enforced and need not be, starts it without.
-async fn start(
-    app: &AppState,
-    metadata: RequestMetadata,
-    chat: Chat,
-    reply_fields: ReplyFields,
-    options: ResponseOptions,
-) -> Result<Response, ApiError> {
-    let mut check = ArgumentsCheck::Schema;
-    loop {
-        let (syntax, grammar) = chat.output_syntax(check)?;
-        let is_of_tools = grammar.as_ref().is_some_and(|grammar| grammar.param == "tools");
-        let params = RequestParams { grammar, ..chat.params.clone() };
-        let tokens = vec![chat.prompt.tokens.clone()];
+/// A chat whose reply is being generated.
+pub(super) struct StartedChat {
+    pub(super) request: GenerationRequest,
+    pub(super) events: mpsc::Receiver<ChoiceEvent>,
+    pub(super) syntax: OutputSyntax,
+    pub(super) tools: RequestTools,
+}
+
+impl Chat {
+    pub(super) fn into_prompt(self) -> (Arc<ServedModel>, Vec<u32>) {
+        (self.model, self.prompt.tokens)
+    }
+
+    pub(super) fn prompt_tokens(&self) -> usize {
+        self.prompt.tokens.len()
+    }
+
+    fn request(
+        &self,
+        grammar: Option<RequestGrammar>,
+        metadata: &RequestMetadata,
+    ) -> Result<GenerationRequest, ApiError> {
+        let params = RequestParams { grammar, ..self.params.clone() };
+        let tokens = vec![self.prompt.tokens.clone()];
         metadata.origin.keep_bytes(&tokens, &params);
         let prompts = TokenizedPrompts { param: "messages", tokens, at_text_start: true };
-        let request = GenerationRequest::new(chat.model.clone(), prompts, params, metadata.origin.clone())?
-            .with_visible_tokens(chat.visible_tokens(&syntax));
-        let events = match app.generator.start(&request).await {
-            Err(RequestRefusal::Grammar { .. })
-                if is_of_tools && check == ArgumentsCheck::Schema && !chat.tools.has_strict() =>
-            {
-                check = ArgumentsCheck::AnyObject;
-                continue;
+        Ok(GenerationRequest::new(self.model.clone(), prompts, params, metadata.origin.clone())?)
+    }
+
+    /// vLLM's `prompt_logprobs`, if the client asks for them.
+    async fn prompt_logprobs(
+        &self,
+        app: &AppState,
+        metadata: &RequestMetadata,
+        options: ResponseOptions,
+    ) -> Result<Option<Value>, ApiError> {
+        let Some(top) = options.prompt_logprobs else { return Ok(None) };
+        let request = self.request(None, metadata)?;
+        let scored = score_prompts(app, &request, top).await?;
+        let names = TokenNames { model: &self.model, by_id: options.names_tokens_by_id };
+        let scores = scored.prompts.first();
+        Ok(scores.map(|scores| prompt_logprobs(names, &self.prompt.tokens, scores, top as usize)))
+    }
+
+    /// Starts the chat. If a tool's schema cannot be enforced and need not be, starts it without.
+    pub(super) async fn start(
+        self,
+        app: &AppState,
+        metadata: RequestMetadata,
+    ) -> Result<StartedChat, ApiError> {
+        let mut check = ArgumentsCheck::Schema;
+        loop {
+            let (syntax, grammar) = self.output_syntax(check)?;
+            let is_of_tools = grammar.as_ref().is_some_and(|grammar| grammar.param == "tools");
+            let request = self.request(grammar, &metadata)?.with_visible_tokens(self.visible_tokens(&syntax));
+            match app.generator.start(&request).await {
+                Err(RequestRefusal::Grammar { .. })
+                    if is_of_tools && check == ArgumentsCheck::Schema && !self.tools.has_strict() =>
+                {
+                    check = ArgumentsCheck::AnyObject;
+                }
+                events => {
+                    let events = events?;
+                    return Ok(StartedChat { request, events, syntax, tools: self.tools });
+                }
             }
-            events => events?,
-        };
-        let reply = ChatReply::new(reply_fields, &request, syntax, &chat.tools);
-        return GenerationResponse::new(&request, reply, events, options).respond().await;
+        }
     }
 }
 
@@ -209,6 +294,9 @@ fn conversation(fields: ChatFields) -> Result<(Conversation, RequestTools), ApiE
     })?;
     let continue_final_message = fields.continue_final_message.unwrap_or(false);
     let mut variables = fields.chat_template_kwargs.unwrap_or_default();
+    if let Some(is_on) = fields.enable_thinking {
+        variables.entry("enable_thinking").or_insert(json!(is_on));
+    }
     if let Some(effort) = fields.reasoning_effort {
         if !EFFORTS.contains(&&*effort) {
             let message = format!("`reasoning_effort` is none of {}", EFFORTS.join(", "));

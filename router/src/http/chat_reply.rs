@@ -8,6 +8,7 @@ use chat_output::{ChatEvent, OutputParser, OutputSyntax, ToolFormat};
 use serde_json::{Value, json};
 
 use super::response::{ChoiceFormat, stop_reason};
+use super::token_names::TokenNames;
 use super::tools::{RequestTools, ToolChoice};
 use crate::choice::{FinishCause, OutputDelta};
 use crate::generate::GenerationRequest;
@@ -22,6 +23,9 @@ pub(super) struct ReplyFields {
     pub(super) with_reasoning: bool,
     pub(super) with_logprobs: bool,
     pub(super) with_token_ids: bool,
+    pub(super) names_tokens_by_id: bool,
+    /// vLLM's `prompt_logprobs`.
+    pub(super) prompt_logprobs: Option<Value>,
 }
 
 pub(super) struct ChatReply {
@@ -44,7 +48,7 @@ struct ReplyChoice {
 
 /// How calls are written.
 #[derive(Clone, Copy)]
-struct CallWriter {
+pub(super) struct CallWriter {
     choice: ToolChoice,
     /// Only the first call is written.
     is_single: bool,
@@ -70,11 +74,7 @@ impl ChatReply {
             prompt_token_ids: request.prompts().flatten().copied().collect(),
             choices: (0..request.choices()).map(|_| choice()).collect(),
             reasoning_tokens: is_reasoning.then_some(0),
-            calls: CallWriter {
-                choice: tools.choice,
-                is_single: !tools.parallel || tools.choice == ToolChoice::Named,
-                format: syntax.calls,
-            },
+            calls: CallWriter::new(tools, syntax.calls),
             fields,
         }
     }
@@ -89,9 +89,10 @@ impl ChatReply {
     }
 
     fn logprob(&self, id: u32, entry: &Logprob) -> Value {
+        let names = TokenNames { model: &self.model, by_id: self.fields.names_tokens_by_id };
         let token = |id: u32, logprob: f32| {
             json!({
-                "token": self.model.text.token_text(id),
+                "token": names.text(id),
                 "logprob": logprob,
                 "bytes": self.model.text.token_bytes(id),
             })
@@ -192,14 +193,19 @@ impl ChatReply {
 }
 
 impl CallWriter {
-    fn writes(self, index: usize) -> bool {
+    pub(super) fn new(tools: &RequestTools, format: Option<ToolFormat>) -> Self {
+        let is_single = !tools.parallel || tools.choice == ToolChoice::Named;
+        Self { choice: tools.choice, is_single, format }
+    }
+
+    pub(super) fn writes(self, index: usize) -> bool {
         self.choice != ToolChoice::None && (index == 0 || !self.is_single)
     }
 
-    /// The beginning of a call, with an id.
-    fn call(self, index: usize, id: Option<String>, name: &str) -> Option<Value> {
+    /// The id of a call. `id` is the one that the model wrote.
+    pub(super) fn id(self, id: Option<String>) -> String {
         let random = ClientRequestId::random().0;
-        let id = match (self.format, id) {
+        match (self.format, id) {
             (Some(ToolFormat::KimiK2), Some(id)) => id,
             // Mistral's templates accept ids of 9 letters and digits only.
             (Some(ToolFormat::Mistral), Some(id))
@@ -209,7 +215,12 @@ impl CallWriter {
             }
             (Some(ToolFormat::Mistral), _) => random[..9].to_owned(),
             _ => format!("call_{}", &random[..24]),
-        };
+        }
+    }
+
+    /// The beginning of a call, with an id.
+    fn call(self, index: usize, id: Option<String>, name: &str) -> Option<Value> {
+        let id = self.id(id);
         let function = json!({"name": name, "arguments": ""});
         self.writes(index)
             .then(|| json!({"index": index, "id": id, "type": "function", "function": function}))
@@ -289,6 +300,9 @@ impl ChoiceFormat for ChatReply {
         });
         if self.fields.with_token_ids && !streaming {
             value["prompt_token_ids"] = json!(self.prompt_token_ids);
+        }
+        if let Some(scores) = &self.fields.prompt_logprobs {
+            value["prompt_logprobs"] = scores.clone();
         }
         value
     }

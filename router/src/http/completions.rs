@@ -2,6 +2,8 @@
 
 //! `POST /v1/completions`: continues one or several prompts of text or token ids.
 
+use std::sync::Arc;
+
 use axum::extract::State;
 use axum::response::Response;
 use serde::Deserialize;
@@ -9,12 +11,15 @@ use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
 use super::fields::{ParsedBody, parse_body};
+use super::prompt_scores::{ScoredPrompts, prompt_logprobs, score_prompts};
 use super::request::{AppState, ReceivedBody, RequestMetadata, run_tokenizer};
 use super::response::{ChoiceFormat, GenerationResponse, stop_reason};
+use super::token_names::{TokenNames, token_id};
 use crate::choice::{FinishCause, OutputDelta};
 use crate::generate::{CHOICES_MAX, GenerationRequest, TokenizedPrompts};
 use crate::model::{EncodeTextError, ServedModel};
 use crate::params::{RequestParamError, token_ids};
+use crate::wire::Logprob;
 
 /// OpenAI's default.
 const MAX_TOKENS_DEFAULT: i64 = 16;
@@ -47,7 +52,8 @@ pub(crate) async fn post(
     metadata: RequestMetadata,
     body: ReceivedBody,
 ) -> Result<Response, ApiError> {
-    let ParsedBody { endpoint, sampling, response } = parse_body::<CompletionFields>(&body.bytes, &FIELDS)?;
+    let ParsedBody { endpoint, sampling, response, ignored } =
+        parse_body::<CompletionFields>(&body.bytes, &FIELDS, app.unknown_fields)?;
     let mut options = response.options()?;
     let model = app.generator.registry.resolve(response.model.as_deref(), &metadata.models)?;
     // Ids are all that a model without tokenizer can answer with.
@@ -66,8 +72,11 @@ pub(crate) async fn post(
         params.top_logprobs.get_or_insert(0);
     }
     let echo = endpoint.echo.unwrap_or(false);
-    if echo && endpoint.logprobs.is_some() {
-        return Err(ApiError::invalid(Some("echo"), "`echo` together with `logprobs` is not supported"));
+    let echoed_logprobs = endpoint.logprobs.filter(|_| echo).and_then(|top| u32::try_from(top).ok());
+    let is_without_output = params.max_tokens == Some(0) && (echo || options.prompt_logprobs.is_some());
+    if is_without_output {
+        // For the check of the context: a choice has at least one token.
+        params.max_tokens = Some(1);
     }
     let add_special = endpoint.add_special_tokens.unwrap_or(true);
     let prompt = endpoint.prompt;
@@ -81,19 +90,32 @@ pub(crate) async fn post(
     let prompts = TokenizedPrompts { param: "prompt", tokens, at_text_start: false };
     let request = GenerationRequest::new(model, prompts, params, metadata.origin.clone())
         .map_err(rename_top_logprobs)?;
-    let events = app.generator.start(&request).await?;
-
+    let top = echoed_logprobs.max(options.prompt_logprobs);
+    let scored = match top {
+        Some(top) => Some(score_prompts(&app, &request, top).await?),
+        None => None,
+    };
+    let events = match is_without_output {
+        true => request.without_output(),
+        false => app.generator.start(&request).await?,
+    };
     let format = CompletionFormat {
         id: format!("cmpl-{}", metadata.origin.request_id),
         created: metadata.created_unix_seconds,
         n: request.params().n as usize,
         with_logprobs: endpoint.logprobs.is_some(),
-        prompt_token_ids: options.return_token_ids.then(|| request.prompts().map(<[u32]>::to_vec).collect()),
+        with_token_ids: options.return_token_ids,
+        names_tokens_by_id: options.names_tokens_by_id,
+        echoed_logprobs,
+        prompt_logprobs: options.prompt_logprobs,
+        prompts: request.prompts().map(<[u32]>::to_vec).collect(),
+        scored,
         text_offsets: vec![0; request.choices()],
         echoes,
         model: request.model.clone(),
     };
-    GenerationResponse::new(&request, format, events, options).respond().await
+    let response = GenerationResponse::new(&request, format, events, options).respond().await?;
+    Ok(ignored.name_in(response))
 }
 
 /// Names the parameter as this endpoint does: `logprobs`.
@@ -145,27 +167,39 @@ fn tokenize_prompts(
 struct CompletionFormat {
     id: String,
     created: i64,
-    model: std::sync::Arc<ServedModel>,
+    model: Arc<ServedModel>,
     n: usize,
     with_logprobs: bool,
-    /// Token ids of the prompts, if the client asks for them.
-    prompt_token_ids: Option<Vec<Vec<u32>>>,
+    with_token_ids: bool,
+    names_tokens_by_id: bool,
+    /// The number of alternatives of the prompt's tokens in `logprobs`.
+    echoed_logprobs: Option<u32>,
+    /// The same in vLLM's `prompt_logprobs`.
+    prompt_logprobs: Option<u32>,
+    prompts: Vec<Vec<u32>>,
+    scored: Option<ScoredPrompts>,
     /// Number of characters of each choice so far.
     text_offsets: Vec<usize>,
     /// Texts of the prompts, if the client asks for `echo`.
     echoes: Vec<String>,
 }
 
+/// A token with its log probability. The first token of a prompt has none.
+type TokenEntry<'a> = (u32, Option<&'a Logprob>);
+
 impl CompletionFormat {
     fn prompt_of(&self, choice: u32) -> usize {
         choice as usize / self.n
     }
 
-    fn entry(&mut self, delta: OutputDelta, finish: Option<&FinishCause>) -> Value {
+    /// `begins`: the output begins with this entry, after the prompt.
+    fn entry(&mut self, mut delta: OutputDelta, begins: bool, finish: Option<&FinishCause>) -> Value {
         let logprobs = match self.with_logprobs {
-            true => self.logprobs(&delta),
+            true => self.logprobs(&delta, begins),
             false => Value::Null,
         };
+        let echo = self.echoes.get(self.prompt_of(delta.choice)).filter(|_| begins);
+        delta.text.insert_str(0, echo.map_or("", String::as_str));
         let mut entry = json!({
             "index": delta.choice,
             "text": delta.text,
@@ -173,69 +207,102 @@ impl CompletionFormat {
             "finish_reason": finish.map(FinishCause::reason),
             "stop_reason": finish.map(stop_reason),
         });
-        if self.prompt_token_ids.is_some() {
+        if self.with_token_ids {
             entry["token_ids"] = json!(delta.tokens);
         }
-        entry
-    }
-
-    fn logprobs(&mut self, delta: &OutputDelta) -> Value {
-        let texts: Vec<String> = delta.tokens.iter().map(|&id| self.model.text.token_text(id)).collect();
-        let offset = &mut self.text_offsets[delta.choice as usize];
-        let offsets: Vec<usize> =
-            texts.iter().map(|text| std::mem::replace(offset, *offset + text.chars().count())).collect();
-        // The sampled token is always included, even if it is not among the most probable ones.
-        let top = |(text, entry): (&String, &crate::wire::Logprob)| {
-            let most =
-                entry.top.iter().map(|&(id, logprob)| (self.model.text.token_text(id), json!(logprob)));
-            let mut pairs: Map<_, _> = most.collect();
-            pairs.entry(text).or_insert(json!(entry.logprob));
-            Value::Object(pairs)
-        };
-        json!({
-            "tokens": texts,
-            "token_logprobs": delta.logprobs.iter().map(|entry| entry.logprob).collect::<Vec<_>>(),
-            "top_logprobs": texts.iter().zip(&delta.logprobs).map(top).collect::<Vec<_>>(),
-            "text_offset": offsets,
-        })
-    }
-
-    fn with_prompt_ids(&self, choice: u32, mut entry: Value) -> Value {
-        if let Some(prompts) = &self.prompt_token_ids {
-            entry["prompt_token_ids"] = json!(prompts[self.prompt_of(choice)]);
+        if begins {
+            self.add_prompt(delta.choice, &mut entry);
         }
         entry
     }
+
+    /// What an entry says of its prompt.
+    fn add_prompt(&self, choice: u32, entry: &mut Value) {
+        let prompt = self.prompt_of(choice);
+        if self.with_token_ids {
+            entry["prompt_token_ids"] = json!(self.prompts[prompt]);
+        }
+        if let (Some(scored), Some(top)) = (&self.scored, self.prompt_logprobs) {
+            entry["prompt_logprobs"] =
+                prompt_logprobs(self.names(), &self.prompts[prompt], &scored.prompts[prompt], top as usize);
+        }
+    }
+
+    fn names(&self) -> TokenNames<'_> {
+        TokenNames { model: &self.model, by_id: self.names_tokens_by_id }
+    }
+
+    fn logprobs(&mut self, delta: &OutputDelta, begins: bool) -> Value {
+        let prompt = self.prompt_of(delta.choice);
+        let mut entries: Vec<TokenEntry<'_>> = Vec::new();
+        if let (Some(scored), true) = (&self.scored, begins && self.echoed_logprobs.is_some()) {
+            let of_tokens = std::iter::once(None).chain(scored.prompts[prompt].iter().map(Some));
+            entries.extend(self.prompts[prompt].iter().copied().zip(of_tokens));
+        }
+        entries.extend(delta.tokens.iter().copied().zip(delta.logprobs.iter().map(Some)));
+        // Offsets count characters of the text, whatever the tokens are named.
+        let mut offset = self.text_offsets[delta.choice as usize];
+        let mut offsets = Vec::with_capacity(entries.len());
+        for (id, _) in &entries {
+            offsets.push(offset);
+            let text = self.model.text.token_text(*id);
+            // A BOS that the tokenizer has added is no text of the prompt.
+            let is_added =
+                begins && offset == 0 && self.echoes.get(prompt).is_some_and(|echo| !echo.starts_with(&text));
+            offset += if is_added { 0 } else { text.chars().count() };
+        }
+        let names = self.names();
+        let top_max = self.echoed_logprobs.map_or(usize::MAX, |top| top as usize);
+        let value = json!({
+            "tokens": entries.iter().map(|(id, _)| names.key(*id)).collect::<Vec<_>>(),
+            "token_logprobs": entries.iter().map(|(_, entry)| entry.map(|it| it.logprob)).collect::<Vec<_>>(),
+            "top_logprobs": entries
+                .iter()
+                .map(|(id, entry)| entry.map_or(Value::Null, |it| top_logprobs(names, *id, it, top_max)))
+                .collect::<Vec<_>>(),
+            "text_offset": offsets,
+        });
+        self.text_offsets[delta.choice as usize] = offset;
+        value
+    }
+}
+
+/// The most probable tokens, and the token itself. If two have the same name, the less probable one
+/// is named by its id.
+fn top_logprobs(names: TokenNames<'_>, id: u32, entry: &Logprob, top_max: usize) -> Value {
+    let mut pairs = Map::new();
+    let own =
+        std::iter::once((id, entry.logprob)).filter(|_| !entry.top.iter().take(top_max).any(|it| it.0 == id));
+    for (token, logprob) in entry.top.iter().take(top_max).copied().chain(own) {
+        let name = names.key(token);
+        let name = if pairs.contains_key(&name) { token_id(token) } else { name };
+        pairs.insert(name, json!(logprob));
+    }
+    Value::Object(pairs)
 }
 
 impl ChoiceFormat for CompletionFormat {
     fn first_entry(&mut self, choice: u32) -> Option<Value> {
-        if self.echoes.is_empty() && self.prompt_token_ids.is_none() {
+        if self.echoes.is_empty() && !self.with_token_ids {
             return None;
         }
-        let text = self.echoes.get(self.prompt_of(choice)).cloned().unwrap_or_default();
-        let entry = self.entry(OutputDelta { choice, tokens: vec![], text, logprobs: vec![] }, None);
-        Some(self.with_prompt_ids(choice, entry))
+        let nothing = OutputDelta { choice, ..OutputDelta::default() };
+        Some(self.entry(nothing, true, None))
     }
 
     fn delta_entries(&mut self, delta: OutputDelta) -> Vec<Value> {
-        vec![self.entry(delta, None)]
+        vec![self.entry(delta, false, None)]
     }
 
     fn last_entries(&mut self, choice: u32, finish: &FinishCause) -> Vec<Value> {
-        let delta = OutputDelta { choice, tokens: vec![], text: String::new(), logprobs: vec![] };
-        let mut entry = self.entry(delta, Some(finish));
+        let nothing = OutputDelta { choice, ..OutputDelta::default() };
+        let mut entry = self.entry(nothing, false, Some(finish));
         entry["logprobs"] = Value::Null;
         vec![entry]
     }
 
-    fn whole_entry(&mut self, mut delta: OutputDelta, finish: &FinishCause) -> Value {
-        let choice = delta.choice;
-        if let Some(echo) = self.echoes.get(self.prompt_of(choice)) {
-            delta.text.insert_str(0, echo);
-        }
-        let entry = self.entry(delta, Some(finish));
-        self.with_prompt_ids(choice, entry)
+    fn whole_entry(&mut self, delta: OutputDelta, finish: &FinishCause) -> Value {
+        self.entry(delta, true, Some(finish))
     }
 
     fn envelope(&self, choices: Vec<Value>, _streaming: bool) -> Value {

@@ -26,7 +26,18 @@ use crate::tenant::{self, TenantNameError};
 /// Longest text of an error. Longer ones come from long names of fields.
 const MESSAGE_CHARS_MAX: usize = 2000;
 
-#[derive(Debug, thiserror::Error)]
+/// Fields of a chat that have another name in the responses API.
+const RESPONSES_NAMES: [(&str, &str); 5] = [
+    ("messages", "input"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("max_tokens", "max_output_tokens"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("response_format", "text.format"),
+];
+/// The same for Anthropic's messages API.
+const MESSAGES_NAMES: [(&str, &str); 2] = [("stop", "stop_sequences"), ("response_format", "output_format")];
+
+#[derive(Clone, Debug, thiserror::Error)]
 #[error("{message}")]
 pub(crate) struct ApiError {
     status: StatusCode,
@@ -81,6 +92,52 @@ impl ApiError {
             .with_status(StatusCode::METHOD_NOT_ALLOWED, "method_not_supported")
     }
 
+    pub(super) fn unknown_response(param: &str, id: &str) -> Self {
+        let id = excerpt(id, QUOTED_CHARS_MAX);
+        Self::invalid(Some(param), format!("there is no response {id:?}; the router keeps the latest only"))
+            .with_status(StatusCode::NOT_FOUND, "response_not_found")
+    }
+
+    /// The error of a chat that stands for a request of another API: `names` has the fields that
+    /// are named differently there.
+    pub(super) fn with_field_names(mut self, names: &[(&str, &str)]) -> Self {
+        for (chat, own) in names {
+            if let Some(param) = &mut self.param {
+                let field = param.split(['.', '[']).next().unwrap_or_default();
+                if field == *chat {
+                    *param = own.to_string() + &param[field.len()..];
+                }
+            }
+            self.message = self.message.replace(&format!("`{chat}"), &format!("`{own}"));
+        }
+        self
+    }
+
+    pub(super) fn of_responses(self) -> Self {
+        self.with_field_names(&RESPONSES_NAMES)
+    }
+
+    pub(super) fn of_messages(self) -> Self {
+        self.with_field_names(&MESSAGES_NAMES)
+    }
+
+    /// The error in the form of Anthropic's API.
+    pub(super) fn messages_body(&self) -> Value {
+        let kind = match self.status {
+            StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::FORBIDDEN => "permission_error",
+            StatusCode::NOT_FOUND => "not_found_error",
+            StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            StatusCode::SERVICE_UNAVAILABLE => "overloaded_error",
+            StatusCode::GATEWAY_TIMEOUT | StatusCode::REQUEST_TIMEOUT => "timeout_error",
+            status if status.is_server_error() => "api_error",
+            _ => "invalid_request_error",
+        };
+        let message = excerpt(&self.message, MESSAGE_CHARS_MAX);
+        json!({"type": "error", "error": {"type": kind, "message": message}})
+    }
+
     pub(crate) fn not_ready(message: impl Into<String>) -> Self {
         Self::server(StatusCode::SERVICE_UNAVAILABLE, "not_ready", message.into())
             .with_retry_after(RETRY_AFTER)
@@ -117,6 +174,8 @@ impl IntoResponse for ApiError {
         if let Some(retry_after) = self.retry_after {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(retry_after.as_secs()));
         }
+        // For an API whose errors have another form.
+        response.extensions_mut().insert(self);
         response
     }
 }

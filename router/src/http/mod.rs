@@ -7,43 +7,83 @@ mod chat_reply;
 mod completions;
 mod error;
 mod fields;
+mod message_writer;
+mod messages;
+mod messages_input;
 mod numbers;
 mod origin;
+mod prompt_scores;
+mod reply_stream;
 mod request;
 mod response;
+mod response_writer;
+mod responses;
+mod responses_input;
 mod sampling_fields;
 mod scheduling_fields;
+mod server_info;
 mod structured_output;
+mod token_names;
+mod tokenizer_routes;
 mod tool_grammar;
 mod tools;
 
+use axum::body::Body;
 use axum::extract::{Path, State};
-use axum::http::{Method, Uri, header};
+use axum::http::{HeaderMap, HeaderValue, Method, Request, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router, middleware};
 use serde_json::{Value, json};
+use tonic::Status;
 
 use crate::access::ModelAccess;
 use crate::gauges;
 use crate::registry::{ModelSnapshot, ResolveError};
 pub(crate) use error::ApiError;
+pub(crate) use fields::UnknownFields;
+pub(crate) use messages::shape_errors;
 pub use origin::OriginError;
 pub(crate) use origin::{AllowedOrigins, check_origin};
 pub(crate) use request::AppState;
 
 /// Routes that are label values of the response counter.
-const ROUTES: [&str; 6] =
-    ["/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/metrics"];
+const ROUTES: [&str; 15] = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+    "/version",
+    "/server_info",
+    "/health",
+    "/ready",
+    "/metrics",
+    "/ping",
+    "/",
+];
 
 /// All HTTP routes. The paths of gRPC services contain a package name, so they do not collide.
 pub(crate) fn routes(app: AppState) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(chat::post))
         .route("/v1/completions", post(completions::post))
+        .route("/v1/responses", post(responses::post))
+        .route("/v1/responses/{id}", get(responses::get).delete(responses::delete))
+        .route("/v1/messages", post(messages::post))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .route("/v1/models", get(models))
         .route("/v1/models/{*name}", get(model))
+        .route("/tokenize", post(tokenizer_routes::tokenize))
+        .route("/detokenize", post(tokenizer_routes::detokenize))
+        .route("/", get(server_info::root))
+        .route("/version", get(server_info::version))
+        .route("/server_info", get(server_info::server_info))
         .route("/health", get(health))
+        .route("/ping", get(health))
         .route("/ready", get(ready))
         .route("/metrics", get(scrape))
         .fallback(unknown_route)
@@ -136,11 +176,39 @@ async fn scrape(State(app): State<AppState>) -> Response {
         app.budget.used(),
         app.generator.dispatcher.quarantine.quarantined(),
     ));
+    let text = crate::metrics_help::add_help(&text);
     ([(header::CONTENT_TYPE, service::metrics::CONTENT_TYPE)], text).into_response()
 }
 
-async fn unknown_route(method: Method, uri: Uri) -> ApiError {
-    ApiError::unknown_route(method.as_str(), uri.path())
+async fn unknown_route(method: Method, uri: Uri, headers: HeaderMap) -> Response {
+    match is_grpc(&headers) {
+        true => Status::unimplemented(format!("unknown method {}", uri.path())).into_http::<Body>(),
+        false => ApiError::unknown_route(method.as_str(), uri.path()).into_response(),
+    }
+}
+
+/// Whether a request is a call of gRPC, which gets its errors in another form.
+pub(crate) fn is_grpc(headers: &HeaderMap) -> bool {
+    let content_type = headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes);
+    content_type.is_some_and(|value| value.starts_with(GRPC_CONTENT_TYPE))
+}
+
+const GRPC_CONTENT_TYPE: &[u8] = b"application/grpc";
+
+/// Removes a slash at the end of the path: clients join it to a base URL that has one.
+pub(crate) fn trim_slash<B>(mut request: Request<B>) -> Request<B> {
+    let path = request.uri().path();
+    let trimmed = path.trim_end_matches('/');
+    if trimmed.is_empty() || trimmed.len() == path.len() {
+        return request;
+    }
+    let query = request.uri().query().map(|query| format!("?{query}")).unwrap_or_default();
+    let mut parts = request.uri().clone().into_parts();
+    parts.path_and_query = format!("{trimmed}{query}").parse().ok();
+    if let Ok(uri) = Uri::from_parts(parts) {
+        *request.uri_mut() = uri;
+    }
+    request
 }
 
 async fn wrong_method(method: Method, uri: Uri) -> ApiError {

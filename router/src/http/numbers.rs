@@ -23,7 +23,16 @@ const EXACT_INTEGER_MAX: f64 = (1u64 << 53) as f64;
 
 /// The error for a body that serde_json cannot parse.
 pub(super) fn unparsable_body(body: &[u8], error: &serde_json::Error) -> ApiError {
-    let not_an_object = || ApiError::invalid(None, format!("the request body is not a JSON object: {error}"));
+    let not_an_object = || {
+        // Python's `json` writes half of a pair as it is, for example of a text cut in two. The
+        // parser misses the other half, or finds something else.
+        let text = error.to_string();
+        let hint = match text.contains("surrogate") || text.contains("hex escape") {
+            true => "; `\\ud800` to `\\udfff` are halves of a character: send both halves, or the character",
+            false => "",
+        };
+        ApiError::invalid(None, format!("the request body is not a JSON object: {error}{hint}"))
+    };
     let Some(number) = number_at(body, error) else { return not_an_object() };
     let reader = &mut serde_json::Deserializer::from_slice(body);
     let Err(error) = serde_path_to_error::deserialize::<_, Map<String, Value>>(reader) else {

@@ -17,6 +17,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
 use super::error::ApiError;
+use super::fields::UnknownFields;
 use crate::access::ModelAccess;
 use crate::access_control::KeyedRequest;
 use crate::fleet_watch::FleetWatch;
@@ -25,6 +26,7 @@ use crate::intake::{RequestBytes, SharedBudget, body_error};
 use crate::metrics;
 use crate::model::unix_seconds;
 use crate::request_id::ClientRequestId;
+use crate::response_store::ResponseStore;
 use crate::tenant;
 
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -40,8 +42,11 @@ pub(crate) struct AppState {
     pub(crate) metrics: Metrics,
     pub(crate) budget: SharedBudget,
     pub(crate) fleet: FleetWatch,
-    /// Permits for bytes of bodies that are parsed at the same time.
+    /// Permits for bytes of bodies that are parsed, and of scores that are written, at the same
+    /// time.
     pub(crate) parsing: Arc<Semaphore>,
+    pub(crate) unknown_fields: UnknownFields,
+    pub(crate) responses: ResponseStore,
 }
 
 impl AppState {
@@ -50,9 +55,21 @@ impl AppState {
         metrics: Metrics,
         budget: SharedBudget,
         fleet: FleetWatch,
+        unknown_fields: UnknownFields,
     ) -> Self {
         let parsing = Arc::new(Semaphore::new(PARSED_BYTES_MAX as usize));
-        Self { generator, metrics, budget, fleet, parsing }
+        let responses = ResponseStore::default();
+        Self { generator, metrics, budget, fleet, parsing, unknown_fields, responses }
+    }
+
+    /// Waits for the right to hold JSON values of this many bytes. `None` for few bytes.
+    pub(super) async fn reserve_json(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
+        let permits = u32::try_from(bytes).unwrap_or(u32::MAX).min(PARSED_BYTES_MAX);
+        match bytes > INLINE_BYTES_MAX {
+            // The semaphore is never closed.
+            true => self.parsing.clone().acquire_many_owned(permits).await.ok(),
+            false => None,
+        }
     }
 }
 
@@ -73,8 +90,8 @@ impl FromRequestParts<AppState> for RequestMetadata {
         let header = |name: &str| parts.headers.get(name).map(HeaderValue::as_bytes);
         let active = parts.extensions.get::<KeyedRequest>().cloned();
         let key = active.as_ref().map(KeyedRequest::key);
-        let (name, authorization) = (header(tenant::HEADER), header("authorization"));
-        let tenant = app.generator.tenants.resolve(name, authorization, key)?;
+        let (name, presented) = (header(tenant::HEADER), tenant::presented_key(&parts.headers));
+        let tenant = app.generator.tenants.resolve(name, presented, key)?;
         let models = KeyedRequest::models(active.as_ref());
         let bytes = parts.extensions.get::<RequestBytes>().cloned();
         let origin = RequestOrigin { request_id, arrived: Instant::now(), tenant, bytes, active };
@@ -108,12 +125,7 @@ impl FromRequest<AppState> for ReceivedBody {
         while let Some(part) = parts.next().await {
             bytes.extend_from_slice(&part.map_err(|error| body_error(&error))?);
         }
-        let parsed_bytes = u32::try_from(bytes.len()).unwrap_or(u32::MAX).min(PARSED_BYTES_MAX);
-        let parsing = match bytes.len() > INLINE_BYTES_MAX {
-            // The semaphore is never closed.
-            true => app.parsing.clone().acquire_many_owned(parsed_bytes).await.ok(),
-            false => None,
-        };
+        let parsing = app.reserve_json(bytes.len()).await;
         Ok(Self { bytes, _parsing: parsing })
     }
 }

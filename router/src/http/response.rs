@@ -23,7 +23,7 @@ use crate::choice::{ChoiceEvent, ChoiceOutcome, FinishCause, OutputDelta};
 use crate::generate::GenerationRequest;
 
 /// Proxies close connections after some tens of seconds without data. A long prefill takes longer.
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
+pub(super) const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// Maximum number of ready events that one write sends.
 const EVENTS_PER_WRITE_MAX: usize = 64;
 
@@ -64,12 +64,25 @@ pub(crate) struct GenerationResponse<S> {
 struct ResponseUsage {
     completion_tokens: u64,
     cached_tokens: u64,
+    timings: ResponseTimings,
+}
+
+/// Times of a response from the arrival of its request.
+#[derive(Default)]
+struct ResponseTimings {
+    /// The first token of any choice.
+    first_token: Option<Duration>,
+    /// The end of the last choice.
+    total: Duration,
 }
 
 impl ResponseUsage {
     /// Counts a prompt once, for its first choice.
     fn add(&mut self, choice: u32, best_of: usize, outcome: &ChoiceOutcome) {
         self.completion_tokens += u64::from(outcome.output_tokens);
+        let timings = &mut self.timings;
+        timings.first_token = [timings.first_token, outcome.time_to_first_token].into_iter().flatten().min();
+        timings.total = timings.total.max(outcome.total_time);
         if (choice as usize).is_multiple_of(best_of) {
             self.cached_tokens += u64::from(outcome.cached_tokens);
         }
@@ -86,6 +99,33 @@ impl ResponseUsage {
             usage["completion_tokens_details"] = json!({"reasoning_tokens": tokens});
         }
         usage
+    }
+}
+
+impl ResponseUsage {
+    /// llama.cpp's `timings`. The time of the prompt includes the wait in queues.
+    fn timings_json(&self, prompt_tokens: usize) -> Value {
+        let prompt = self.timings.first_token.unwrap_or(self.timings.total);
+        let computed = (prompt_tokens as u64).saturating_sub(self.cached_tokens);
+        let part = |tokens: u64, time: Duration| {
+            let (tokens, ms) = (tokens as f64, time.as_secs_f64() * 1e3);
+            let ratio = |a: f64, b: f64| if b > 0.0 { a / b } else { 0.0 };
+            (ms, ratio(ms, tokens), ratio(tokens * 1e3, ms))
+        };
+        let (prompt_ms, prompt_token_ms, prompt_rate) = part(computed, prompt);
+        let (output_ms, output_token_ms, output_rate) =
+            part(self.completion_tokens, self.timings.total.saturating_sub(prompt));
+        json!({
+            "cache_n": self.cached_tokens,
+            "prompt_n": computed,
+            "prompt_ms": prompt_ms,
+            "prompt_per_token_ms": prompt_token_ms,
+            "prompt_per_second": prompt_rate,
+            "predicted_n": self.completion_tokens,
+            "predicted_ms": output_ms,
+            "predicted_per_token_ms": output_token_ms,
+            "predicted_per_second": output_rate,
+        })
     }
 }
 
@@ -179,6 +219,7 @@ impl<S: ChoiceFormat> GenerationResponse<S> {
         }
         let mut body = self.format.envelope(choices, false);
         body["usage"] = usage.json(self.prompt_tokens, self.format.reasoning_tokens());
+        body["timings"] = usage.timings_json(self.prompt_tokens);
         Ok(Json(body).into_response())
     }
 
@@ -186,6 +227,7 @@ impl<S: ChoiceFormat> GenerationResponse<S> {
         let running = ServerSentEvents {
             ended: 0,
             usage: ResponseUsage::default(),
+            streamed_tokens: 0,
             response: self,
             phase: StreamPhase::First,
         };
@@ -193,14 +235,19 @@ impl<S: ChoiceFormat> GenerationResponse<S> {
             let bytes = running.next_bytes().await?;
             Some((Ok::<_, Infallible>(bytes), running))
         }));
-        let mut response = body.into_response();
-        let headers = response.headers_mut();
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
-        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-        // Tells nginx not to buffer the events.
-        headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
-        response
+        event_stream(body)
     }
+}
+
+/// A response of server-sent events.
+pub(super) fn event_stream(body: Body) -> Response {
+    let mut response = body.into_response();
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    // Tells nginx not to buffer the events.
+    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+    response
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -213,6 +260,8 @@ enum StreamPhase {
 struct ServerSentEvents<S> {
     response: GenerationResponse<S>,
     usage: ResponseUsage,
+    /// Output tokens so far, of all choices.
+    streamed_tokens: u64,
     ended: usize,
     phase: StreamPhase,
 }
@@ -256,6 +305,7 @@ impl<S: ChoiceFormat> ServerSentEvents<S> {
     fn write_choice_event(&mut self, out: &mut Vec<u8>, event: Option<ChoiceEvent>) {
         match event {
             Some(ChoiceEvent::Output(delta)) => {
+                self.streamed_tokens += delta.tokens.len() as u64;
                 let has_ids = self.response.options.return_token_ids && !delta.tokens.is_empty();
                 let is_empty = delta.text.is_empty() && delta.logprobs.is_empty() && !has_ids;
                 if !is_empty {
@@ -285,6 +335,7 @@ impl<S: ChoiceFormat> ServerSentEvents<S> {
             let mut chunk = self.response.format.envelope(vec![], true);
             let reasoning_tokens = self.response.format.reasoning_tokens();
             chunk["usage"] = self.usage.json(self.response.prompt_tokens, reasoning_tokens);
+            chunk["timings"] = self.usage.timings_json(self.response.prompt_tokens);
             write_event(out, &chunk);
         }
         out.extend_from_slice(b"data: [DONE]\n\n");
@@ -299,7 +350,14 @@ impl<S: ChoiceFormat> ServerSentEvents<S> {
     fn write_chunk(&self, out: &mut Vec<u8>, entry: Value) {
         let mut chunk = self.response.format.envelope(vec![entry], true);
         if self.response.options.include_usage {
-            chunk["usage"] = Value::Null;
+            chunk["usage"] = match self.response.options.continuous_usage {
+                true => json!({
+                    "prompt_tokens": self.response.prompt_tokens,
+                    "completion_tokens": self.streamed_tokens,
+                    "total_tokens": self.response.prompt_tokens as u64 + self.streamed_tokens,
+                }),
+                false => Value::Null,
+            };
         }
         write_event(out, &chunk);
     }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Fields for structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and
-//! `guided_*`, llama.cpp's `json_schema` and `grammar`. A request has at most one of them.
+//! `guided_*`, llama.cpp's `json_schema` and `grammar`. A request has at most one grammar, but may
+//! say it in several fields: clients write for several versions of vLLM at once.
 
 use proto::v1::grammar::Kind;
 use proto::v1::{self as wire, StringList};
@@ -63,6 +64,9 @@ struct StructuredOutputs {
     regex: Option<String>,
     choice: Option<Vec<String>>,
     grammar: Option<String>,
+    /// vLLM: whether another compiler may be tried. There is one.
+    #[serde(rename = "disable_fallback")]
+    _disable_fallback: Option<bool>,
 }
 
 impl StructuredOutputFields {
@@ -94,13 +98,27 @@ impl StructuredOutputFields {
         add("guided_grammar", self.guided_grammar.map(grammar), false);
         add("json_schema", self.json_schema.map(schema), false);
         add("grammar", self.grammar.map(grammar), false);
-        match &given[..] {
-            [first, second, ..] => {
-                let message = format!("`{}` and `{}` cannot be used together", first.param, second.param);
+        let mut given = given.into_iter();
+        let Some(first) = given.next() else { return Ok(None) };
+        match given.find(|other| !is_same(&first.source, &other.source)) {
+            Some(second) => {
+                let message =
+                    format!("`{}` and `{}` differ and cannot be used together", first.param, second.param);
                 Err(ApiError::invalid(Some(second.param), message))
             }
-            _ => Ok(given.pop()),
+            None => Ok(Some(first)),
         }
+    }
+}
+
+/// Whether two fields ask for the same. A schema may be an object in one and a text in the other.
+fn is_same(first: &wire::Grammar, second: &wire::Grammar) -> bool {
+    let schema = |text: &str| serde_json::from_str::<Value>(text).ok();
+    match (&first.kind, &second.kind) {
+        (Some(Kind::JsonSchema(a)), Some(Kind::JsonSchema(b))) => {
+            first.lenient == second.lenient && (a == b || schema(a).is_some_and(|a| Some(a) == schema(b)))
+        }
+        _ => first == second,
     }
 }
 
@@ -193,6 +211,14 @@ mod tests {
                 )),
             ),
             (
+                json!({"structured_outputs": {"json": schema, "disable_fallback": true}, "guided_json": "{ \"type\": \"integer\" }"}),
+                Some(("structured_outputs", json(r#"{"type":"integer"}"#), false)),
+            ),
+            (
+                json!({"structured_outputs": {"grammar": "start: \"a\""}, "guided_grammar": "start: \"a\""}),
+                Some(("structured_outputs", Kind::Lark("start: \"a\"".into()), false)),
+            ),
+            (
                 json!({"grammar": "root ::= \"a\""}),
                 Some(("grammar", Kind::Gbnf("root ::= \"a\"".into()), false)),
             ),
@@ -210,6 +236,8 @@ mod tests {
     fn two_grammars_and_malformed_grammars_are_refused() {
         for fields in [
             json!({"guided_regex": "a", "grammar": "start: \"a\""}),
+            json!({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}),
+            json!({"guided_json": {"type": "integer"}, "json_schema": {"type": "null"}}),
             json!({"structured_outputs": {}}),
             json!({"structured_outputs": {"regex": "a", "choice": ["a"]}}),
             json!({"structured_outputs": {"structural_tag": "x"}}),

@@ -155,8 +155,8 @@ impl BodyLimits {
     ) -> BudgetKey {
         let header = |name: &str| headers.get(name).map(|value| value.as_bytes());
         // The handler refuses a malformed tenant. Until then, its bytes count for the address.
-        let (name, authorization) = (header(tenant::HEADER), header("authorization"));
-        match (self.tenants.resolve(name, authorization, active.map(KeyedRequest::key)), connection) {
+        let (name, presented) = (header(tenant::HEADER), tenant::presented_key(headers));
+        match (self.tenants.resolve(name, presented, active.map(KeyedRequest::key)), connection) {
             (Ok(Tenant::Named(name)), _) => BudgetKey::Tenant(name),
             (_, Some(connection)) => BudgetKey::Address(connection.address),
             (_, None) => BudgetKey::Local,

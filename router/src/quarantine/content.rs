@@ -57,6 +57,13 @@ impl ContentHasher {
         ContentKey(hasher.digest128())
     }
 
+    /// For a prompt whose tokens are scored.
+    pub fn key_of_scored_prompt(&self, model: &ModelKey, prompt: &[u32]) -> ContentKey {
+        let mut hasher = self.start(model, b"score");
+        prompt.iter().for_each(|token| hasher.update(&token.to_le_bytes()));
+        ContentKey(hasher.digest128())
+    }
+
     fn start(&self, model: &ModelKey, kind: &[u8]) -> Xxh3 {
         let mut hasher = Xxh3::with_seed(self.secret);
         // A request may crash one model and not another.

@@ -11,9 +11,15 @@ use tonic::Code;
 use crate::fake_worker::{CONTEXT_TOKENS, FakeBehaviour, RETRY_AFTER, token_ids_of};
 use crate::harness::RouterHarness;
 
+/// A fleet that refuses unknown fields.
+async fn strict_fleet() -> RouterHarness {
+    let strict = |config: &mut router::RouterConfig| config.limits.strict_requests = true;
+    RouterHarness::with_config(&token_ids_of("x"), &[FakeBehaviour::default()], strict).await
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn every_invalid_field_is_refused_with_its_name() {
-    let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
+    let fleet = strict_fleet().await;
     let completions = "/v1/completions";
     let chat = "/v1/chat/completions";
     let messages = json!([{"role": "user", "content": "x"}]);
@@ -51,7 +57,8 @@ async fn every_invalid_field_is_refused_with_its_name() {
         (completions, "cache_salt", json!({"prompt": "x", "cache_salt": "x".repeat(257)})),
         (completions, "deadline_ms", json!({"prompt": "x", "deadline_ms": 0})),
         (completions, "suffix", json!({"prompt": "x", "suffix": "y"})),
-        (completions, "echo", json!({"prompt": "x", "echo": true, "logprobs": 1})),
+        (completions, "logprobs", json!({"prompt": "x", "echo": true, "logprobs": 21})),
+        (completions, "prompt_logprobs", json!({"prompt": "x", "prompt_logprobs": -1})),
         (completions, "stream_options", json!({"prompt": "x", "stream_options": {}})),
         (
             completions,
@@ -200,7 +207,7 @@ async fn unknown_models_routes_and_methods_have_their_own_errors() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_error_quotes_a_long_text_in_part() {
     const LONG: usize = 500_000;
-    let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
+    let fleet = strict_fleet().await;
     let long = "x".repeat(LONG);
     let mut unknown_field = json!({"prompt": "x"});
     unknown_field[&long] = json!(1);

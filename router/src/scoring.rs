@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Log probabilities of the tokens of a prompt. A worker computes them with `Score`, and generates
+//! nothing.
+//!
+//! 1. A scored prompt holds a permit of its model, as a choice does.
+//! 2. A worker that is lost costs time only: another worker computes the same numbers (I5).
+
+use bytes::Bytes;
+use proto::worker::v1::{ScoreRequest, score_frame};
+use tokio::time::{Instant, timeout_at};
+use tonic::Status;
+
+use crate::dispatch::call_outcome;
+use crate::generate::{GenerationRequest, Generator};
+use crate::metrics;
+use crate::opening::{OpeningStep, RefusalCollector, RequestRefusal};
+use crate::quarantine_control::LoggedRequest;
+use crate::registry::WorkerHandle;
+use crate::wire::Logprob;
+use crate::worker_search::WorkerSearch;
+
+/// Log probabilities of one request: each token of each prompt, with its alternatives. As JSON, an
+/// entry takes about 100 bytes.
+pub(crate) const SCORED_ENTRIES_MAX: usize = 1 << 20;
+
+/// The tokens of one prompt from the second on. The first has nothing before it.
+pub(crate) type PromptScores = Vec<Logprob>;
+
+impl Generator {
+    /// Scores each prompt of the request, with the `top` most likely alternatives of each token.
+    pub(crate) async fn score(
+        &self,
+        request: &GenerationRequest,
+        top: u32,
+    ) -> Result<Vec<PromptScores>, RequestRefusal> {
+        let scored = self.admit_and_score(request, top).await;
+        if let Err(refusal) = &scored {
+            metrics::record_refusal(request.model.name(), request.class(), refusal.reason());
+        }
+        scored
+    }
+
+    async fn admit_and_score(
+        &self,
+        request: &GenerationRequest,
+        top: u32,
+    ) -> Result<Vec<PromptScores>, RequestRefusal> {
+        let deadline = self.deadline(request);
+        // One prompt after the other: a request of many prompts leaves the workers to others.
+        let admission = self.admission_request(request, 1);
+        let _permit = self.admission.admit(request.model.name(), admission).await?;
+        let mut scores = Vec::with_capacity(request.prompts().len());
+        for prompt in request.prompts() {
+            scores.push(self.score_prompt(request, prompt, top, deadline).await?);
+        }
+        Ok(scores)
+    }
+
+    /// Asks one worker after the other.
+    async fn score_prompt(
+        &self,
+        request: &GenerationRequest,
+        prompt: &[u32],
+        top: u32,
+        deadline: Instant,
+    ) -> Result<PromptScores, RequestRefusal> {
+        if prompt.len() < 2 {
+            // No token has another one before it.
+            return Ok(PromptScores::new());
+        }
+        let key = request.model.key();
+        let quarantine = &self.dispatcher.quarantine;
+        let content = quarantine.hasher.key_of_scored_prompt(key, prompt);
+        let mut workers = WorkerSearch::new(quarantine, content, Some(deadline), None);
+        let mut refusals = RefusalCollector::default();
+        let place = |tried: &[_]| self.registry.choose_worker(key, tried);
+        while let Some((mut worker, stay)) = workers.next(place, |worker| worker.id).await? {
+            let outcome = match read_scores(&mut worker, request, prompt, top, deadline).await {
+                Ok(scores) => {
+                    stay.record_output(1);
+                    return Ok(scores);
+                }
+                Err(status) => call_outcome(&worker, &status, None),
+            };
+            let logged =
+                LoggedRequest { request_id: &request.origin().request_id, model: request.model.name() };
+            let verdict = self.dispatcher.record_loss(&outcome, worker.id, &stay, 0, logged);
+            if let OpeningStep::Refuse(refusal) = refusals.handle(outcome, verdict) {
+                return Err(refusal);
+            }
+        }
+        Err(refusals.into_refusal().unwrap_or(RequestRefusal::NoWorker))
+    }
+}
+
+async fn read_scores(
+    worker: &mut WorkerHandle,
+    request: &GenerationRequest,
+    prompt: &[u32],
+    top: u32,
+    deadline: Instant,
+) -> Result<PromptScores, Status> {
+    let time_left = deadline.saturating_duration_since(Instant::now());
+    let call = ScoreRequest {
+        fingerprint: Bytes::copy_from_slice(&request.model.key().fingerprint.0),
+        tokens: prompt.to_vec(),
+        top_logprobs: Some(top),
+        // 0 means no limit.
+        deadline_ms: (time_left.as_millis() as u64).max(1),
+    };
+    let read = async {
+        let mut frames = worker.client.score(call).await?.into_inner();
+        let mut scores = PromptScores::with_capacity(prompt.len());
+        while let Some(frame) = frames.message().await? {
+            let Some(score_frame::Frame::Scored(scored)) = frame.frame else {
+                return Err(Status::internal("a frame without log probabilities"));
+            };
+            scores.extend(scored.logprobs.into_iter().map(Logprob::from));
+            if scores.len() >= prompt.len() {
+                return Err(Status::internal("more log probabilities than tokens"));
+            }
+        }
+        match scores.len() + 1 == prompt.len() {
+            true => Ok(scores),
+            false => Err(Status::unavailable("fewer log probabilities than tokens")),
+        }
+    };
+    match timeout_at(deadline, read).await {
+        Ok(scores) => scores,
+        Err(_) => Err(Status::deadline_exceeded("the deadline passed")),
+    }
+}
