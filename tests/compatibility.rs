@@ -154,6 +154,7 @@ fn recorded() -> Vec<RecordedModel> {
         // Version 0.1 has no such keys.
         files: String::new(),
         weights: String::new(),
+        configured_path: std::path::PathBuf::new(),
         settings: toml::Table::new(),
         worker_config: "threads = 2\nkv-tokens = 1024\n".parse().unwrap(),
     };

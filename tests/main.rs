@@ -41,6 +41,7 @@ mod storms;
 mod structured;
 mod succession;
 mod supervision;
+mod swap;
 mod systemd;
 mod takeover;
 mod tools;

@@ -6,7 +6,7 @@ use clap::{Parser, Subcommand};
 
 use crate::{
     bench, chat, devices, doctor, eval, file_tools, fleet_commands, generate, inspect, key, plan, process,
-    ps, serve, tokenize, worker_lifecycle,
+    ps, serve, swap, tokenize, worker_lifecycle,
 };
 
 /// Serve GGUF models: one copy of the weights in shared memory, many worker processes
@@ -51,6 +51,8 @@ pub(crate) enum CliCommand {
     Load(fleet_commands::LoadArguments),
     /// Drain the workers of a model of a running fleet, remove them and unload the model
     Unload(fleet_commands::UnloadArguments),
+    /// Replace the file of a model of a running fleet; no request is lost
+    Swap(swap::SwapArguments),
     /// Start another worker in a running fleet
     AddWorker(fleet_commands::AddWorkerArguments),
     /// Drain a worker of a running fleet and remove it

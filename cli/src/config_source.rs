@@ -15,6 +15,7 @@ use crate::cli_error::{CliResult, IoContext};
 use crate::fleet_config::FleetConfig;
 use crate::model_config::to_toml_table;
 use crate::resident_models::ResidentModels;
+use crate::swapped_files::with_swapped_files;
 
 /// Keys that only a restart of the supervisor applies: its sockets and directory, the memory of the
 /// weight-server, and what all processes get at their start.
@@ -40,7 +41,7 @@ impl ConfigSource {
     }
 
     fn read(&self, directory: &RuntimeDir, listen: Option<SocketAddr>) -> CliResult<ReloadedSpec> {
-        let config = FleetConfig::load(&self.path, None)?;
+        let config = with_swapped_files(&FleetConfig::load(&self.path, None)?, directory);
         let resident = ResidentModels::find(&config, directory);
         let sized = config.sized_without(&resident)?;
         Ok(ReloadedSpec {

@@ -90,6 +90,7 @@ impl WorkerArguments {
             name: model_name(path),
             aliases: Vec::new(),
             path: path.to_owned(),
+            configured_path: None,
             device: self.device,
             workers,
             threads: self.threads,

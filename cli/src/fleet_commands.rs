@@ -14,6 +14,7 @@ use proto::worker::v1::ResetPrefixCacheRequest;
 use proto::worker::v1::worker_client::WorkerClient;
 use service::Exit;
 use service::runtime_dir::WORKERS_MAX;
+use supervisor::ModelSpec;
 
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::DeviceOption;
@@ -82,7 +83,7 @@ pub(crate) struct DrainTimeout {
 }
 
 impl DrainTimeout {
-    fn milliseconds(&self) -> u64 {
+    pub(crate) fn milliseconds(&self) -> u64 {
         u64::try_from(self.timeout.as_millis()).unwrap_or(u64::MAX)
     }
 }
@@ -106,7 +107,7 @@ pub(crate) struct FleetSelector {
 type SupervisorClient = proto::fleet::v1::fleet_client::FleetClient<tonic::transport::Channel>;
 
 /// Makes one call to the supervisor. `what` describes the call in error texts.
-fn call_supervisor(
+pub(crate) fn call_supervisor(
     place: &FleetSelector,
     what: &str,
     give: impl AsyncFnOnce(&mut SupervisorClient) -> Result<(), tonic::Status>,
@@ -136,17 +137,9 @@ pub(crate) fn load(arguments: LoadArguments) -> CliResult {
 
 fn load_one(place: &FleetSelector, model: &SizedModel, may_be_there: bool) -> CliResult {
     let plan = model.plan()?;
-    let request = wire::LoadModelRequest {
-        name: plan.name,
-        path: plan.path.to_string_lossy().into_owned(),
-        workers: plan.workers,
-        worker_config: plan.worker_config.to_string(),
-        device: plan.device,
-        no_packing: !plan.pack,
-        files: plan.files,
-        settings: plan.settings.to_string(),
-    };
-    call_supervisor(place, &format!("cannot load {}", plan.path.display()), async |client| {
+    let what = format!("cannot load {}", plan.path.display());
+    let request = load_request(plan);
+    call_supervisor(place, &what, async |client| {
         let mut events = match client.load_model(request).await {
             Err(status) if may_be_there && status.code() == tonic::Code::AlreadyExists => return Ok(()),
             answer => answer?.into_inner(),
@@ -160,8 +153,21 @@ fn load_one(place: &FleetSelector, model: &SizedModel, may_be_there: bool) -> Cl
     })
 }
 
+pub(crate) fn load_request(model: ModelSpec) -> wire::LoadModelRequest {
+    wire::LoadModelRequest {
+        name: model.name,
+        path: model.path.to_string_lossy().into_owned(),
+        workers: model.workers,
+        worker_config: model.worker_config.to_string(),
+        device: model.device,
+        no_packing: !model.pack,
+        files: model.files,
+        settings: model.settings.to_string(),
+    }
+}
+
 /// Keeps only the GPUs that are in the ledger of the fleet's weight-server.
-fn known_to_fleet(mut seen: GpuInventory, place: &FleetSelector) -> CliResult<GpuInventory> {
+pub(crate) fn known_to_fleet(mut seen: GpuInventory, place: &FleetSelector) -> CliResult<GpuInventory> {
     let directory = find_fleet(place.runtime_dir.as_deref())?;
     let status = block_on(async {
         let channel = service::grpc::connect(&directory.weights_admin_socket()).await?;

@@ -38,6 +38,8 @@ mod running_fleet;
 mod serve;
 mod sized_model;
 mod summary;
+mod swap;
+mod swapped_files;
 mod synth;
 mod terminal;
 mod tokenize;
@@ -82,6 +84,7 @@ fn run(command: CliCommand) -> CliResult {
         CliCommand::Ps(arguments) => ps::run(arguments),
         CliCommand::Load(arguments) => fleet_commands::load(arguments),
         CliCommand::Unload(arguments) => fleet_commands::unload(arguments),
+        CliCommand::Swap(arguments) => swap::swap(arguments),
         CliCommand::AddWorker(arguments) => fleet_commands::add_worker(arguments),
         CliCommand::RemoveWorker(arguments) => fleet_commands::remove_worker(arguments),
         CliCommand::Drain(arguments) => worker_lifecycle::drain(arguments),

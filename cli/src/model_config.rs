@@ -27,6 +27,9 @@ pub(crate) struct FleetModelConfig {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) aliases: Vec<String>,
     pub(crate) path: PathBuf,
+    /// The path that the configuration names, if a swap has replaced it.
+    #[serde(skip)]
+    pub(crate) configured_path: Option<PathBuf>,
     /// auto, host, cuda:N, or a GPU's UUID.
     #[serde(default)]
     pub(crate) device: DeviceOption,

@@ -23,6 +23,7 @@ use crate::device_choice::DeviceChoice;
 use crate::fleet_config::FleetConfig;
 use crate::progress_bar::{LoadProgressBar, LoadingModel};
 use crate::resident_models::ResidentModels;
+use crate::swapped_files::with_swapped_files;
 
 /// The start fails after this time without any progress: no byte loaded and no child's state
 /// changed.
@@ -66,6 +67,7 @@ impl RunningFleet {
         remove_dead_dirs();
         let claimed = ClaimedRuntimeDir::claim(config.runtime_dir.as_deref())?;
         let socket = activated.pop().map(|activated| activated.fd);
+        let config = &with_swapped_files(config, claimed.directory());
         let resident = ResidentModels::find(config, claimed.directory());
         let sized = config.sized_without(&resident)?;
         let plan = config.plan(claimed.directory(), socket, log, &sized, &resident)?;

@@ -238,6 +238,7 @@ impl SizedModel {
             pack: self.pack,
             files: self.files.clone(),
             weights: String::new(),
+            configured_path: self.settings.configured_path.clone().unwrap_or(self.path.clone()),
             settings: to_toml_table(&self.settings)?,
             worker_config: to_toml_table(&self.worker)?,
         })

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Asks the supervisor how the processes of the fleet are, for `/ready` and metrics. A router
-//! without a supervisor knows only the workers that serve.
+//! Asks the supervisor how the processes of the fleet are, for `/ready` and metrics, and which file
+//! each model means while it is swapped. A router without a supervisor knows only the workers that
+//! serve.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use proto::fleet::v1::fleet_client::FleetClient;
-use proto::fleet::v1::{Child, ChildState, GetStatusRequest};
+use proto::fleet::v1::{Child, ChildState, GetStatusRequest, Status};
 use service::RuntimeDir;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
+
+use crate::registry::WorkerRegistry;
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// The supervisor answers from memory. One that takes longer is stopped.
@@ -43,7 +46,12 @@ impl FleetWatch {
     }
 
     /// Polls the supervisor until `stop`.
-    pub(crate) async fn run(self, directory: RuntimeDir, stop: CancellationToken) {
+    pub(crate) async fn run(
+        self,
+        directory: RuntimeDir,
+        registry: Arc<WorkerRegistry>,
+        stop: CancellationToken,
+    ) {
         let socket = directory.supervisor_socket();
         let Ok(channel) = service::grpc::connect_lazy(&socket) else { return };
         let mut client = FleetClient::new(channel);
@@ -54,17 +62,24 @@ impl FleetWatch {
                 _ = poll.tick() => {}
                 () = stop.cancelled() => return,
             }
-            let reports = if socket.exists() { ask(&mut client).await } else { Vec::new() };
+            let status = if socket.exists() { ask(&mut client).await } else { None };
+            if let Some(status) = &status {
+                // A model without resident weights has no digest.
+                let known = status.models.iter().filter(|model| !model.digest.is_empty());
+                registry.prefer(known.map(|model| (model.name.clone(), model.digest.to_vec())).collect());
+            }
+            let children = status.map(|status| status.children).unwrap_or_default();
+            let reports = children.into_iter().map(ProcessReport::from).collect();
             *self.processes.lock().unwrap_or_else(PoisonError::into_inner) = reports;
         }
     }
 }
 
-async fn ask(client: &mut FleetClient<Channel>) -> Vec<ProcessReport> {
+async fn ask(client: &mut FleetClient<Channel>) -> Option<Status> {
     let answer = client.get_status(GetStatusRequest { memory: false });
     match service::patience::timeout(ANSWER_WAIT, answer).await {
-        Ok(Ok(status)) => status.into_inner().children.into_iter().map(ProcessReport::from).collect(),
-        Ok(Err(_)) | Err(_) => Vec::new(),
+        Ok(Ok(status)) => Some(status.into_inner()),
+        Ok(Err(_)) | Err(_) => None,
     }
 }
 

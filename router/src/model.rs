@@ -17,7 +17,7 @@ use crate::params::TokenLimits;
 use crate::routing::ModelKey;
 
 /// A worker's description of the model that it serves.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ServedModelInfo {
     pub(crate) key: ModelKey,
     /// Further names in requests.

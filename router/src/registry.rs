@@ -12,7 +12,7 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -50,8 +50,11 @@ pub(crate) struct WorkerRegistry {
 struct RegistryState {
     routing: RoutingPolicy,
     workers: BTreeMap<WorkerId, RegisteredWorker>,
-    /// One for each key, in the order of registration.
+    /// One for each key, in the order of registration. Workers with equal descriptions share it, so
+    /// that its references count the requests that hold it.
     models: Vec<Arc<ServedModel>>,
+    /// The digest that each model is to have, as the supervisor has last said.
+    preferred: HashMap<String, Vec<u8>>,
     last_worker_id: u64,
     refused: RefusedWorkers,
     /// Sockets in the runtime directory whose workers have told their model since this router
@@ -138,6 +141,10 @@ impl ResolveError {
 pub(crate) struct ModelSnapshot {
     pub(crate) model: Arc<ServedModel>,
     pub(crate) workers: Vec<WorkerSnapshot>,
+    /// Requests that hold the model, from the moment that its name is resolved to the last token.
+    pub(crate) requests: usize,
+    /// New requests for the name get this model.
+    pub(crate) is_current: bool,
 }
 
 #[derive(Debug)]
@@ -189,6 +196,8 @@ impl WorkerRegistry {
         state.last_worker_id += 1;
         let id = WorkerId(state.last_worker_id);
         state.routing.add_worker(id, profile, self.now());
+        let known = state.models.iter().find(|known| known.description == model.description).cloned();
+        let model = known.unwrap_or(model);
         state.models.retain(|known| known.key() != model.key());
         state.models.push(model.clone());
         let report = WorkerReport::default();
@@ -197,6 +206,12 @@ impl WorkerRegistry {
         drop(state);
         self.changes.send_modify(|n| *n += 1);
         id
+    }
+
+    /// Sets the digest that each model is to have. While a model is swapped, the workers of two
+    /// files serve under its name.
+    pub(crate) fn prefer(&self, digests: HashMap<String, Vec<u8>>) {
+        self.lock().preferred = digests;
     }
 
     /// Removes a worker. Idempotent: the worker's link and a broken stream may both report its
@@ -303,7 +318,8 @@ impl WorkerRegistry {
     }
 
     /// The model of that name or alias, among those that the caller may use. While a model is
-    /// swapped, two models have one name: the newer one that has workers is returned.
+    /// swapped, two models have one name: the one that the supervisor wants is returned, if it has
+    /// workers.
     pub(crate) fn resolve(
         &self,
         name: Option<&str>,
@@ -362,7 +378,9 @@ impl WorkerRegistry {
         };
         let model_snapshot = |model: &Arc<ServedModel>| {
             let workers = state.workers.iter().filter(|(_, worker)| worker.model.key() == model.key());
-            ModelSnapshot { model: model.clone(), workers: workers.map(worker_snapshot).collect() }
+            let workers: Vec<WorkerSnapshot> = workers.map(worker_snapshot).collect();
+            let (requests, is_current) = (state.requests(model), state.is_current(model));
+            ModelSnapshot { model: model.clone(), workers, requests, is_current }
         };
         let mut models: Vec<ModelSnapshot> = state.models.iter().map(model_snapshot).collect();
         models.sort_by(|a, b| {
@@ -384,10 +402,27 @@ impl RegistryState {
     }
 
     /// Orders the models that a name may mean: those with workers before others, a name before an
-    /// alias, a newer generation before an older one.
+    /// alias, the content that the supervisor wants before others, a newer generation before an
+    /// older one.
     fn precedence(&self, model: &ServedModel, name: &str) -> impl Ord + use<> {
         let has_workers = self.routing.worker_count(model.key()) > 0;
-        (has_workers, model.name() == name, model.description.generation)
+        let preferred = self.preferred.get(model.name());
+        let is_preferred = preferred.is_none_or(|digest| *digest == model.description.digest);
+        (has_workers, model.name() == name, is_preferred, model.description.generation)
+    }
+
+    /// Whether new requests for the model's name get it.
+    fn is_current(&self, model: &Arc<ServedModel>) -> bool {
+        let named = self.models.iter().filter(|other| other.name() == model.name());
+        let current = named.max_by_key(|other| self.precedence(other, model.name()));
+        current.is_some_and(|current| Arc::ptr_eq(current, model))
+    }
+
+    /// Requests that hold the model: all references but the registry's own. A listing under way
+    /// counts too, for a moment.
+    fn requests(&self, model: &Arc<ServedModel>) -> usize {
+        let of_workers = self.workers.values().filter(|worker| Arc::ptr_eq(&worker.model, model)).count();
+        Arc::strong_count(model).saturating_sub(1 + of_workers)
     }
 
     /// Keeps at most [`IDLE_MODELS_MAX`] models without a worker, the newest.

@@ -120,7 +120,11 @@ impl Router {
         ));
 
         let fleet = FleetWatch::default();
-        let watched = tokio::spawn(fleet.clone().run(RuntimeDir::at(&config.runtime_dir), links.clone()));
+        let watched = tokio::spawn(fleet.clone().run(
+            RuntimeDir::at(&config.runtime_dir),
+            generator.registry.clone(),
+            links.clone(),
+        ));
         let admission = tokio::spawn(generator.admission.clone().run(links.clone()));
         let (health, health_service) = service::grpc::health();
         health.set_service_status(HEALTH_SERVICE, tonic_health::ServingStatus::NotServing).await;

@@ -79,6 +79,7 @@ impl FaultPlan {
             pack: true,
             files: String::new(),
             weights: MODELS[index].to_owned(),
+            configured_path: std::path::PathBuf::new(),
             settings: toml::Table::new(),
             worker_config: toml::Table::new(),
         });

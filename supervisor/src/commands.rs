@@ -2,6 +2,7 @@
 
 //! The commands that the event loop accepts from outside, and the error that refuses one.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use service::runtime_dir::WORKERS_MAX;
@@ -9,7 +10,7 @@ use tokio::sync::oneshot;
 
 use crate::spec::ModelSpec;
 use crate::spec_diff::SpecChange;
-use crate::status::FleetStatus;
+use crate::status::{FleetStatus, ModelFailure};
 
 /// How long the streams of a worker may go on that is removed or restarted, unless a command says
 /// it. The default of `ballast drain` and `ballast restart --rolling`.
@@ -42,6 +43,12 @@ pub enum CommandError {
     NoConfiguration,
     #[error("nothing has changed: {why}")]
     Configuration { why: String },
+    #[error("a swap of model {name:?} is in progress: try again when it is done")]
+    SwapRuns { name: String },
+    #[error("model {name:?} cannot be swapped: {why}")]
+    SwapRefused { name: String, why: String },
+    #[error("{}; {} goes on", .failure.text, .old.display())]
+    SwapFailed { old: PathBuf, failure: ModelFailure },
     #[error("the fleet is stopping")]
     Stopping,
 }
@@ -82,6 +89,14 @@ pub(crate) enum FleetCommand {
         /// How long its streams may go on.
         grace: Duration,
         reply: CommandReply<()>,
+    },
+    /// Replaces the file of a model while it serves. Replies after the old file has gone, with the
+    /// path that the configuration still names.
+    SwapModel {
+        model: ModelSpec,
+        /// How long streams of the old file may go on.
+        grace: Duration,
+        reply: CommandReply<Option<PathBuf>>,
     },
     /// Reads the configuration again and applies what differs. `dry_run` only compares.
     Reload {

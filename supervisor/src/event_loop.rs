@@ -15,6 +15,7 @@ mod notifications;
 mod reload;
 mod residency;
 mod rolling;
+mod swap;
 mod takeover;
 
 use std::collections::BTreeMap;
@@ -34,6 +35,7 @@ use tokio::sync::{broadcast, mpsc};
 use tokio::task::{AbortHandle, JoinHandle};
 
 use self::children::supervised_child;
+use self::swap::RunningSwap;
 use self::takeover::LivingChildren;
 use crate::attach_token::AttachToken;
 use crate::commands::{CommandError, CommandReply};
@@ -159,6 +161,9 @@ struct SupervisorLoop {
     reported_summary: String,
     /// Workers that get new settings.
     rolling: RollingRestart,
+    swap: Option<RunningSwap>,
+    /// The number of the last swap.
+    last_swap: u64,
     commands: CommandSender,
     /// Compares what is resident in a new weight-server with `models`.
     sync_task: Option<AbortHandle>,
@@ -195,6 +200,8 @@ impl FleetHandle {
             parent,
             reported_summary: String::new(),
             rolling: RollingRestart::default(),
+            swap: None,
+            last_swap: 0,
             commands: commands.clone(),
             sync_task: None,
             stopping: false,
@@ -340,6 +347,7 @@ impl SupervisorLoop {
             SupervisorEvent::WorkerJoined { child, is_used: false } => {
                 self.roll(RollingEvent::Failed(&child))
             }
+            SupervisorEvent::SwapAdvanced { number, event } => self.swap_advanced(number, event),
             SupervisorEvent::ConfigurationRead { read, dry_run, reply } => {
                 self.configuration_read(read, dry_run, reply)
             }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::commands::{CommandError, CommandReply, FleetCommand};
+use crate::model_swap::SwapEvent;
 use crate::notification::Notification;
 use crate::spec::ReloadedSpec;
 use crate::spec_diff::SpecChange;
@@ -71,6 +72,11 @@ pub(crate) enum SupervisorEvent {
     WorkerJoined {
         child: Arc<str>,
         is_used: bool,
+    },
+    /// A step of the swap with this number is done.
+    SwapAdvanced {
+        number: u64,
+        event: SwapEvent,
     },
     /// The configuration was read again.
     ConfigurationRead {

@@ -3,6 +3,7 @@
 //! The gRPC service ballast.fleet.v1 on supervisor.sock: commands and status for `ballast ps` and
 //! other clients. No other file of this crate uses its messages.
 
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ use crate::fleet::CommandSender;
 use crate::spec::{ChildRole, ModelSpec};
 use crate::spec_diff::SpecChange;
 use crate::state::{BackoffReason, ChildState};
-use crate::status::{ChildStatus, FleetEvent, ModelState, ModelStatus};
+use crate::status::{ChildStatus, FleetEvent, ModelFailure, ModelState, ModelStatus};
 
 /// Events that wait for one client.
 const STREAM_CAPACITY: usize = 16;
@@ -204,6 +205,18 @@ impl FleetService for FleetApi {
         Ok(Response::new(wire::RemoveWorkerResponse {}))
     }
 
+    async fn swap_model(
+        &self,
+        request: Request<wire::SwapModelRequest>,
+    ) -> Result<Response<wire::SwapModelResponse>, Status> {
+        let wire::SwapModelRequest { model, drain_ms } = request.into_inner();
+        let model = model_spec(model.ok_or_else(|| Status::invalid_argument("model: missing"))?)?;
+        let grace = drain_grace(drain_ms);
+        let swapped = self.commands.call(|reply| FleetCommand::SwapModel { model, grace, reply }).await?;
+        let configured_path = swapped.map(|path| path.display().to_string()).unwrap_or_default();
+        Ok(Response::new(wire::SwapModelResponse { configured_path }))
+    }
+
     async fn reload(
         &self,
         request: Request<wire::ReloadRequest>,
@@ -243,6 +256,7 @@ fn model_spec(request: wire::LoadModelRequest) -> Result<ModelSpec, Status> {
         files,
         // The event loop chooses it.
         weights: String::new(),
+        configured_path: PathBuf::new(),
         settings: table("settings", &settings)?,
         worker_config: table("worker_config", &worker_config)?,
     })
@@ -368,7 +382,11 @@ impl From<CommandError> for Status {
             CommandError::StartFailed { .. } | CommandError::TooManyWorkers { .. } => {
                 Status::resource_exhausted(text)
             }
-            CommandError::UnloadFailed { .. } => Status::failed_precondition(text),
+            CommandError::UnloadFailed { .. } | CommandError::SwapRefused { .. } => {
+                Status::failed_precondition(text)
+            }
+            CommandError::SwapRuns { .. } => Status::aborted(text),
+            CommandError::SwapFailed { failure, .. } => ModelFailure { text, ..failure }.to_status(),
             CommandError::Stopping => Status::unavailable(text),
         }
     }

@@ -34,6 +34,7 @@ pub mod fd_store;
 mod fleet;
 mod grpc;
 mod model_record;
+mod model_swap;
 pub mod mps;
 mod notification;
 mod notify_server;

@@ -31,6 +31,9 @@ pub struct RecordedModel {
     pub files: String,
     #[serde(default)]
     pub weights: String,
+    /// The path that the configuration names; `path` differs after a swap.
+    #[serde(default)]
+    pub configured_path: PathBuf,
     #[serde(default)]
     pub settings: toml::Table,
     pub worker_config: toml::Table,
@@ -45,15 +48,47 @@ struct ModelRecord {
 
 impl RecordedModel {
     pub(crate) fn of(spec: &ModelSpec, by_command: bool) -> Self {
-        let ModelSpec { name, path, workers, device, pack, files, weights, settings, worker_config } =
-            spec.clone();
-        Self { name, path, workers, device, pack, by_command, files, weights, settings, worker_config }
+        let ModelSpec {
+            name,
+            path,
+            workers,
+            device,
+            pack,
+            files,
+            weights,
+            configured_path,
+            settings,
+            worker_config,
+        } = spec.clone();
+        Self {
+            name,
+            path,
+            workers,
+            device,
+            pack,
+            by_command,
+            files,
+            weights,
+            configured_path,
+            settings,
+            worker_config,
+        }
     }
 
     pub fn spec(&self) -> ModelSpec {
-        let Self { name, path, workers, device, pack, files, weights, settings, worker_config, .. } =
-            self.clone();
-        ModelSpec { name, path, workers, device, pack, files, weights, settings, worker_config }
+        let known = self.clone();
+        ModelSpec {
+            name: known.name,
+            path: known.path,
+            workers: known.workers,
+            device: known.device,
+            pack: known.pack,
+            files: known.files,
+            weights: known.weights,
+            configured_path: known.configured_path,
+            settings: known.settings,
+            worker_config: known.worker_config,
+        }
     }
 }
 
@@ -100,6 +135,7 @@ mod tests {
             pack: true,
             files: "1:2".to_owned(),
             weights: "a#2".to_owned(),
+            configured_path: "/models/b.gguf".into(),
             settings: "name = \"a\"".parse().unwrap(),
             worker_config,
         };

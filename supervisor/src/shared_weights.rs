@@ -61,6 +61,7 @@ mod tests {
             pack,
             files: files.to_owned(),
             weights: String::new(),
+            configured_path: std::path::PathBuf::new(),
             settings: toml::Table::new(),
             worker_config: toml::Table::new(),
         }

@@ -92,6 +92,9 @@ pub struct ModelSpec {
     /// The name of the weights at the weight-server, which several models may share. The supervisor
     /// chooses it ([`crate::shared_weights`]).
     pub weights: String,
+    /// The path that the configuration names. It differs from `path` after a swap. It is empty for
+    /// a model that a command loaded.
+    pub configured_path: PathBuf,
     /// The model's table in the configuration. A command that replaces the file starts from it.
     pub settings: toml::Table,
     /// The configuration that all workers of the model share; [`FleetSpec::complete_worker_config`]
@@ -249,6 +252,7 @@ mod tests {
             pack: true,
             files: String::new(),
             weights: name.to_owned(),
+            configured_path: PathBuf::new(),
             settings: toml::Table::new(),
             worker_config: toml::Table::new(),
         };

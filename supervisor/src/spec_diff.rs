@@ -171,6 +171,7 @@ mod tests {
             pack: true,
             files: String::new(),
             weights: name.to_owned(),
+            configured_path: std::path::PathBuf::new(),
             settings: Table::new(),
             worker_config: worker_config.parse().unwrap(),
         }

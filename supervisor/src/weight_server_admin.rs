@@ -90,7 +90,7 @@ impl WeightServerAdmin {
     ) {
         let (mut started, mut pause) = (Instant::now(), FAILED_LOAD_PAUSE);
         let outcome = loop {
-            let status = match self.load_and_replace(&model, known.as_ref(), &event_loop).await {
+            let status = match self.load_and_replace(&model, known.as_ref(), Some(&event_loop)).await {
                 Ok(loaded) => break Ok(loaded),
                 Err(status) => status,
             };
@@ -122,13 +122,25 @@ impl WeightServerAdmin {
         let _: Result<(), _> = event_loop.send(event).await;
     }
 
+    /// Loads the new file of a swap, and returns its digest. If the weight-server dies meanwhile,
+    /// the next one is asked.
+    pub(crate) async fn load_once(mut self, model: ModelSpec) -> Result<Bytes, ModelFailure> {
+        loop {
+            match self.load_and_replace(&model, None, None).await {
+                Ok(loaded) => return Ok(loaded.digest),
+                Err(status) if is_unreachable(&status) => tokio::time::sleep(LOAD_RETRY_INTERVAL).await,
+                Err(status) => return Err(ModelFailure::from_status(&status)),
+            }
+        }
+    }
+
     /// Makes the model resident, unloads its other generations, and finds the workers that have
     /// them.
     async fn load_and_replace(
         &mut self,
         model: &ModelSpec,
         known: Option<&Bytes>,
-        event_loop: &mpsc::Sender<SupervisorEvent>,
+        event_loop: Option<&mpsc::Sender<SupervisorEvent>>,
     ) -> Result<ResidentModel, Status> {
         let resident = match known {
             Some(digest) => self.find_resident(model, digest).await?,
@@ -172,10 +184,11 @@ impl WeightServerAdmin {
         is_held
     }
 
+    /// `event_loop` hears of the progress.
     async fn load_from_file(
         &mut self,
         model: &ModelSpec,
-        event_loop: &mpsc::Sender<SupervisorEvent>,
+        event_loop: Option<&mpsc::Sender<SupervisorEvent>>,
     ) -> Result<wire::Generation, Status> {
         let request = wire::LoadRequest {
             model: model.weights.clone(),
@@ -188,7 +201,9 @@ impl WeightServerAdmin {
             match event.kind {
                 Some(wire::load_event::Kind::Waiting(wire::Waiting { done_bytes, total_bytes, .. })) => {
                     let state = ModelState::Loading { done_bytes, total_bytes };
-                    report(event_loop, &model.name, state).await;
+                    if let Some(event_loop) = event_loop {
+                        report(event_loop, &model.name, state).await;
+                    }
                 }
                 Some(wire::load_event::Kind::Loaded(wire::Loaded { generation: Some(found), .. })) => {
                     return Ok(found);

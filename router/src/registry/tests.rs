@@ -190,3 +190,43 @@ async fn subscribers_see_each_change_of_the_workers() {
     registry.remove(worker);
     assert!(changes.has_changed().unwrap() && !registry.has_workers());
 }
+
+#[tokio::test]
+async fn a_swapped_name_means_what_the_supervisor_wants_and_requests_of_each_file_are_counted() {
+    let registry = registry();
+    let (old, new) = (model("m", 1, 1, 7), model("m", 2, 2, 8));
+    register(&registry, &old);
+    register(&registry, &model("m", 1, 1, 7));
+    drop(old);
+    registry.prefer(HashMap::from([("m".to_owned(), vec![1])]));
+    register(&registry, &new);
+    drop(new);
+    let request = registry.resolve(Some("m"), &ModelAccess::default()).unwrap();
+    assert_eq!(request.description.generation, 7, "the new file has not been committed");
+    let held = || -> Vec<(u64, usize, bool)> {
+        let entry = |s: ModelSnapshot| (s.model.description.generation, s.requests, s.is_current);
+        registry.snapshot().into_iter().map(entry).collect()
+    };
+    assert_eq!(held(), [(7, 1, true), (8, 0, false)]);
+    registry.prefer(HashMap::from([("m".to_owned(), vec![2])]));
+    assert_eq!(held(), [(7, 1, false), (8, 0, true)]);
+    drop(request);
+    assert_eq!(held(), [(7, 0, false), (8, 0, true)]);
+    assert_eq!(generation(&registry, None), 8);
+}
+
+#[tokio::test]
+async fn an_alias_means_its_model_and_a_key_for_it_is_good_for_nothing_else() {
+    let registry = registry();
+    let mut aliased = Arc::into_inner(model("m", 1, 1, 1)).unwrap();
+    aliased.description.aliases = vec!["gpt".to_owned()];
+    register(&registry, &Arc::new(aliased));
+    let resolve = |name, access: ModelAccess| registry.resolve(name, &access).map(|m| m.name().to_owned());
+    let only = |name: &str| ModelAccess::only(vec![name.to_owned()]);
+    let m = || Ok("m".to_owned());
+    assert_eq!(resolve(Some("gpt"), ModelAccess::default()), m());
+    assert_eq!(resolve(Some("gpt"), only("m")), m());
+    assert_eq!(resolve(None, only("gpt")), m());
+    let known = vec!["gpt".to_owned()];
+    assert_eq!(resolve(Some("m"), only("gpt")), Err(ResolveError::Unknown { name: "m".to_owned(), known }));
+}

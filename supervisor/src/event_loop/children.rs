@@ -92,7 +92,10 @@ impl SupervisorLoop {
         if std::mem::discriminant(&before) != std::mem::discriminant(&after) {
             match after {
                 ChildState::Running { .. } => self.roll(RollingEvent::Running(name)),
-                ChildState::BackingOff { .. } => self.roll(RollingEvent::Failed(name)),
+                ChildState::BackingOff { .. } => {
+                    self.roll(RollingEvent::Failed(name));
+                    self.swapped_worker_failed(name);
+                }
                 ChildState::Stopped => self.roll(RollingEvent::Lost(name)),
                 _ => {}
             }
@@ -289,6 +292,7 @@ impl SupervisorLoop {
         }
         if let Some(slot) = child.slot {
             self.unload_if_unused(&slot.model);
+            self.notice_gone_workers();
         }
     }
 }

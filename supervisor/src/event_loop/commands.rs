@@ -42,6 +42,7 @@ impl SupervisorLoop {
             },
             FleetCommand::LoadModel { model, reply } => answer(reply, self.load_model(model, true)),
             FleetCommand::UnloadModel { name, grace, reply } => self.unload_model(name, grace, reply),
+            FleetCommand::SwapModel { model, grace, reply } => self.swap_model(model, grace, reply),
             FleetCommand::Reload { dry_run, reply } => self.reload(dry_run, reply),
             FleetCommand::Stop => self.stopping = true,
             FleetCommand::Kill => self.kill_children(),
@@ -92,14 +93,19 @@ impl SupervisorLoop {
 
     pub(super) fn add_worker(&mut self, model: String) -> Result<String, CommandError> {
         self.check_not_stopping()?;
+        self.check_not_swapped(&model)?;
         let found = match (model.is_empty(), self.models.len()) {
             (true, 1) => self.models.values().next(),
             (true, models) => return Err(CommandError::AmbiguousModel { models }),
             (false, _) => self.models.get(&model),
         };
-        let Some(ManagedModel { spec: model, .. }) = found else {
-            return Err(CommandError::UnknownModel { name: model });
-        };
+        match found.map(|model| model.spec.clone()) {
+            Some(spec) => self.start_worker(&spec),
+            None => Err(CommandError::UnknownModel { name: model }),
+        }
+    }
+
+    pub(super) fn start_worker(&mut self, model: &ModelSpec) -> Result<String, CommandError> {
         let used = |index| self.children.values().any(|c| c.slot.as_ref().is_some_and(|s| s.index == index));
         self.check_worker_count(1)?;
         // A worker's index is part of its socket name. Recorded workers of an earlier supervisor
@@ -124,13 +130,19 @@ impl SupervisorLoop {
 
     /// The name of the weights for a model that comes to this fleet. It shares those of a model of
     /// the same file, unless these are just being unloaded.
-    fn weights_for(&self, spec: &ModelSpec) -> String {
-        let stays = |model: &&ManagedModel| model.unloading.is_none() || self.has_workers(&model.spec.name);
-        let others = self.models.values().filter(|model| model.spec.name != spec.name);
+    pub(super) fn weights_for(&self, spec: &ModelSpec) -> String {
+        let is_going =
+            |model: &ManagedModel| model.unloading.is_some() && !self.has_workers(&model.spec.name);
+        // The model of this name that could not be loaded has no weights.
+        let is_lost = |name: &str| {
+            name == spec.name
+                && self.models.get(name).is_some_and(|m| matches!(m.state, ModelState::Failed(_)))
+        };
+        let stays = |other: &&ModelSpec| !self.models.get(&other.name).is_some_and(is_going);
         shared_weights::name_for(
             spec,
-            others.clone().filter(stays).map(|model| &model.spec),
-            others.map(|model| model.spec.weights.as_str()),
+            self.specs().filter(|other| !is_lost(&other.name)).filter(stays),
+            self.specs().filter(|other| !is_lost(&other.name)).map(|other| other.weights.as_str()),
         )
     }
 
@@ -165,13 +177,17 @@ impl SupervisorLoop {
 
     /// Unloads the model after its workers have finished their streams.
     pub(super) fn unload_model(&mut self, name: String, grace: Duration, reply: CommandReply<()>) {
-        let Some(model) = self.models.get_mut(&name) else {
+        let Some(model) = self.models.get(&name) else {
             return answer(reply, Err(CommandError::UnknownModel { name }));
         };
         if model.unloading.is_some() {
             let why = "an unload is already in progress".to_owned();
             return answer(reply, Err(CommandError::UnloadFailed { name, why }));
         }
+        if let Err(error) = self.check_not_swapped(&name) {
+            return answer(reply, Err(error));
+        }
+        let Some(model) = self.models.get_mut(&name) else { return };
         model.abort();
         model.unloading = Some(reply);
         for worker in self.workers_of(&name) {

@@ -45,11 +45,19 @@ impl SupervisorLoop {
         dry_run: bool,
         reply: CommandReply<Vec<SpecChange>>,
     ) {
-        let changes = read.and_then(|wanted| self.changes_to(&wanted));
-        let outcome = match changes {
-            Ok(changes) if !dry_run => self.apply_changes(changes),
-            changes => changes,
-        };
+        let outcome = read.and_then(|wanted| {
+            let changes = self.changes_to(&wanted)?;
+            if dry_run {
+                return Ok(changes);
+            }
+            self.check_no_swap()?;
+            for model in wanted.models {
+                if let Some(known) = self.models.get_mut(&model.name) {
+                    known.spec.configured_path = model.configured_path;
+                }
+            }
+            self.apply_changes(changes)
+        });
         if !dry_run {
             self.tell_parent_of_reload(false);
         }

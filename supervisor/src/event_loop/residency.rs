@@ -61,7 +61,7 @@ impl SupervisorLoop {
 
     /// Unloads the models that are not of this fleet, then requests those that are.
     pub(super) fn unload_leftovers(&mut self, resident: Vec<String>) {
-        let is_of_fleet = |name: &str| self.models.values().any(|model| model.spec.weights == name);
+        let is_of_fleet = |name: &str| self.specs().any(|spec| spec.weights == name);
         let leftovers = resident_models::leftovers(resident, is_of_fleet);
         if leftovers.is_empty() {
             return self.request_models();
@@ -103,6 +103,12 @@ impl SupervisorLoop {
             supervised_child(&mut self.children, &name).is_outdated = false;
             self.apply_event(&name, ChildEvent::Restart);
         }
+    }
+
+    /// The models of the fleet, and both files of a swap.
+    pub(super) fn specs(&self) -> impl Iterator<Item = &ModelSpec> {
+        let swapped = self.swap.iter().flat_map(|swap| [&swap.old, &swap.new]);
+        self.models.values().map(|model| &model.spec).chain(swapped)
     }
 
     /// Adds the models of the configuration, and those that a command has loaded into the fleet of

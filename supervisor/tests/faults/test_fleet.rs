@@ -232,6 +232,7 @@ fn fleet_spec(behaviours: &ChildBehaviours) -> FleetSpec {
             pack: true,
             files: String::new(),
             weights: String::new(),
+            configured_path: PathBuf::new(),
             settings: toml::Table::new(),
             worker_config: toml::Table::new(),
         }],
