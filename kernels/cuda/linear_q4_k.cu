@@ -11,13 +11,18 @@
 
 QUANT_KERNELS(q4_k, Q4_K)
 
-extern "C" __global__ void __launch_bounds__(Q4K_WGMMA_THREADS, 1)
-    wgmma_q4_k(const __grid_constant__ LinearParams params, const __grid_constant__ F16Quants quants) {
 #if HAS_WGMMA
-    q4_k_wgmma::multiply(params, quants);
+#define MULTIPLY(TOKENS) q4_k_wgmma::multiply<TOKENS>(params, quants)
 #else
-    // The launcher uses this kernel on sm_90a alone.
-    __trap();
+// The launcher uses these kernels on sm_90a alone.
+#define MULTIPLY(TOKENS) __trap()
 #endif
-}
-CHECK_SIGNATURE(wgmma_q4_k, LinearWgmma);
+
+#define WGMMA_KERNEL(TOKENS)                                                                     \
+    extern "C" __global__ void __launch_bounds__(Q4K_WGMMA_THREADS, 1) wgmma_q4_k_##TOKENS(      \
+        const __grid_constant__ LinearParams params, const __grid_constant__ F16Quants quants) { \
+        MULTIPLY(TOKENS);                                                                        \
+    }                                                                                            \
+    CHECK_SIGNATURE(wgmma_q4_k_##TOKENS, LinearWgmma);
+WGMMA_KERNEL(64)
+WGMMA_KERNEL(128)

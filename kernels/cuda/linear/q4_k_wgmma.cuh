@@ -14,7 +14,7 @@
 //   value = (da d) P - (da dmin) N  the order of kquants.cuh; values of 256 columns are then added
 //                                   in ascending order of columns
 //
-// A block computes 128 weight rows by 128 tokens at a time.
+// A block computes 128 weight rows by TOKENS tokens at a time: 128, as drawn, or 64.
 //
 //                 128 tokens                  warps 0 to 3, 4 to 7  expand weights to A fragments
 //              +---------------+                                    in registers, and multiply
@@ -61,7 +61,6 @@ constexpr int COPY_WEIGHTS = MULTIPLYING_WARPS, COPY_UNITS = COPY_WEIGHTS + 1, C
               UNPACK = COPY_SUMS + 1;
 static_assert(32 * (UNPACK + 1) == Q4K_WGMMA_THREADS);
 constexpr int ROW_TILES = Q4K_WGMMA_ROWS / TILE_ROWS, ROWS = Q4K_WGMMA_ROWS;
-constexpr int GROUPS = Q4K_WGMMA_TOKENS / ACT_TILE_TOKENS;
 static_assert(ROWS == 64 * WARPGROUPS);
 // 64 sums of X and 64 of the result are live at once. A block has 64,512 registers: 384 threads of
 // 168, which the warps then share out anew.
@@ -70,23 +69,27 @@ static_assert(MULTIPLYING_WARPS * MULTIPLYING_REGISTERS + 4 * OTHER_REGISTERS <=
 
 constexpr int TILE = Q4_K::TILE_BYTES, SCALE_HEADERS = Q4_K::SCALE_HEADERS;
 constexpr int WEIGHT_BYTES = ROW_TILES * TILE;
-constexpr int UNIT_STAGE = GROUPS * F16_UNIT_BYTES;
 constexpr int UNITS = TILE_COLS / F16_UNIT_COLS;
 // Unpacked scales: {minimum, scale} of 8 sub-blocks, each as two equal halves. Padding keeps rows
 // in different banks.
 constexpr int UNPACKED_ROW = 72, UNPACKED = ROWS * UNPACKED_ROW;
 
 // Shared memory, in this order.
+template <int TOKENS>
 struct Shared {
-    uint8_t units[Q4K_WGMMA_UNIT_STAGES][UNIT_STAGE];
+    static constexpr int GROUPS = TOKENS / ACT_TILE_TOKENS, UNIT_STAGE = GROUPS * F16_UNIT_BYTES;
+    // As many bytes of units for any number of tokens.
+    static constexpr int UNIT_STAGES = Q4K_WGMMA_UNIT_STAGES * (Q4K_WGMMA_TOKENS / TOKENS);
+    uint8_t units[UNIT_STAGES][UNIT_STAGE];
     uint8_t weights[Q4K_WGMMA_STAGES][WEIGHT_BYTES];
     uint8_t sums[Q4K_WGMMA_STAGES][GROUPS * F16_SUMS_BYTES];
     uint8_t unpacked[Q4K_WGMMA_STAGES][UNPACKED];
     uint64_t weights_full[Q4K_WGMMA_STAGES], weights_empty[Q4K_WGMMA_STAGES], scales_full[Q4K_WGMMA_STAGES];
-    uint64_t units_full[Q4K_WGMMA_UNIT_STAGES], units_empty[Q4K_WGMMA_UNIT_STAGES];
+    uint64_t units_full[UNIT_STAGES], units_empty[UNIT_STAGES];
 };
 // The swizzle is a function of address bits 4 to 9, so `Shared` begins at a multiple of 1,024.
-static_assert(sizeof(Shared) + 1024 - 128 <= Q4K_WGMMA_SHARED_BYTES);
+static_assert(sizeof(Shared<64>) + 1024 - 128 <= Q4K_WGMMA_SHARED_BYTES);
+static_assert(sizeof(Shared<128>) + 1024 - 128 <= Q4K_WGMMA_SHARED_BYTES);
 
 // A place in a ring of STAGES. A reader waits for `phase`, a writer for the opposite one.
 template <int STAGES>
@@ -98,7 +101,6 @@ struct Place {
     }
 };
 using Stage = Place<Q4K_WGMMA_STAGES>;
-using UnitStage = Place<Q4K_WGMMA_UNIT_STAGES>;
 
 struct OutputTile {
     int matrix, row_tile, group;
@@ -152,10 +154,17 @@ __device__ __forceinline__ void pin_registers(float (&values)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(values[i])::"memory");
 }
 
+template <int TOKENS>
 struct Kernel {
+    using SharedMemory = Shared<TOKENS>;
+    using UnitStage = Place<SharedMemory::UNIT_STAGES>;
+    static constexpr int GROUPS = SharedMemory::GROUPS, UNIT_STAGE = SharedMemory::UNIT_STAGE;
+    // Elements of a thread.
+    static constexpr int VALUES = TOKENS / 2;
+
     const LinearParams &params;
     const F16Quants &quants;
-    Shared &shared;
+    SharedMemory &shared;
     int token_tiles, output_tiles;
 
     __device__ bool find_tile(int index, OutputTile &tile) const {
@@ -251,7 +260,7 @@ struct Kernel {
 
     // X over the 256 columns of a stage. The last unit is still in use at the end; the result is
     // its stage.
-    __device__ int multiply_columns(float (&X)[64], const uint8_t *tile, const uint8_t *scales,
+    __device__ int multiply_columns(float (&X)[VALUES], const uint8_t *tile, const uint8_t *scales,
                                     uint64_t *scales_full, int phase, UnitStage &unit_at) const {
         int lane = threadIdx.x % 32;
         uint32_t q[2][4];
@@ -290,10 +299,10 @@ struct Kernel {
             uint64_t b = operand_descriptor(shared.units[unit_at.stage], F16_UNIT_BYTES) + 4 * k;
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
             if (s == 0)
-                WgmmaFromRegisters<128>::run<0>(X, a[0][0], b);
+                WgmmaFromRegisters<TOKENS>::template run<0>(X, a[0][0], b);
             else
-                WgmmaFromRegisters<128>::run<1>(X, a[s % 2][0], b);
-            WgmmaFromRegisters<128>::run<1>(X, a[s % 2][1], b + 2);
+                WgmmaFromRegisters<TOKENS>::template run<1>(X, a[s % 2][0], b);
+            WgmmaFromRegisters<TOKENS>::template run<1>(X, a[s % 2][1], b + 2);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             // The products of the sub-block before have ended: their fragments may be overwritten.
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -309,8 +318,8 @@ struct Kernel {
 
     // Adds the values of 256 columns. Y and N are computed for 32 tokens at a time, the next ones
     // while values are added.
-    __device__ void add_values(float (&total)[64], float (&X)[64], const uint8_t *tile, const uint8_t *scales,
-                               const uint8_t *sums, uint64_t *last_unit_empty) const {
+    __device__ void add_values(float (&total)[VALUES], float (&X)[VALUES], const uint8_t *tile,
+                               const uint8_t *scales, const uint8_t *sums, uint64_t *last_unit_empty) const {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         // Columns are the 16 sums. Sub-block s has sums 2 s and 2 s + 1.
         uint32_t minimums[4], factors[4];
@@ -327,7 +336,7 @@ struct Kernel {
             uint32_t bits = *reinterpret_cast<const uint32_t *>(tile + SCALE_HEADERS + (g + 8 * r) * 16);
             d[r] = half_to_float(bits & 0xFFFF), dmin[r] = half_to_float(bits >> 16);
         }
-        constexpr int SLICE = 32, SLICES = Q4K_WGMMA_TOKENS / SLICE;
+        constexpr int SLICE = 32, SLICES = TOKENS / SLICE;
         float Y[2][SLICE / 2], N[2][SLICE / 2];
         auto multiply_sums = [&](int slice) {
             uint64_t b = sums_descriptor(sums + slice * (SLICE / ACT_TILE_TOKENS) * F16_SUMS_BYTES);
@@ -373,13 +382,13 @@ struct Kernel {
         UnitStage unit_at;
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         for_each_tile([&](const OutputTile &output) {
-            float total[64];
+            float total[VALUES];
 #pragma unroll
-            for (int i = 0; i < 64; i++) total[i] = 0.0f;
+            for (int i = 0; i < VALUES; i++) total[i] = 0.0f;
             for (int col = 0; col < params.col_tiles; col++, at.advance()) {
                 const uint8_t *tile = shared.weights[at.stage] + warp * TILE;
                 const uint8_t *scales = shared.unpacked[at.stage] + (warp * TILE_ROWS + g) * UNPACKED_ROW;
-                float X[64];
+                float X[VALUES];
                 barrier_wait(shared.weights_full + at.stage, at.phase);
                 int last =
                     multiply_columns(X, tile, scales, shared.scales_full + at.stage, at.phase, unit_at);
@@ -387,7 +396,7 @@ struct Kernel {
                 release(shared.weights_empty + at.stage);
             }
 #pragma unroll
-            for (int i = 0; i < 64; i++) {
+            for (int i = 0; i < VALUES; i++) {
                 int row = (output.row_tile + warp) * TILE_ROWS + g + i % 4 / 2 * 8;
                 int token = (output.group + i / 4) * ACT_TILE_TOKENS + 2 * t + i % 2;
                 store_output(params, output.matrix, row, token, total[i]);
@@ -403,7 +412,7 @@ struct Kernel {
                 barrier_init(shared.weights_empty + i, MULTIPLYING_WARPS);
                 barrier_init(shared.scales_full + i);
             }
-            for (int i = 0; i < Q4K_WGMMA_UNIT_STAGES; i++) {
+            for (int i = 0; i < SharedMemory::UNIT_STAGES; i++) {
                 barrier_init(shared.units_full + i);
                 barrier_init(shared.units_empty + i, MULTIPLYING_WARPS);
             }
@@ -431,12 +440,14 @@ struct Kernel {
     }
 };
 
+template <int TOKENS>
 __device__ inline void multiply(const LinearParams &params, const F16Quants &quants) {
     extern __shared__ __align__(128) uint8_t memory[];
     uint8_t *aligned = memory + ((1024 - shared_address(memory) % 1024) & 1023);
-    int token_tiles = (params.tokens + Q4K_WGMMA_TOKENS - 1) / Q4K_WGMMA_TOKENS;
+    int token_tiles = (params.tokens + TOKENS - 1) / TOKENS;
     int output_tiles = count_row_tile_groups<ROW_TILES>(params) * token_tiles;
-    Kernel{params, quants, *reinterpret_cast<Shared *>(aligned), token_tiles, output_tiles}.run();
+    Kernel<TOKENS>{params, quants, *reinterpret_cast<Shared<TOKENS> *>(aligned), token_tiles, output_tiles}
+        .run();
 }
 
 }  // namespace q4_k_wgmma

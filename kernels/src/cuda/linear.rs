@@ -49,7 +49,8 @@ pub enum LinearMethod {
     Matmul(MatmulShape),
     /// linear/q4_k_wgmma.cuh, for Q4_K and many tokens, on GPUs with wgmma. The activations have
     /// f16 quants.
-    Wgmma,
+    /// A block has this many tokens: 64 or 128.
+    Wgmma(usize),
     /// linear/float_matmul.cuh, for weights of 16-bit floats.
     FloatMatmul(FloatShape),
     /// linear_f32.cu. Each warp computes one row.
@@ -126,10 +127,11 @@ impl LinearKernels {
         }
         let multiprocessors = self.device.multiprocessors() as usize;
         if takes_f16_quants(&self.device, dtype, tokens) {
-            let blocks = row_tiles.div_ceil(Q4K_WGMMA_ROWS / TILE_ROWS) * tokens.div_ceil(Q4K_WGMMA_TOKENS);
+            let block_tokens = wgmma_block_tokens(tokens);
+            let blocks = row_tiles.div_ceil(Q4K_WGMMA_ROWS / TILE_ROWS) * tokens.div_ceil(block_tokens);
             let (part, whole) = WGMMA_MULTIPROCESSORS_MIN;
             if whole * blocks >= part * multiprocessors {
-                return LinearMethod::Wgmma;
+                return LinearMethod::Wgmma(block_tokens);
             }
         }
         let [narrow @ .., wide, large] = &MatmulShape::QUANTS;
@@ -206,7 +208,9 @@ impl LinearKernels {
                 unsafe { launch_kernel(family, name, stream, launch, &LinearMatmul { params, stages }) }
                     .map_err(device_error(OP))
             }
-            LinearMethod::Wgmma => self.launch_wgmma(family, stream, x, params, products),
+            LinearMethod::Wgmma(block_tokens) => {
+                self.launch_wgmma(family, stream, block_tokens, x, params, products)
+            }
             LinearMethod::FloatMatmul(shape) => {
                 let name = float_kernel_name(dtype, shape).ok_or_else(|| no_kernel(shape.tokens()))?;
                 let (stages, shared_bytes) = shape.pipeline(self.device.shared_bytes_max(), x.tokens);
@@ -234,6 +238,7 @@ impl LinearKernels {
         &self,
         family: &LazyModule,
         stream: &Stream,
+        block_tokens: usize,
         x: QuantizedActivations<'_>,
         params: LinearParams,
         products: &[MatrixProduct<'_>],
@@ -243,10 +248,14 @@ impl LinearKernels {
         let Some(quants) = quants.filter(|_| dtype == DType::Q4_K) else {
             return Err(OpError::Type { op: OP, dtype });
         };
-        let name = kernel_name!("linear_q4_k", "wgmma_q4_k");
+        let name = match block_tokens {
+            64 => kernel_name!("linear_q4_k", "wgmma_q4_k_64"),
+            128 => kernel_name!("linear_q4_k", "wgmma_q4_k_128"),
+            other => return Err(no_kernel(other)),
+        };
         let row_tiles = products.iter().map(|product| product.shape.row_tiles());
         let groups: usize = row_tiles.map(|tiles| tiles.div_ceil(Q4K_WGMMA_ROWS / TILE_ROWS)).sum();
-        let output_tiles = groups * x.tokens.div_ceil(Q4K_WGMMA_TOKENS);
+        let output_tiles = groups * x.tokens.div_ceil(block_tokens);
         let (warps, shared_bytes) = (Q4K_WGMMA_THREADS / 32, Q4K_WGMMA_SHARED_BYTES as u32);
         let launch = self
             .persistent_launch(family, name, output_tiles, warps, shared_bytes)
@@ -380,11 +389,16 @@ fn linear_params(x: QuantizedActivations<'_>, products: &[MatrixProduct<'_>]) ->
 }
 
 /// Products of more tokens than this may use wgmma. Below, half of a block would be empty.
-const WGMMA_TOKENS_MIN: usize = Q4K_WGMMA_TOKENS / 2;
+const WGMMA_TOKENS_MIN: usize = 32;
 /// The part of the multiprocessors that must get a block of the wgmma kernel. Measured on an H200:
 /// 4096 x 4096, 128 tokens (32 blocks of 132) take 40 us by wgmma and 29 by matmul, 256 tokens (64
 /// blocks) take 41 and 55.
 const WGMMA_MULTIPROCESSORS_MIN: (usize, usize) = (3, 8);
+
+/// Tokens of a block for a launch: 64 if they are enough for all.
+pub(super) fn wgmma_block_tokens(tokens: usize) -> usize {
+    if tokens <= Q4K_WGMMA_TOKENS / 2 { Q4K_WGMMA_TOKENS / 2 } else { Q4K_WGMMA_TOKENS }
+}
 
 /// Whether products of these weights with this many tokens are computed from f16 quants, if the
 /// device has wgmma.

@@ -45,7 +45,16 @@ fn methods(gpu: &TestGpu, dtype: DType, tokens: usize) -> Vec<LinearMethod> {
             let vector = (tokens <= 4).then_some(LinearMethod::Matvec(tokens));
             let wgmma = layout_of(gpu, dtype).is_ok_and(|layout| layout.f16_quants);
             let tensor_cores = MatmulShape::all().map(LinearMethod::Matmul);
-            vector.into_iter().chain(tensor_cores).chain(wgmma.then_some(LinearMethod::Wgmma)).collect()
+            vector
+                .into_iter()
+                .chain(tensor_cores)
+                .chain(
+                    wgmma
+                        .then_some([LinearMethod::Wgmma(64), LinearMethod::Wgmma(128)])
+                        .into_iter()
+                        .flatten(),
+                )
+                .collect()
         }
     }
 }
@@ -485,13 +494,20 @@ pub(crate) fn extreme_q4_k_blocks_give_the_same_bits_on_wgmma(gpu: &TestGpu) -> 
             }
             input.device_x = Buffer::from_host(&gpu.stream, &x)?;
             let mut outs = Vec::new();
-            for method in [LinearMethod::Matmul(MatmulShape::all()[3]), LinearMethod::Wgmma] {
+            for method in [
+                LinearMethod::Matmul(MatmulShape::all()[3]),
+                LinearMethod::Wgmma(64),
+                LinearMethod::Wgmma(128),
+            ] {
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
                 out.view_mut().fill_bytes(&gpu.stream, 0xFF)?;
                 input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
                 outs.push(out.to_host(&gpu.stream)?);
             }
-            ensure_bits(&format!("kind {kind}, {cols} x {rows}, {tokens} tokens"), &outs[1], &outs[0])?;
+            for (found, block) in outs[1..].iter().zip(["64", "128"]) {
+                let what = format!("kind {kind}, {cols} x {rows}, {tokens} tokens by {block}");
+                ensure_bits(&what, found, &outs[0])?;
+            }
         }
     }
     Ok(())
@@ -577,7 +593,7 @@ pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
                         LinearMethod::Matvec(_) => "vector".to_owned(),
                         LinearMethod::Scalar => "plain".to_owned(),
                         LinearMethod::Matmul(shape) => format!("tiles {}", shape.tokens()),
-                        LinearMethod::Wgmma => "wgmma".to_owned(),
+                        LinearMethod::Wgmma(tokens) => format!("wgmma {tokens}"),
                         LinearMethod::FloatMatmul(shape) => format!("{}x{}", shape.tokens(), shape.rows()),
                     };
                     println!(

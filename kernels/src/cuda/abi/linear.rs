@@ -22,8 +22,8 @@ abi! {
         const LINEAR_F32_WARPS: usize = 8;
         /// Tokens of a block of linear_f32.cu.
         const LINEAR_F32_TOKENS: usize = 4;
-        /// A block of linear/q4_k_wgmma.cuh: its weight rows, tokens and threads, the stages of its
-        /// rings, and its bytes of shared memory.
+        /// A block of linear/q4_k_wgmma.cuh: its weight rows, its tokens (at most) and threads, the
+        /// stages of its rings, and its bytes of shared memory.
         const Q4K_WGMMA_ROWS: usize = 128;
         const Q4K_WGMMA_TOKENS: usize = 128;
         const Q4K_WGMMA_THREADS: usize = 384;

@@ -51,7 +51,7 @@ fn wgmma_instructions() -> String {
 
 /// Token counts of the products of linear/q4_k_wgmma.cuh: all tokens of a block, and a slice.
 #[allow(dead_code, reason = "for build.rs")]
-const REGISTER_TOKENS: [usize; 2] = [128, 32];
+const REGISTER_TOKENS: [usize; 3] = [128, 64, 32];
 
 /// Returns `WgmmaFromRegisters<N>::run<ACCUMULATE>(sums, a, b)`: 64 rows in registers by N tokens
 /// over 16 columns of f16. If not ACCUMULATE, `sums` is overwritten.
