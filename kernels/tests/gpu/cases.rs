@@ -4,7 +4,7 @@
 
 use super::{
     TestGpu, around, attention, checksum, exact, experts, fused, kv_write, linear, loading, memory, models,
-    ops, quantize, repack, shortlist, throughput,
+    ops, quantize, repack, shortlist, throughput, wgmma,
 };
 
 type TestFn = fn(&TestGpu) -> anyhow::Result<()>;
@@ -32,7 +32,7 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ("quantize: activations are those of the host", quantize::activations_are_those_of_the_host),
     ("quantize: f16 quants are those of the host", quantize::f16_quants_are_those_of_the_host),
     ("linear: every method gives the canonical bits", linear::every_method_gives_the_canonical_bits),
-    ("linear: extreme Q4_K blocks on wgmma", linear::extreme_q4_k_blocks_give_the_same_bits_on_wgmma),
+    ("linear: extreme Q4_K blocks on wgmma", wgmma::extreme_q4_k_blocks_give_the_same_bits_on_wgmma),
     ("linear: a row alone is the row in any batch", linear::a_row_alone_is_the_row_in_any_batch),
     ("linear: matrices of one launch", linear::matrices_of_one_launch),
     ("linear: products match the naive kernel", linear::products_match_the_naive_kernel),

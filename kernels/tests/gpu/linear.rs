@@ -59,7 +59,7 @@ fn methods(gpu: &TestGpu, dtype: DType, tokens: usize) -> Vec<LinearMethod> {
     }
 }
 
-struct LinearCase {
+pub(crate) struct LinearCase {
     shape: Tiles,
     raw: Vec<u8>,
     tiles: Buffer<u8>,
@@ -82,7 +82,12 @@ impl LinearCase {
         Self::from_raw(gpu, shape, raw, bias)
     }
 
-    fn from_raw(gpu: &TestGpu, shape: Tiles, raw: Vec<u8>, bias: Vec<f32>) -> anyhow::Result<Self> {
+    pub(crate) fn from_raw(
+        gpu: &TestGpu,
+        shape: Tiles,
+        raw: Vec<u8>,
+        bias: Vec<f32>,
+    ) -> anyhow::Result<Self> {
         let mut tiles = Buffer::new(&gpu.device, shape.bytes())?;
         let device_raw = Buffer::from_host(&gpu.stream, &raw)?;
         RepackKernels::new(&gpu.device).repack(
@@ -110,7 +115,7 @@ impl LinearCase {
         Ok(out)
     }
 
-    fn product<'a>(&'a self, out: &'a mut Buffer<f32>) -> MatrixProduct<'a> {
+    pub(crate) fn product<'a>(&'a self, out: &'a mut Buffer<f32>) -> MatrixProduct<'a> {
         let bias = Some(self.device_bias.view());
         MatrixProduct { shape: self.shape, tiles: self.tiles.view(), bias, out: out.view_mut() }
     }
@@ -158,14 +163,14 @@ fn legacy_block(dtype: DType, raw: &[u8], a: &Activations, at: usize, value: f32
 }
 
 /// A test's activations: on the host, on the device, and a buffer for their converted form.
-struct LinearInput {
+pub(crate) struct LinearInput {
     data: Buffer<u8>,
-    x: Vec<f32>,
-    device_x: Buffer<f32>,
+    pub(crate) x: Vec<f32>,
+    pub(crate) device_x: Buffer<f32>,
 }
 
 impl LinearInput {
-    fn new(
+    pub(crate) fn new(
         gpu: &TestGpu,
         random: &mut TestRng,
         dtype: DType,
@@ -177,7 +182,7 @@ impl LinearInput {
         Ok(Self { data: Buffer::new(&gpu.device, bytes)?, device_x: Buffer::from_host(&gpu.stream, &x)?, x })
     }
 
-    fn run(
+    pub(crate) fn run(
         &mut self,
         gpu: &TestGpu,
         linear: &LinearKernels,
@@ -196,7 +201,7 @@ impl LinearInput {
     }
 }
 
-fn ensure_bits(what: &str, found: &[f32], expected: &[f32]) -> anyhow::Result<()> {
+pub(crate) fn ensure_bits(what: &str, found: &[f32], expected: &[f32]) -> anyhow::Result<()> {
     let differs =
         found.iter().zip(expected).position(|(found, expected)| found.to_bits() != expected.to_bits());
     if let Some(at) = differs {
@@ -445,68 +450,6 @@ pub(crate) fn matrices_of_one_launch(gpu: &TestGpu) -> anyhow::Result<()> {
                     let what = format!("{dtype}, matrix {at}, {tokens} tokens, {method:?}");
                     ensure_bits(&what, &out.to_host(&gpu.stream)?, &case.expected(&input.x)?)?;
                 }
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Compares wgmma with the 8-bit products for blocks whose sums are as large as they can be, sparse
-/// or of any bits.
-pub(crate) fn extreme_q4_k_blocks_give_the_same_bits_on_wgmma(gpu: &TestGpu) -> anyhow::Result<()> {
-    if !takes_f16_quants(&gpu.device, DType::Q4_K, usize::MAX) {
-        println!("SKIPPED: this GPU or build has no wgmma");
-        return Ok(());
-    }
-    const BLOCK: usize = 144;
-    let linear = LinearKernels::new(&gpu.device);
-    let mut random = TestRng::new(16);
-    for (cols, rows, tokens) in [(256, 16, 1), (512, 145, 70), (1024, 1040, 128), (4096, 515, 300)] {
-        for kind in 0..4 {
-            let shape = Tiles::new(DType::Q4_K, cols, rows)?;
-            let mut raw = random.bytes(shape.raw_bytes());
-            for block in raw.chunks_exact_mut(BLOCK) {
-                let sign = if random.bits().is_multiple_of(2) { 1.0 } else { -1.0 };
-                block[..2].copy_from_slice(&half::f16::from_f32(sign * 1.5e-3).to_le_bytes());
-                block[2..4].copy_from_slice(&half::f16::from_f32(7.5e-4).to_le_bytes());
-                match kind {
-                    // The largest scales, minimums and quants.
-                    0 => block[4..].fill(0xFF),
-                    1 => block[4..].iter_mut().for_each(|byte| {
-                        *byte = if random.bits().is_multiple_of(16) { *byte } else { 0 };
-                    }),
-                    // The largest scales with quants of 0 and 15.
-                    2 => {
-                        block[4..16].fill(0xFF);
-                        block[16..]
-                            .iter_mut()
-                            .for_each(|byte| *byte = [0, 0x0F, 0xF0, 0xFF][*byte as usize % 4]);
-                    }
-                    _ => {}
-                }
-            }
-            let case = LinearCase::from_raw(gpu, shape, raw, random.values(rows))?;
-            let mut input = LinearInput::new(gpu, &mut random, DType::Q4_K, tokens, cols)?;
-            let mut x = input.x.clone();
-            for (at, x) in x.iter_mut().enumerate().filter(|_| kind != 3) {
-                let positive = if at / cols % 2 == 0 { true } else { random.bits().is_multiple_of(2) };
-                *x = if positive { 1.0 } else { -1.0 };
-            }
-            input.device_x = Buffer::from_host(&gpu.stream, &x)?;
-            let mut outs = Vec::new();
-            for method in [
-                LinearMethod::Matmul(MatmulShape::all()[3]),
-                LinearMethod::Wgmma(64),
-                LinearMethod::Wgmma(128),
-            ] {
-                let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
-                out.view_mut().fill_bytes(&gpu.stream, 0xFF)?;
-                input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
-                outs.push(out.to_host(&gpu.stream)?);
-            }
-            for (found, block) in outs[1..].iter().zip(["64", "128"]) {
-                let what = format!("kind {kind}, {cols} x {rows}, {tokens} tokens by {block}");
-                ensure_bits(&what, found, &outs[0])?;
             }
         }
     }

@@ -50,6 +50,8 @@ mod repack;
 mod shortlist;
 #[cfg(feature = "cuda")]
 mod throughput;
+#[cfg(feature = "cuda")]
+mod wgmma;
 
 #[cfg(feature = "cuda")]
 fn main() -> anyhow::Result<()> {
