@@ -203,7 +203,9 @@ fn routes_of_other_servers_and_odd_requests_have_useful_answers() {
         http.runtime.block_on(async {
             let request = http.client.post(format!("{}{path}", http.url)).header("content-type", kind);
             let reply = request.header("x-request-id", "client-7").body(body).send().await.unwrap();
-            assert_eq!(reply.headers()["x-request-id"], "client-7");
+            if kind == "application/json" {
+                assert_eq!(reply.headers()["x-request-id"], "client-7");
+            }
             let grpc = reply.headers().get("grpc-status").map(|it| it.to_str().unwrap().to_owned());
             (reply.status().as_u16(), grpc, reply.text().await.unwrap())
         })
@@ -225,6 +227,52 @@ fn routes_of_other_servers_and_odd_requests_have_useful_answers() {
     for line in metrics.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
         let name = line.split(' ').next().unwrap();
         assert!(metrics.contains(&format!("# HELP {name} ")), "{name} has no help");
+    }
+    fleet.stop();
+}
+
+#[test]
+fn outputs_are_limited_to_tokens_and_texts_and_prompts_are_truncated() {
+    let fleet = ServedFleet::start(&demo_7m(), &ONE_WORKER);
+    let http = HttpClient::connect(&fleet);
+    let ask = |more: Value| {
+        let mut body = json!({"prompt": "def fibonacci(n):\n", "max_tokens": 16, "temperature": 0});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        http.post_json("/v1/completions", &body)
+    };
+    let free = ask(json!({"return_token_ids": true}));
+    let text = free["choices"][0]["text"].as_str().unwrap();
+    let ids = free["choices"][0]["token_ids"].as_array().unwrap();
+    let allowed = [ids[3].clone(), ids[5].clone()];
+    let few = ask(json!({"allowed_token_ids": allowed, "return_token_ids": true}));
+    let written = few["choices"][0]["token_ids"].as_array().unwrap();
+    assert!(written.len() == 16 && written.iter().all(|id| allowed.contains(id)), "{few}");
+
+    let stop = &text[8..14];
+    let cut = ask(json!({"stop": stop, "include_stop_str_in_output": true}));
+    let end = text.find(stop).unwrap() + stop.len();
+    assert_eq!(cut["choices"][0]["text"], text[..end], "{cut}");
+    let other = ask(json!({"bad_words": [stop, "never"]}));
+    let other = other["choices"][0]["text"].as_str().unwrap();
+    assert!(!other.contains(stop) && !other.is_empty(), "{stop:?} in {other:?}");
+
+    let short = ask(json!({"truncate_prompt_tokens": 3, "return_token_ids": true}));
+    assert_eq!(short["usage"]["prompt_tokens"], 3, "{short}");
+    let whole = free["choices"][0]["prompt_token_ids"].as_array().unwrap();
+    assert_eq!(short["choices"][0]["prompt_token_ids"], json!(whole[whole.len() - 3..]));
+    let long = json!({"prompt": "x ".repeat(9000), "truncate_prompt_tokens": -1});
+    assert_eq!(ask(long)["choices"][0]["finish_reason"], "length");
+    for (more, param) in [
+        (json!({"allowed_token_ids": [99_999_999]}), "allowed_token_ids"),
+        (json!({"bad_words": [""]}), "bad_words"),
+        (json!({"bad_words": ["x"], "guided_regex": "a"}), "bad_words"),
+        (json!({"truncate_prompt_tokens": 0}), "truncate_prompt_tokens"),
+    ] {
+        let mut body = json!({"prompt": "x"});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let (status, text) = http.post("/v1/completions", &body);
+        let error: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!((status, &error["error"]["param"]), (400, &json!(param)), "{body}: {text}");
     }
     fleet.stop();
 }

@@ -24,7 +24,7 @@ use crate::intake::RequestBytes;
 use crate::metrics;
 use crate::model::ServedModel;
 use crate::opening::RequestRefusal;
-use crate::params::{CheckedParams, RequestParamError, RequestParams};
+use crate::params::{CheckedParams, RequestParamError, RequestParams, TokenLimits};
 use crate::quarantine::{ContentHasher, ContentKey};
 use crate::registry::{PlacedStream, WorkerRegistry};
 use crate::tenant::TenantResolver;
@@ -94,8 +94,19 @@ impl GenerationRequest {
             params.check_without_text()?;
         }
         let mut checked = Vec::with_capacity(tokens.len());
-        for prompt in tokens {
-            let checked_params = params.clone().check(model.limits(), param, prompt.len())?;
+        let may_end = params.allowed_tokens.is_empty()
+            || model
+                .text
+                .end_of_generation()
+                .iter()
+                .any(|&id| params.allowed_tokens.contains(&i64::from(id)));
+        for mut prompt in tokens {
+            truncate(&mut prompt, &params, model.limits())?;
+            let mut checked_params = params.clone().check(model.limits(), param, prompt.len())?;
+            if !may_end {
+                // Only the limit ends the output.
+                checked_params.min_tokens = checked_params.max_tokens;
+            }
             // All prompts of a request share one seed, so each gives the output that it gives
             // alone.
             params.seed = Some(checked_params.sampling.seed);
@@ -200,6 +211,29 @@ impl GenerationRequest {
     }
 }
 
+/// Drops the first tokens of a prompt that `truncate_prompt_tokens` makes shorter.
+fn truncate(
+    prompt: &mut Vec<u32>,
+    params: &RequestParams,
+    limits: TokenLimits,
+) -> Result<(), RequestParamError> {
+    let Some(asked) = params.truncate_prompt_tokens else { return Ok(()) };
+    let context = i64::from(limits.context_tokens);
+    let kept = match asked {
+        -1 => (context - params.max_tokens.unwrap_or(1)).max(1),
+        kept if (1..=context).contains(&kept) => kept,
+        _ => {
+            return Err(RequestParamError::OutOfRange {
+                param: "truncate_prompt_tokens",
+                value: asked.to_string(),
+                allowed: format!("-1 and 1 to {context}"),
+            });
+        }
+    };
+    prompt.drain(..prompt.len().saturating_sub(kept as usize));
+    Ok(())
+}
+
 /// Starts requests. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Generator {
@@ -298,7 +332,7 @@ impl Generator {
         let mut tasks = Vec::with_capacity(choices.len());
         for (index, AdmittedChoice { call, stream, progress }) in (0..).zip(choices) {
             let visible = request.visible_tokens.clone();
-            let text = TextStream::new(&request.model, &call.params.stop, request.at_text_start, visible)
+            let text = TextStream::new(&request.model, &call.params, request.at_text_start, visible)
                 .map_err(|error| RequestRefusal::Invalid { detail: error.to_string() })?;
             let ended_permit = events.clone().try_reserve_owned().ok();
             let ended_permit = ended_permit.expect("the channel has a free slot for each choice");

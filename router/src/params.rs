@@ -10,6 +10,8 @@
 //! 2. An error names the field as OpenAI's API does.
 //! 3. Numbers arrive as wide as JSON has them. So -1 for an unsigned field is a range error and not
 //!    a type error.
+//!
+//! Longer than 600 lines: a third are the tests, whose one table has a case for every parameter.
 
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
@@ -17,6 +19,7 @@ use std::time::Duration;
 
 use prost::Message;
 use sampling_params::{FloatParameter, IntegerDefault, IntegerParameter, LOGIT_BIAS_ENTRIES_MAX};
+use serde_json::json;
 
 /// Maximum number of choices of one prompt. Each choice occupies one running sequence of a worker.
 pub(crate) const N_MAX: i64 = 16;
@@ -24,6 +27,9 @@ pub(crate) const N_MAX: i64 = 16;
 pub(crate) const STOP_STRINGS_MAX: usize = 16;
 pub(crate) const STOP_STRING_BYTES_MAX: usize = 256;
 pub(crate) const STOP_TOKENS_MAX: usize = 64;
+/// Each makes the automaton of the output larger.
+const BAD_WORDS_MAX: usize = 16;
+const ALLOWED_TOKENS_MAX: usize = 4096;
 /// OpenAI's limit.
 pub(crate) const TOP_LOGPROBS_MAX: i64 = 20;
 
@@ -64,6 +70,13 @@ macro_rules! define_request_params {
             pub(crate) n: Option<i64>,
             pub(crate) top_logprobs: Option<i64>,
             pub(crate) grammar: Option<RequestGrammar>,
+            /// The only tokens that the output may have. Empty: all.
+            pub(crate) allowed_tokens: Vec<i64>,
+            /// Texts that the output must not contain.
+            pub(crate) bad_words: Vec<String>,
+            /// The prompt keeps this many last tokens; -1: as many as fit.
+            pub(crate) truncate_prompt_tokens: Option<i64>,
+            pub(crate) include_stop_string: bool,
             /// Completions only: the fleet generates this many choices, the client receives the `n`
             /// most probable.
             pub(crate) best_of: Option<i64>,
@@ -98,6 +111,8 @@ pub(crate) struct CheckedParams {
     pub(crate) sampling: CheckedSampling,
     pub(crate) stop: Vec<String>,
     pub(crate) stop_tokens: Vec<u32>,
+    /// The text ends with the stop string that ended it.
+    pub(crate) include_stop_string: bool,
     pub(crate) ignore_eos: bool,
     /// Choices that the fleet generates for each prompt.
     pub(crate) best_of: u32,
@@ -169,6 +184,8 @@ pub(crate) enum RequestParamError {
     GrammarLength { param: &'static str, bytes: usize },
     #[error("`{param}` contains text, but the model has no tokenizer: it takes token ids only")]
     NeedsTokenizer { param: &'static str },
+    #[error("`{param}` cannot be used together with `{other}`")]
+    TwoGrammars { param: &'static str, other: &'static str },
     #[error("`ignore_eos` cannot be combined with `{with}`: the grammar defines where the output ends")]
     IgnoreEosWithGrammar { with: &'static str },
     #[error("`{param}` is empty: the model needs at least one prompt token")]
@@ -190,6 +207,7 @@ impl RequestParamError {
             | RequestParamError::StringLength { param, .. }
             | RequestParamError::GrammarLength { param, .. }
             | RequestParamError::NeedsTokenizer { param }
+            | RequestParamError::TwoGrammars { param, .. }
             | RequestParamError::EmptyPrompt { param }
             | RequestParamError::ContextExceeded { param, .. } => param,
             RequestParamError::IgnoreEosWithGrammar { .. } => "ignore_eos",
@@ -234,7 +252,8 @@ impl RequestParams {
         }
         sampling_params::with_parameter_names!(check_floats);
         self.check_stop_strings()?;
-        if let Some(grammar) = &self.grammar {
+        let grammar = self.output_grammar(limits)?;
+        if let Some(grammar) = &grammar {
             let (param, bytes) = (grammar.param, grammar.source.encoded_len());
             if bytes > GRAMMAR_BYTES_MAX {
                 return Err(RequestParamError::GrammarLength { param, bytes });
@@ -278,11 +297,12 @@ impl RequestParams {
             sampling,
             stop: self.stop,
             stop_tokens,
+            include_stop_string: self.include_stop_string,
             ignore_eos: self.ignore_eos,
             best_of: best_of as u32,
             n: n as u32,
             top_logprobs,
-            grammar: self.grammar,
+            grammar,
             priority,
             cache_salt,
             deadline,
@@ -291,6 +311,43 @@ impl RequestParams {
 }
 
 impl RequestParams {
+    /// The grammar of the output. Allowed tokens and bad words are grammars too.
+    fn output_grammar(&self, limits: TokenLimits) -> Result<Option<RequestGrammar>, RequestParamError> {
+        let allowed = token_ids("allowed_token_ids", &self.allowed_tokens, limits)?;
+        for (param, count) in [("allowed_token_ids", allowed.len()), ("bad_words", self.bad_words.len())] {
+            let max = if param == "bad_words" { BAD_WORDS_MAX } else { ALLOWED_TOKENS_MAX };
+            if count > max {
+                return Err(RequestParamError::TooManyEntries { param, count, max });
+            }
+        }
+        for (index, word) in self.bad_words.iter().enumerate() {
+            if word.is_empty() || word.len() > STOP_STRING_BYTES_MAX {
+                let (bytes, max) = (word.len(), STOP_STRING_BYTES_MAX);
+                return Err(RequestParamError::StringLength { param: "bad_words", index, bytes, max });
+            }
+        }
+        let mut grammars = self.grammar.clone().into_iter().collect::<Vec<_>>();
+        if !allowed.is_empty() {
+            let ids: Vec<String> = allowed.iter().map(u32::to_string).collect();
+            grammars
+                .push(RequestGrammar::lark("allowed_token_ids", format!("start: <[{}]>*\n", ids.join(","))));
+        }
+        if !self.bad_words.is_empty() {
+            let words: Vec<String> = self.bad_words.iter().map(|word| json!(word).to_string()).collect();
+            let lark = format!(
+                "start: TEXT?\nTEXT: /(.|\\n)+/ & ~(/(.|\\n)*/ ({}) /(.|\\n)*/)\n",
+                words.join(" | ")
+            );
+            grammars.push(RequestGrammar::lark("bad_words", lark));
+        }
+        match &grammars[..] {
+            [first, second, ..] => {
+                Err(RequestParamError::TwoGrammars { param: second.param, other: first.param })
+            }
+            _ => Ok(grammars.pop()),
+        }
+    }
+
     fn check_stop_strings(&self) -> Result<(), RequestParamError> {
         if self.stop.len() > STOP_STRINGS_MAX {
             return Err(RequestParamError::TooManyEntries {

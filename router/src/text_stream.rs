@@ -12,6 +12,7 @@ use std::sync::Arc;
 use text::{DetokenizeOptions, Detokenizer, StopMatcher, StopStringError};
 
 use crate::model::ServedModel;
+use crate::params::CheckedParams;
 
 #[derive(Debug)]
 pub(crate) struct TextStream {
@@ -19,6 +20,8 @@ pub(crate) struct TextStream {
     detokenizer: Option<Detokenizer>,
     matcher: StopMatcher,
     stops: Vec<String>,
+    /// The text ends with the stop string.
+    includes_stop: bool,
     /// Control tokens that appear in the text with their names.
     visible: Arc<[u32]>,
 }
@@ -37,15 +40,16 @@ impl TextStream {
     /// prompt.
     pub(crate) fn new(
         model: &ServedModel,
-        stops: &[String],
+        params: &CheckedParams,
         at_text_start: bool,
         visible: Arc<[u32]>,
     ) -> Result<Self, StopStringError> {
         let options = DetokenizeOptions { skip_special: true, at_text_start };
         Ok(Self {
             detokenizer: model.text.tokenizer().ok().map(|it| Detokenizer::new(it.clone(), options)),
-            matcher: StopMatcher::new(stops.to_vec())?,
-            stops: stops.to_vec(),
+            matcher: StopMatcher::new(params.stop.clone())?,
+            stops: params.stop.clone(),
+            includes_stop: params.include_stop_string,
             visible,
         })
     }
@@ -62,7 +66,11 @@ impl TextStream {
             let progress = self.matcher.push(&piece);
             text.push_str(&progress.emit);
             if let Some(stop) = progress.matched {
-                let stop = Some(self.stops[stop].clone());
+                let stop = self.stops[stop].clone();
+                if self.includes_stop {
+                    text.push_str(&stop);
+                }
+                let stop = Some(stop);
                 return PushedText { text, consumed_tokens: index + 1, stop };
             }
         }

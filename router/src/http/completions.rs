@@ -78,6 +78,10 @@ pub(crate) async fn post(
         // For the check of the context: a choice has at least one token.
         params.max_tokens = Some(1);
     }
+    if echo && params.truncate_prompt_tokens.is_some() {
+        let message = "`echo` cannot be used together with `truncate_prompt_tokens`";
+        return Err(ApiError::invalid(Some("echo"), message));
+    }
     let add_special = endpoint.add_special_tokens.unwrap_or(true);
     let prompt = endpoint.prompt;
     let tokenizing_model = model.clone();

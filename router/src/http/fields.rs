@@ -114,7 +114,7 @@ fn is_text_only(value: &Value) -> bool {
     value.as_array().is_some_and(|items| items.iter().all(|item| item == "text"))
 }
 
-const UNSUPPORTED_FIELDS: [UnsupportedField; 25] = [
+const UNSUPPORTED_FIELDS: [UnsupportedField; 21] = [
     unsupported("suffix", is_empty),
     unsupported("tools", is_empty),
     unsupported("tool_choice", is_without_tools),
@@ -128,12 +128,8 @@ const UNSUPPORTED_FIELDS: [UnsupportedField; 25] = [
     unsupported("use_beam_search", is_false),
     unsupported("length_penalty", is_one),
     unsupported("early_stopping", is_false),
-    unsupported("include_stop_str_in_output", is_false),
     unsupported("skip_special_tokens", is_true),
     unsupported("spaces_between_special_tokens", is_true),
-    unsupported("truncate_prompt_tokens", never),
-    unsupported("allowed_token_ids", never),
-    unsupported("bad_words", is_empty),
     unsupported("documents", is_empty),
     // Chats only: the template writes the special tokens.
     unsupported("add_special_tokens", is_false),

@@ -32,6 +32,10 @@ macro_rules! define_sampling_fields {
             stop: Option<StopField>,
             stop_token_ids: Option<Vec<i64>>,
             ignore_eos: Option<bool>,
+            allowed_token_ids: Option<Vec<i64>>,
+            bad_words: Option<Vec<String>>,
+            truncate_prompt_tokens: Option<i64>,
+            include_stop_str_in_output: Option<bool>,
             n: Option<i64>,
             #[serde(skip)]
             structured_output: StructuredOutputFields,
@@ -45,7 +49,18 @@ sampling_params::with_parameter_names!(define_sampling_fields);
 
 /// The names of the fields of [`SamplingFields`].
 pub(super) fn is_sampling_field(name: &str) -> bool {
-    const OTHERS: [&str; 6] = ["max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "n"];
+    const OTHERS: [&str; 10] = [
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "allowed_token_ids",
+        "bad_words",
+        "truncate_prompt_tokens",
+        "include_stop_str_in_output",
+        "n",
+    ];
     sampling_params::PARAMETERS.into_iter().any(|parameter| parameter.name() == name)
         || OTHERS.contains(&name)
 }
@@ -81,6 +96,10 @@ impl SamplingFields {
             },
             stop_tokens: self.stop_token_ids.unwrap_or_default(),
             ignore_eos: self.ignore_eos.unwrap_or(false),
+            allowed_tokens: self.allowed_token_ids.unwrap_or_default(),
+            bad_words: self.bad_words.unwrap_or_default(),
+            truncate_prompt_tokens: self.truncate_prompt_tokens,
+            include_stop_string: self.include_stop_str_in_output.unwrap_or(false),
             n: self.n,
             grammar: self.structured_output.grammar()?,
             ..RequestParams::default()
