@@ -238,6 +238,9 @@ fn a_swap_whose_workers_die_is_undone() {
     let fleet = ServedFleet::start_config(&model("m", &demo_7m(), 2, ""));
     let before = workers(&fleet);
     under_load(&fleet, |tally| {
+        // A stopped router uses no new worker before it is killed. Requests wait meanwhile.
+        let router = fleet.only_process("router").pid;
+        proc::send_signal(router, "STOP");
         let mut swap = spawn_swap(&fleet, &demo_22m());
         let status = eventually("the swap ends", || {
             for (_, pid) in workers(&fleet).iter().filter(|worker| !before.contains(worker) && worker.1 != 0)
@@ -246,6 +249,7 @@ fn a_swap_whose_workers_die_is_undone() {
             }
             swap.try_wait().unwrap()
         });
+        proc::send_signal(router, "CONT");
         let output = swap.wait_with_output().unwrap();
         assert!(!status.success(), "{}", text(&output).0);
         assert!(text(&output).1.contains("goes on"), "{}", text(&output).1);
