@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::harness::api::{TestRequest, generate_all, runtime};
-use crate::harness::{ServedFleet, ballast, demo_7m, eventually, proc, serve, text};
+use crate::harness::{ServedFleet, ballast, demo_7m, eventually, proc, runs_on_host, serve, text};
 use crate::model_text::{CHAT_TEMPLATE, DOUBLING_TEMPLATE, rewrite};
 
 const OUT_OF_RESOURCES: i32 = 4;
@@ -79,6 +79,9 @@ fn request(seed: u64) -> TestRequest {
 
 #[test]
 fn a_worker_and_a_router_that_their_cgroup_ends_are_replaced() {
+    if !runs_on_host("a_worker_and_a_router_that_their_cgroup_ends_are_replaced") {
+        return;
+    }
     for role in ["worker", "router"] {
         let Some(cgroup) = MemoryCgroup::create(role, 256 << 10) else { return };
         let fleet = ServedFleet::start(&demo_7m(), &["--workers", "2", "--threads", "1"]);

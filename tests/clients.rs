@@ -6,7 +6,7 @@
 use serde_json::{Value, json};
 
 use crate::harness::http::HttpClient;
-use crate::harness::{ServedFleet, ballast, demo_7m, text};
+use crate::harness::{ServedFleet, ballast, demo_7m, device, text};
 
 const ONE_WORKER: [&str; 4] = ["--workers", "1", "--threads", "1"];
 const PROMPT: &str = "def fibonacci(n):\n    if n < 2:\n        return n\n";
@@ -21,7 +21,7 @@ fn a_prompt_is_scored_as_ballast_eval_scores_it() {
     let file = folder.path().join("prompt.txt");
     std::fs::write(&file, PROMPT).unwrap();
     let mut eval = ballast();
-    eval.arg("eval").arg(demo_7m()).arg("--text").arg(&file).args(["--json", "--device", "host"]);
+    eval.arg("eval").arg(demo_7m()).arg("--text").arg(&file).args(["--json", "--device", &device()]);
     let printed = text(&eval.output().unwrap()).0;
     let eval: Value = serde_json::from_str(&printed).unwrap_or_else(|_| panic!("{printed:?}"));
 

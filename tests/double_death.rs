@@ -186,7 +186,11 @@ fn i4_all_models_of_a_fleet_come_back_from_their_workers() {
     let next = successor(&fleet);
     follow(&mut fleet, next);
     all_held(&fleet);
-    assert_eq!((Holdings::of(&fleet), ids(&fleet)), (before, generations));
+    assert_eq!(ids(&fleet), generations);
+    // A worker that the successor asks takes a moment to tell what it reserves.
+    eventually("the successor accounts for all that is held", || {
+        (Holdings::of(&fleet) == before).then_some(())
+    });
 
     // What came back can be unloaded: its memory becomes free.
     let output = fleet.run_command(&["unload", "small"]);

@@ -122,14 +122,16 @@ fn a_quarantined_request_is_refused_over_grpc_with_a_status_that_is_not_retried(
         grammar: Some(proto::v1::grammar::Kind::Regex(CRASH_ON.to_owned())),
         ..TestRequest::default()
     };
+    let mut answers = Vec::new();
     for _ in 0..3 {
         let refused = runtime().block_on(async {
             let mut client = crate::harness::api::connect(&fleet.fleet.grpc).await;
             generate(&mut client, &poison, |_| {}).await.unwrap_err()
         });
         assert_eq!(refused.code(), tonic::Code::FailedPrecondition, "{refused}");
+        answers.push(refused.message().to_owned());
     }
     fleet.wait_until_ready();
-    assert_eq!(fleet.restarts(), 2);
+    assert_eq!(fleet.restarts(), 2, "{answers:?}");
     fleet.fleet.stop();
 }

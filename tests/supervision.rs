@@ -201,6 +201,10 @@ fn more_workers_than_a_fleet_may_have_are_refused_at_once() {
 
 #[test]
 fn a_fleet_of_more_than_64_workers_uses_all_of_them() {
+    // A GPU's turns are for 62 workers.
+    if !runs_on_host("a_fleet_of_more_than_64_workers_uses_all_of_them") {
+        return;
+    }
     let arguments = ["--workers", "66", "--threads", "1", "--kv-tokens", "256", "--ctx-size", "256"];
     let fleet = ServedFleet::start(&demo_7m(), &arguments);
     let ready: Value = serde_json::from_str(&HttpClient::connect(&fleet).get("/ready").1).unwrap();
