@@ -35,6 +35,12 @@ impl CrashingFleet {
         self.fleet.processes_by_role("worker").iter().map(|worker| worker.restarts).sum()
     }
 
+    /// The supervisor may notice a death later than the router: a driver takes its time to exit.
+    fn wait_until_restarted(&self, count: u64) {
+        eventually("every lost worker is counted", || (self.restarts() >= count).then_some(()));
+        self.wait_until_ready();
+    }
+
     fn wait_until_ready(&self) {
         eventually("all workers serve", || {
             let workers = self.fleet.processes_by_role("worker");
@@ -131,7 +137,7 @@ fn a_quarantined_request_is_refused_over_grpc_with_a_status_that_is_not_retried(
         assert_eq!(refused.code(), tonic::Code::FailedPrecondition, "{refused}");
         answers.push(refused.message().to_owned());
     }
-    fleet.wait_until_ready();
+    fleet.wait_until_restarted(2);
     assert_eq!(fleet.restarts(), 2, "{answers:?}");
     fleet.fleet.stop();
 }
