@@ -91,16 +91,16 @@ struct Shared {
 static_assert(sizeof(Shared<64>) + 1024 - 128 <= Q4K_WGMMA_SHARED_BYTES);
 static_assert(sizeof(Shared<128>) + 1024 - 128 <= Q4K_WGMMA_SHARED_BYTES);
 
-// A place in a ring of STAGES. A reader waits for `phase`, a writer for the opposite one.
+// A position in a ring of STAGES. A reader waits for `phase`, a writer for the opposite one.
 template <int STAGES>
-struct Place {
+struct RingPosition {
     int stage = 0, phase = 0;
 
     __device__ void advance() {
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
 };
-using Stage = Place<Q4K_WGMMA_STAGES>;
+using Stage = RingPosition<Q4K_WGMMA_STAGES>;
 
 struct OutputTile {
     int matrix, row_tile, group;
@@ -157,7 +157,7 @@ __device__ __forceinline__ void pin_registers(float (&values)[N]) {
 template <int TOKENS>
 struct Kernel {
     using SharedMemory = Shared<TOKENS>;
-    using UnitStage = Place<SharedMemory::UNIT_STAGES>;
+    using UnitStage = RingPosition<SharedMemory::UNIT_STAGES>;
     static constexpr int GROUPS = SharedMemory::GROUPS, UNIT_STAGE = SharedMemory::UNIT_STAGE;
     // Elements of a thread.
     static constexpr int VALUES = TOKENS / 2;
