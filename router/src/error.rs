@@ -24,6 +24,14 @@ pub enum RouterError {
     Notify(#[from] service::notify::NotifyError),
     #[error(transparent)]
     Inherit(#[from] service::listen::ListenError),
+    #[error(
+        "{sockets} listening sockets are inherited and the router takes one; leave one ListenStream= in its socket unit"
+    )]
+    InheritedSockets { sockets: usize },
+    #[error(
+        "the inherited listening socket is not one of TCP; give an address and a port in ListenStream= of its socket unit"
+    )]
+    InheritedKind(#[source] io::Error),
     #[error("cannot use the inherited listening socket")]
     Inherited(#[source] io::Error),
     #[error("cannot listen on {address}{}", address_in_use_hint(.address, .source))]
@@ -61,7 +69,9 @@ impl HasExit for RouterError {
             RouterError::Listen { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
                 Exit::Usage
             }
-            RouterError::Admission(_)
+            RouterError::InheritedSockets { .. }
+            | RouterError::InheritedKind(_)
+            | RouterError::Admission(_)
             | RouterError::Limits(_)
             | RouterError::Keys(_)
             | RouterError::Origins(_) => Exit::Usage,

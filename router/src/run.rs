@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use service::listen::HTTP_SOCKET_NAME;
+use service::listen::{HTTP_SOCKET_NAME, InheritedFd};
 use service::metrics::Metrics;
 use service::supervision::SupervisorState;
 use service::{Notify, Shutdown};
@@ -25,8 +25,7 @@ const STOP_EXTENSION: Duration = Duration::from_secs(20);
 pub fn run(config: RouterConfig) -> Result<(), RouterError> {
     service::logging::init("router", tracing::Level::INFO);
     // Takes inherited descriptors before any thread starts.
-    let inherited = service::listen::inherited_fds()?.into_iter().next();
-    let listener = inherited.map(|inherited| TcpListener::from(inherited.fd));
+    let listener = public_listener(service::listen::inherited_fds()?)?;
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RouterError::Runtime)?;
     runtime.block_on(async {
@@ -56,6 +55,19 @@ pub fn run(config: RouterConfig) -> Result<(), RouterError> {
         notify.stopping()?;
         served
     })
+}
+
+/// The public socket, from the supervisor or from systemd's socket activation. A second one would
+/// take connections that no process accepts.
+fn public_listener(inherited: Vec<InheritedFd>) -> Result<Option<TcpListener>, RouterError> {
+    let sockets = inherited.len();
+    if sockets > 1 {
+        return Err(RouterError::InheritedSockets { sockets });
+    }
+    let Some(inherited) = inherited.into_iter().next() else { return Ok(None) };
+    let listener = TcpListener::from(inherited.fd);
+    listener.local_addr().map_err(RouterError::InheritedKind)?;
+    Ok(Some(listener))
 }
 
 /// Asks the supervisor for time as long as this router drains, which [`crate::RouterLimits::drain`]

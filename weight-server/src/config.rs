@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use memory::manifest::HOST_DEVICE;
 use serde::Deserialize;
-use service::ByteSize;
+use service::{ByteSize, UserId};
 
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -20,8 +20,8 @@ pub struct WeightServerConfig {
     /// GPUs onto which models may be loaded.
     #[serde(default)]
     pub devices: Vec<DeviceConfig>,
-    /// Users whose processes may attach. Default: the weight-server's own user.
-    pub allow_uids: Option<BTreeSet<u32>>,
+    /// Users whose processes may attach, by name or number. Default: the weight-server's own user.
+    pub allow_users: Option<BTreeSet<UserId>>,
     /// Threads that read a model file. Default: one per core, at most 8 for the host and 14 for a
     /// GPU.
     pub loader_threads: Option<usize>,

@@ -79,8 +79,8 @@ pub use text_check_child::{CheckedText, TextCheckError, check_text_of_file};
 const DRAIN_GRACE: Duration = Duration::from_secs(2);
 
 /// The wait before a configured model is requested again while workers of an earlier incarnation
-/// may reclaim their leases.
-const RECLAIM_RETRY_INTERVAL: Duration = Duration::from_secs(1);
+/// may reclaim their leases, or while too many loads wait.
+const LOAD_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Debug, thiserror::Error)]
 pub enum WeightServerError {
@@ -238,7 +238,6 @@ fn driver(
     let budget = config
         .host_budget
         .map_or_else(|| system_limits::available_bytes().saturating_add(held), |bytes| bytes.0);
-    let own_uid = nix::unistd::geteuid().as_raw();
     let limits = WeightServerLimits {
         device_bytes: config
             .devices
@@ -247,7 +246,7 @@ fn driver(
             .chain([(HOST_DEVICE.to_owned(), budget)])
             .collect(),
         fds,
-        uids: config.allow_uids.clone().unwrap_or_else(|| BTreeSet::from([own_uid])),
+        uids: allowed_uids(config),
         host_capacity_is_measured: config.host_budget.is_none(),
         tokens_required: supervised,
     };
@@ -276,6 +275,14 @@ fn driver(
         awaited,
     };
     WeightServerLoop::new(parts, started)
+}
+
+/// The users whose processes may attach.
+fn allowed_uids(config: &WeightServerConfig) -> BTreeSet<u32> {
+    match &config.allow_users {
+        Some(users) => users.iter().map(|user| user.0).collect(),
+        None => BTreeSet::from([nix::unistd::geteuid().as_raw()]),
+    }
 }
 
 /// Logs what was adopted, and removes what was dropped from the FD store.
@@ -315,20 +322,23 @@ async fn watch_supervisor(
     }
 }
 
-/// Loads the configured models, one after the other.
+/// Requests all configured models at once, so that a worker waits for any of them. The loads onto
+/// one device still run one after the other.
 async fn load_configured_models(models: Vec<ModelLoadConfig>, inputs: InputSender) {
-    for model in models {
-        loop {
-            let ModelLoadConfig { name, path, device, pack } = model.clone();
-            let asked = request_load(&inputs, name, path, device, !pack).await;
-            let (_progress, answer) = asked;
-            match answer.await {
-                Ok(Err(LoadFailure::AwaitingReclaim { .. })) => {
-                    tokio::time::sleep(RECLAIM_RETRY_INTERVAL).await
-                }
-                // A failed load has been logged by the event loop.
-                _ => break,
+    let loads = models.into_iter().map(|model| load_configured_model(model, inputs.clone()));
+    futures::future::join_all(loads).await;
+}
+
+async fn load_configured_model(model: ModelLoadConfig, inputs: InputSender) {
+    loop {
+        let ModelLoadConfig { name, path, device, pack } = model.clone();
+        let (_progress, answer) = request_load(&inputs, name, path, device, !pack).await;
+        match answer.await {
+            Ok(Err(LoadFailure::AwaitingReclaim { .. } | LoadFailure::TooManyJobs { .. })) => {
+                tokio::time::sleep(LOAD_RETRY_INTERVAL).await
             }
+            // A failed load has been logged by the event loop.
+            _ => return,
         }
     }
 }

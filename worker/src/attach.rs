@@ -3,6 +3,7 @@
 //! From a model's name to an engine: requests a grant from the weight-server, waits for a load in
 //! progress, maps the weights, and builds the engine. Blocking; runs on the engine's thread.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,7 @@ use bytes::Bytes;
 use engine::{DraftModel, Drafter, Engine, PromptLookup};
 use handoff::attach::{AttachRequest, GrantedModel, LoadingProgress};
 use handoff::lease::LeaseGuard;
+use handoff::seqpacket::SocketError;
 use memory::manifest::Manifest;
 use models::{ModelDescription, TensorHead, WeightTable};
 use ops::Backend;
@@ -256,6 +258,8 @@ fn is_transient(error: &handoff::AttachModelError) -> bool {
                 | RefusalReason::ShuttingDown
                 | RefusalReason::Token
         ),
+        // The modes of socket and directories exclude this worker's user, and stay as they are.
+        E::Socket(SocketError::Io { source, .. }) if source.kind() == ErrorKind::PermissionDenied => false,
         // The weight-server died during the hand-off: its successor answers the next request.
         E::Socket(_) | E::Connection(_) => true,
         _ => false,

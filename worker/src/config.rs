@@ -2,6 +2,7 @@
 
 //! Configuration of one worker process.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -11,7 +12,7 @@ use cuda::{DeviceSelector, DeviceSelectorError};
 use memory::manifest::HOST_DEVICE;
 use ops::KvTypes;
 use serde::{Deserialize, Serialize};
-use service::ByteSize;
+use service::{ByteSize, UserId};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -31,6 +32,10 @@ pub struct WorkerConfig {
     pub weights_socket: PathBuf,
     /// The socket to serve on. The router looks for `worker-<N>.sock` in the runtime directory.
     pub listen: PathBuf,
+    /// Users whose processes may call this worker, beside its own user: the router's, if it has
+    /// another one.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub allow_users: BTreeSet<UserId>,
     #[serde(default)]
     pub device: ComputeDevice,
     /// The file through which the workers of a GPU take turns. Absent: they do not.
@@ -173,6 +178,7 @@ impl WorkerConfig {
             aliases: Vec::new(),
             weights_socket,
             listen,
+            allow_users: BTreeSet::new(),
             device: ComputeDevice::default(),
             turn_file: None,
             mps_directory: None,

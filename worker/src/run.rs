@@ -81,7 +81,7 @@ pub async fn serve(
     shutdown: &Shutdown,
 ) -> Result<(), WorkerRunError> {
     let timeline = StartupTimeline::start();
-    let listener = service::grpc::bind(&config.listen)?;
+    let listener = service::grpc::bind(&config.listen)?.allow(&config.allow_users);
     let (health, health_service) = service::grpc::health();
     health.set_not_serving::<WorkerServer<WorkerService>>().await;
     let config = Arc::new(config);

@@ -2,6 +2,7 @@
 
 //! gRPC over Unix sockets, for the services between the processes of a fleet.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream as StdUnixStream;
@@ -20,6 +21,7 @@ use tonic_health::server::HealthReporter;
 
 use crate::exit::{Exit, HasExit, exit_for_io_error};
 use crate::runtime_dir::SOCKET_PATH_BYTES_MAX;
+use crate::user::UserId;
 
 /// Largest message that a service receives or sends. Vocabularies and logits are sent as streams of
 /// smaller frames.
@@ -30,7 +32,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A peer that does not answer HTTP/2 pings for this long counts as dead.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
-const ROOT: u32 = 0;
+const ROOT: UserId = UserId(0);
 /// Unread bytes of one stream, after which its sender waits. 64 KiB are about 1,600 token frames.
 const STREAM_WINDOW_BYTES: u32 = 64 << 10;
 /// The largest that HTTP/2 has. The token streams of all clients share one connection per peer, so
@@ -74,9 +76,17 @@ pub struct UdsListener {
     path: Arc<BoundPath>,
     check: Interval,
     is_lost: bool,
+    /// Users whose processes may call: this process's own, root, and those of [`Self::allow`].
+    users: BTreeSet<UserId>,
 }
 
 impl UdsListener {
+    /// Lets processes of these users call too.
+    pub fn allow(mut self, users: &BTreeSet<UserId>) -> Self {
+        self.users.extend(users);
+        self
+    }
+
     /// Binds the path again if nothing is there. Open connections are not affected.
     fn restore_path(&mut self) {
         let path = &self.path.path;
@@ -143,7 +153,9 @@ pub fn bind(path: &Path) -> Result<UdsListener, BindError> {
     let path = Arc::new(BoundPath { path: path.to_owned(), inode });
     let mut check = tokio::time::interval(PATH_CHECK_INTERVAL);
     check.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    Ok(UdsListener { listener, path, check, is_lost: false })
+    // Root can do everything anyway.
+    let users = BTreeSet::from([UserId(rustix::process::geteuid().as_raw()), ROOT]);
+    Ok(UdsListener { listener, path, check, is_lost: false, users })
 }
 
 /// Checks the length of a socket path and removes the socket of a dead process. A socket that
@@ -199,20 +211,20 @@ fn serve_until(
     Box::pin(async move {
         // A draining process is still found under its path.
         let _path = listener.path.clone();
-        let connections = listener.filter(|connection| match connection {
-            Ok(connection) => check_peer(connection),
+        let users = listener.users.clone();
+        let connections = listener.filter(move |connection| match connection {
+            Ok(connection) => check_peer(connection, &users),
             Err(_) => true,
         });
         router.serve_with_incoming_shutdown(connections, stop).await
     })
 }
 
-/// Whether the peer is a process of this user, or of root, who can do everything anyway. The mode
-/// of the runtime directory says the same, until it is changed.
-fn check_peer(connection: &UnixStream) -> bool {
-    let own = rustix::process::geteuid().as_raw();
+/// Whether the peer is a process of one of these users. The modes of socket and directory say the
+/// same, until they are changed.
+fn check_peer(connection: &UnixStream, users: &BTreeSet<UserId>) -> bool {
     match connection.peer_cred().map(|peer| peer.uid()) {
-        Ok(uid) if uid == own || uid == ROOT => true,
+        Ok(uid) if users.contains(&UserId(uid)) => true,
         Ok(uid) => {
             tracing::warn!(uid, "closed a connection of another user");
             false

@@ -40,6 +40,7 @@ pub mod shutdown;
 pub mod size;
 pub mod smaps;
 pub mod supervision;
+pub mod user;
 
 pub use exit::{Exit, HasExit};
 pub use notify::Notify;
@@ -47,3 +48,4 @@ pub use running_clock::RunningClock;
 pub use runtime_dir::RuntimeDir;
 pub use shutdown::Shutdown;
 pub use size::ByteSize;
+pub use user::UserId;

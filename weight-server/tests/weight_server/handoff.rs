@@ -198,7 +198,7 @@ fn tokens_are_required_after_the_first_registration() {
 
 #[test]
 fn other_users_are_refused() {
-    let options = ServerOptions { config: "allow-uids = [4242]".to_owned(), ..ServerOptions::default() };
+    let options = ServerOptions { config: "allow-users = [4242]".to_owned(), ..ServerOptions::default() };
     let (server, _) = TestServer::with_model(options, "m");
     assert_eq!(refusal(server.attach("m").unwrap_err()).0, RefusalReason::PeerUid);
 }
@@ -218,6 +218,23 @@ fn configured_models_are_loaded_at_start() {
         }
     };
     assert_eq!(attached.lease.status(), LeaseStatus::Held);
+}
+
+#[test]
+fn configured_models_are_all_requested_while_the_first_one_loads() {
+    let directory = tempfile::tempdir().unwrap();
+    let models = ["a", "b"].map(|name| {
+        let path = directory.path().join(format!("{name}.gguf"));
+        crate::support::make_sparse_model(&path, 8 << 20);
+        format!("[[models]]\nname = \"{name}\"\npath = {path:?}\n")
+    });
+    let server = TestServer::start(ServerOptions {
+        config: models.concat(),
+        loader_stop_at: Some(2 << 20),
+        ..ServerOptions::default()
+    });
+    server.wait_stopped_loader();
+    server.wait_status("the second load waits", |status| status.generations.len() == 2);
 }
 
 #[test]
