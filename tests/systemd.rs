@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use crate::harness::{TIMEOUT, executable, in_tree, text};
+use crate::harness::{TIMEOUT, in_tree};
 
 const UNIT: &str = "deploy/systemd/ballast.service";
 
@@ -25,8 +25,12 @@ fn can_start_a_machine() -> bool {
         && own_namespaces()
 }
 
-/// Runs a test of `inside` beside a systemd of its own.
 fn run_inside(test: &str) {
+    run_in_machine("systemd::inside", test);
+}
+
+/// Runs a test of `module` beside a systemd of its own.
+pub(crate) fn run_in_machine(module: &str, test: &str) {
     if !can_start_a_machine() {
         eprintln!("SKIPPED: {test} needs root, namespaces, and an installed but not running systemd");
         return;
@@ -36,7 +40,7 @@ fn run_inside(test: &str) {
     let mut machine = Command::new(in_tree("tests/systemd/machine"))
         .arg(folder.path())
         .arg(std::env::current_exe().unwrap())
-        .args([&format!("systemd::inside::{test}"), "--exact", "--ignored", "--nocapture"])
+        .args([&format!("{module}::{test}"), "--exact", "--ignored", "--nocapture"])
         .stdin(Stdio::null())
         .stdout(log.try_clone().unwrap())
         .stderr(log)
@@ -90,63 +94,8 @@ fn wrong_configuration_ends_the_unit_without_retries() {
     run_inside("wrong_configuration");
 }
 
-#[test]
-fn unit_is_valid_and_exposes_little() {
-    let analyze = |arguments: &[&str]| Command::new("systemd-analyze").args(arguments).output();
-    let unit = in_tree(UNIT);
-    let unit = unit.to_str().unwrap();
-    let Ok(security) = analyze(&["security", "--offline=true", "--threshold=20", unit]) else {
-        eprintln!("SKIPPED: systemd-analyze is not installed");
-        return;
-    };
-    assert!(security.status.success(), "{}", text(&security).0);
-    // Unknown keys are only warnings with status 0. The executable is not installed here.
-    let warnings = text(&analyze(&["verify", unit]).unwrap()).1;
-    let unexpected: Vec<&str> =
-        warnings.lines().filter(|line| !line.contains("/usr/bin/ballast is not executable")).collect();
-    assert_eq!(unexpected, Vec::<&str>::new());
-}
-
-#[test]
-fn installed_files_are_removed_again_but_for_the_configuration() {
-    let root = tempfile::tempdir().unwrap();
-    let install = |argument: &std::ffi::OsStr| {
-        let mut command = Command::new(in_tree("scripts/install"));
-        let output =
-            command.arg(argument).env("DESTDIR", root.path()).env("PREFIX", "/opt/b").output().unwrap();
-        assert!(output.status.success(), "{}", text(&output).1);
-    };
-    let files = || {
-        let mut find = Command::new("find");
-        let output = find.arg(root.path()).args(["-type", "f", "-printf", "%P\n"]).output().unwrap();
-        let mut files: Vec<String> = text(&output).0.lines().map(str::to_owned).collect();
-        files.sort();
-        files
-    };
-    install(executable().as_os_str());
-    let expected = [
-        "etc/ballast/ballast.toml",
-        "opt/b/bin/ballast",
-        "opt/b/lib/systemd/system/ballast.service",
-        "opt/b/lib/sysusers.d/ballast.conf",
-        "opt/b/share/doc/ballast/OPERATING.md",
-    ];
-    assert_eq!(files(), expected);
-    let unit = std::fs::read_to_string(root.path().join(expected[2])).unwrap();
-    assert!(
-        unit.contains("ExecStart=/opt/b/bin/ballast supervisor --config /etc/ballast/ballast.toml"),
-        "{unit}"
-    );
-    let configuration = root.path().join(expected[0]);
-    std::fs::write(&configuration, "# mine").unwrap();
-    install(executable().as_os_str());
-    assert_eq!(std::fs::read_to_string(&configuration).unwrap(), "# mine", "an update keeps it");
-    install("--uninstall".as_ref());
-    assert_eq!(files(), expected[..1]);
-}
-
-/// Run one by one by `run_inside`.
-mod inside {
+/// Run one by one by `run_in_machine`.
+pub(crate) mod inside {
     use std::fs;
     use std::os::unix::fs::PermissionsExt;
     use std::path::Path;
@@ -159,12 +108,12 @@ mod inside {
     use crate::harness::http::HttpClient;
     use crate::harness::{demo_7m, eventually, executable, in_tree, proc, text};
 
-    const LISTEN: &str = "127.0.0.1:8080";
+    pub(crate) const LISTEN: &str = "127.0.0.1:8080";
     const RUNTIME_DIR: &str = "/run/ballast";
     /// Readable for the unit's user, unlike the build folder perhaps.
-    const FOLDER: &str = "/run/under-test";
+    pub(crate) const FOLDER: &str = "/run/under-test";
 
-    fn systemctl(arguments: &[&str]) -> Output {
+    pub(crate) fn systemctl(arguments: &[&str]) -> Output {
         Command::new("systemctl").args(arguments).output().unwrap()
     }
 
@@ -203,7 +152,7 @@ mod inside {
         assert!(systemctl(&["daemon-reload"]).status.success());
     }
 
-    fn log() -> String {
+    pub(crate) fn log() -> String {
         fs::read_to_string(Path::new(FOLDER).join("log")).unwrap_or_default()
     }
 
@@ -251,7 +200,7 @@ mod inside {
     }
 
     /// Both workers continue the requests to their ends.
-    fn tokens() -> Vec<Vec<u32>> {
+    pub(crate) fn tokens() -> Vec<Vec<u32>> {
         let results = runtime().block_on(generate_all(&grpc(), &requests(400)));
         let tokens = |result: Result<Continuation, _>| match result {
             Ok(continuation) => continuation.tokens,
@@ -261,7 +210,7 @@ mod inside {
     }
 
     /// How often a file was read into memory.
-    fn loads() -> usize {
+    pub(crate) fn loads() -> usize {
         log().matches("INFO weight-server loading").count()
     }
 
