@@ -160,3 +160,34 @@ fn installed_files_are_removed_again_but_for_the_configuration() {
         assert_eq!(installed(root), BTreeSet::from(["etc/ballast/ballast.toml".to_owned()]));
     }
 }
+
+/// The files of the .deb, as `cargo deb` reads them from the manifest.
+fn packaged() -> BTreeSet<String> {
+    let manifest: Table = std::fs::read_to_string(in_tree("cli/Cargo.toml")).unwrap().parse().unwrap();
+    let assets = manifest["package"]["metadata"]["deb"]["assets"].as_array().unwrap().clone();
+    let place = |asset: Value| {
+        let text = |index: usize| asset[index].as_str().unwrap().to_owned();
+        let (source, target) = (in_tree("cli").join(text(0)), text(1));
+        let pattern = source.file_name().unwrap().to_str().unwrap().to_owned();
+        let names = match pattern.strip_prefix("*.") {
+            Some(extension) => files(source.parent().unwrap(), &[extension]),
+            None => vec![source],
+        };
+        let is_folder = target.ends_with('/');
+        let named = move |file: PathBuf| match is_folder {
+            true => format!("{target}{}", file.file_name().unwrap().to_str().unwrap()),
+            false => target.clone(),
+        };
+        names.into_iter().map(named).collect::<Vec<_>>()
+    };
+    assets.into_iter().flat_map(place).collect()
+}
+
+#[test]
+fn package_has_the_files_of_an_installation() {
+    let root = tempfile::tempdir().unwrap();
+    script("install", &[executable().as_os_str()], root.path());
+    let expected: BTreeSet<String> =
+        installed(root.path()).into_iter().map(|file| file.replace("opt/b/", "usr/")).collect();
+    assert_eq!(packaged(), expected);
+}
