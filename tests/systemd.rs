@@ -142,7 +142,7 @@ pub(crate) mod inside {
         fs::copy(in_tree(super::UNIT), units.join("ballast.service")).unwrap();
         fs::create_dir_all(units.join("ballast.service.d")).unwrap();
         let drop_in = format!(
-            "[Unit]\nDefaultDependencies=no\nWants=\n\
+            "[Unit]\nDefaultDependencies=no\n\
              [Service]\nUser=daemon\nGroup=daemon\nExecStart=\n\
              ExecStart={FOLDER}/ballast supervisor --config {FOLDER}/ballast.toml\n\
              ExecReload=\nExecReload={FOLDER}/ballast reload --runtime-dir {RUNTIME_DIR}\n\

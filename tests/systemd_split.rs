@@ -99,7 +99,6 @@ mod inside {
             let drop_in = format!("[Unit]\nDefaultDependencies=no\n{further}");
             fs::write(units.join(format!("{kind}.d/test.conf")), drop_in).unwrap();
         }
-        std::os::unix::fs::symlink("/dev/null", units.join("modprobe@.service")).unwrap();
     }
 
     fn example(name: &str) -> Table {
