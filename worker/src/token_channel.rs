@@ -4,14 +4,17 @@
 //! blocks on.
 //!
 //! ```text
-//!          room >= per_step          room < per_step            paused for PAUSED_MAX
+//!          room >= per_step          room < per_step            nothing read for PAUSED_MAX
 //! running ------------------> sends ----------------> paused ------------------------> aborted
 //!    ^                                                  |
-//!    +------------------ the reader made room ----------+
+//!    +------------- the reader emptied half ------------+
 //! ```
 //!
-//! 1. A paused request keeps its KV blocks and skips steps.
-//! 2. One entry of the queue is reserved from the start for the item that ends the stream. The
+//! 1. A paused request skips steps. It keeps its KV blocks until another request needs them, and
+//!    is then recomputed when it continues.
+//! 2. A request that continues has room for many tokens. A slow reader thus cannot have its prompt
+//!    recomputed for each token that it reads.
+//! 3. One entry of the queue is reserved from the start for the item that ends the stream. The
 //!    reader therefore always learns why its stream ended.
 
 use std::time::Duration;
@@ -19,7 +22,7 @@ use std::time::Duration;
 use engine::{ConstraintError, DRAFT_DEPTH_MAX, EngineOutput, SampleError};
 use tokio::sync::mpsc;
 
-/// How long a paused request may keep its KV blocks from other requests.
+/// How long the reader of a paused request may read nothing.
 pub(crate) const PAUSED_MAX: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy, Debug)]
@@ -72,7 +75,15 @@ pub(crate) struct TokenChannel {
     sender: mpsc::Sender<StreamItem>,
     final_item: Option<mpsc::OwnedPermit<StreamItem>>,
     capacity: ChannelCapacity,
-    paused_since: Option<Duration>,
+    pause: Option<Pause>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Pause {
+    /// When the pause began, or the reader last made room.
+    since: Duration,
+    /// Room in the queue at that time.
+    room: usize,
 }
 
 /// The queue is full although the request was paused in time. This is a bug of the worker; the
@@ -93,7 +104,7 @@ pub(crate) enum FlowControl {
 pub(crate) fn token_channel(capacity: ChannelCapacity) -> (TokenChannel, mpsc::Receiver<StreamItem>) {
     let (sender, receiver) = mpsc::channel(capacity.outputs + 1);
     let final_item = sender.clone().try_reserve_owned().ok();
-    (TokenChannel { sender, final_item, capacity, paused_since: None }, receiver)
+    (TokenChannel { sender, final_item, capacity, pause: None }, receiver)
 }
 
 impl TokenChannel {
@@ -119,24 +130,23 @@ impl TokenChannel {
 
     /// Decides whether the request runs in the next step. Called before each step.
     pub(crate) fn flow_control(&mut self, now: Duration) -> FlowControl {
-        let is_nearly_full = self.sender.capacity() < self.capacity.per_step;
-        match self.paused_since {
-            None if is_nearly_full => {
-                self.paused_since = Some(now);
+        let room = self.sender.capacity();
+        match self.pause {
+            None if room < self.capacity.per_step => {
+                self.pause = Some(Pause { since: now, room });
                 FlowControl::Pause
             }
-            Some(since) if is_nearly_full => {
-                if now.saturating_sub(since) >= PAUSED_MAX {
-                    FlowControl::Abort
-                } else {
-                    FlowControl::Unchanged
-                }
-            }
-            Some(_) => {
-                self.paused_since = None;
+            None => FlowControl::Unchanged,
+            Some(_) if room >= self.capacity.per_step.max(self.capacity.outputs / 2) => {
+                self.pause = None;
                 FlowControl::Resume
             }
-            None => FlowControl::Unchanged,
+            Some(pause) if room > pause.room => {
+                self.pause = Some(Pause { since: now, room });
+                FlowControl::Unchanged
+            }
+            Some(pause) if now.saturating_sub(pause.since) >= PAUSED_MAX => FlowControl::Abort,
+            Some(_) => FlowControl::Unchanged,
         }
     }
 }
@@ -173,6 +183,23 @@ mod tests {
         }
         assert_eq!(channel.flow_control(Duration::from_secs(2)), FlowControl::Resume);
         assert_eq!(channel.flow_control(Duration::from_secs(2)), FlowControl::Unchanged);
+    }
+
+    #[test]
+    fn a_slow_reader_is_neither_resumed_for_single_outputs_nor_aborted() {
+        let (mut channel, mut reader) = token_channel(CAPACITY);
+        for number in 0..8 {
+            channel.send(output(number)).unwrap();
+        }
+        assert_eq!(channel.flow_control(Duration::ZERO), FlowControl::Pause);
+        for seconds in [50, 100, 150] {
+            reader.try_recv().unwrap().unwrap();
+            assert_eq!(channel.flow_control(Duration::from_secs(seconds)), FlowControl::Unchanged);
+        }
+        assert_eq!(channel.flow_control(Duration::from_secs(209)), FlowControl::Unchanged);
+        assert_eq!(channel.flow_control(Duration::from_secs(210)), FlowControl::Abort);
+        reader.try_recv().unwrap().unwrap();
+        assert_eq!(channel.flow_control(Duration::from_secs(210)), FlowControl::Resume);
     }
 
     #[test]

@@ -227,8 +227,8 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    /// Pauses a request whose client reads too slowly. A paused request keeps its blocks and gets
-    /// no rows beyond those of its admission.
+    /// Pauses a request whose client reads too slowly. A paused request gets no rows, and keeps its
+    /// blocks until another request needs them.
     pub fn set_paused(&mut self, id: RequestId, is_paused: bool) -> bool {
         let sequence_id = self.sequence_ids.get(&id).copied();
         sequence_id.inspect(|&sequence_id| self.scheduler.set_paused(sequence_id, is_paused)).is_some()

@@ -20,9 +20,11 @@ pub enum IntegrityError {
     Vacant { vacant: usize, empty: usize },
     #[error(transparent)]
     QueueOrder(#[from] QueueIntegrityError),
-    #[error("the waiting queue holds {queued} sequences, {waiting} are in state Waiting")]
+    #[error("the waiting queue holds {queued} sequences, {waiting} are in state Waiting and not paused")]
     WaitingCount { queued: usize, waiting: usize },
-    #[error("{0:?} waits but is not in the waiting queue at its rank")]
+    #[error("{counted} paused sequences are counted as waiting, {found} are")]
+    PausedCount { counted: usize, found: usize },
+    #[error("{0:?} waits and is not paused, but is not in the waiting queue at its rank")]
     NotQueued(SequenceId),
     #[error("{0:?} waits but has blocks or computed tokens")]
     WaitsWithBlocks(SequenceId),
@@ -55,6 +57,7 @@ pub(crate) struct SchedulerParts<'a> {
     pub(crate) sequences: &'a [Option<Sequence>],
     pub(crate) vacant_ids: &'a [SequenceId],
     pub(crate) waiting: &'a WaitingQueue,
+    pub(crate) paused_waiting: usize,
     pub(crate) running: &'a [SequenceId],
     pub(crate) prompt_leaders: &'a HashMap<BlockHash, SequenceId>,
     pub(crate) block_tokens: usize,
@@ -74,15 +77,20 @@ impl SchedulerParts<'_> {
         }
         self.waiting.check_integrity()?;
         let mut followers = vec![0; self.sequences.len()];
-        let mut waiting = 0;
+        let (mut waiting, mut paused) = (0, 0);
         for (index, sequence) in self.sequences.iter().enumerate() {
             if let Some(sequence) = sequence {
-                waiting += usize::from(sequence.state == SequenceState::Waiting);
+                let waits = sequence.state == SequenceState::Waiting;
+                waiting += usize::from(waits && !sequence.is_paused);
+                paused += usize::from(waits && sequence.is_paused);
                 self.check_sequence(SequenceId(index as u32), sequence, &mut followers)?;
             }
         }
         if waiting != self.waiting.len() {
             return Err(IntegrityError::WaitingCount { queued: self.waiting.len(), waiting });
+        }
+        if paused != self.paused_waiting {
+            return Err(IntegrityError::PausedCount { counted: self.paused_waiting, found: paused });
         }
         for (index, (sequence, &found)) in self.sequences.iter().zip(&followers).enumerate() {
             let counted = sequence.as_ref().map_or(0, |sequence| sequence.followers);
@@ -94,7 +102,7 @@ impl SchedulerParts<'_> {
                 });
             }
         }
-        self.check_running(self.sequences.len() - empty - waiting)?;
+        self.check_running(self.sequences.len() - empty - waiting - paused)?;
         let foreign = |(prompt, sequence_id): &(&BlockHash, &SequenceId)| {
             self.get(**sequence_id).is_none_or(|leader| leader.prompt_hash() != Some(**prompt))
         };
@@ -112,7 +120,9 @@ impl SchedulerParts<'_> {
     ) -> Result<(), IntegrityError> {
         let is_bare = sequence.blocks().is_empty() && sequence.computed() == 0;
         match sequence.state {
-            SequenceState::Waiting if self.waiting.at(sequence.rank) != Some(sequence_id) => {
+            SequenceState::Waiting
+                if !sequence.is_paused && self.waiting.at(sequence.rank) != Some(sequence_id) =>
+            {
                 Err(IntegrityError::NotQueued(sequence_id))
             }
             SequenceState::Waiting if !is_bare => Err(IntegrityError::WaitsWithBlocks(sequence_id)),

@@ -13,13 +13,14 @@
 //!    sequences decode, all prefill rows together are capped (`prefill_row_limit`).
 //! 3. Admission of waiting sequences in the order of the [`WaitingQueue`], unless step 1 or 2
 //!    preempted a sequence. A sequence is admitted only if all its tokens fit in the blocks that
-//!    running sequences do not need. If the first sequence does not fit, the scheduler tries no
-//!    later one.
+//!    running sequences do not need. If the first sequence does not fit, the scheduler preempts
+//!    paused sequences until it does. If that is not enough, the scheduler tries no later one.
 //! 4. Rows that are left go to prompts whose chunks were cut.
 //!
-//! If blocks run out in step 1 or 2, the scheduler preempts the running sequence with the last
-//! rank. That sequence releases its blocks, waits again and is recomputed later. Rows that it
-//! already had in this step return to the budget.
+//! If blocks run out in step 1 or 2, the scheduler preempts the paused sequence with the last rank,
+//! or, without paused ones, the running sequence with the last rank. That sequence releases its
+//! blocks, waits again and is recomputed later. Rows that it already had in this step return to the
+//! budget.
 //!
 //! Step 3 skips a sequence whose next block is about to be computed by a prefill of lower rank: a
 //! later step finds that block in the prefix cache. It also skips a sequence to be scored while no
@@ -33,13 +34,15 @@
 //!
 //! Invariants:
 //!
-//! 1. A sequence keeps its rank through preemption, and only sequences of later rank are preempted
-//!    for it. The first sequence thus always makes progress.
+//! 1. A sequence keeps its rank through preemption. Only paused sequences and those of later rank
+//!    are preempted for it. The first sequence that is not paused thus always makes progress.
 //! 2. Because `step_tokens >= running_max`, every running sequence that is not paused decodes in
 //!    every step.
 //! 3. Equal prompts are computed once. A sequence with the prompt of a running leader waits for a
 //!    fork. When the prompt is computed, both continue from the same logits and share all blocks.
 //!    The sequence that first writes into a shared last block copies it (`StepPlan::copies`).
+//! 4. A paused sequence keeps its blocks only while no other sequence needs them. It is not
+//!    admitted before it continues.
 
 use crate::kv::block_pool::BlockPool;
 use crate::kv::group::KvGroupKind;
@@ -55,6 +58,8 @@ use crate::schedule::waiting_queue::{ServiceRank, WaitingQueue};
 mod drafts;
 #[path = "scheduler/forks.rs"]
 mod forks;
+#[path = "scheduler/pauses.rs"]
+mod pauses;
 
 use prefix::BlockHash;
 use std::collections::HashMap;
@@ -74,6 +79,8 @@ pub struct Scheduler {
     sequences: Vec<Option<Sequence>>,
     vacant_ids: Vec<SequenceId>,
     waiting: WaitingQueue,
+    /// Sequences in state `Waiting` that are paused, and so not in the queue.
+    paused_waiting: usize,
     /// In order of rank.
     running: Vec<SequenceId>,
     /// The sequence that computes, or will compute, the prompt with this hash.
@@ -106,6 +113,7 @@ impl Scheduler {
             sequences: Vec::new(),
             vacant_ids: Vec::new(),
             waiting: WaitingQueue::default(),
+            paused_waiting: 0,
             running: Vec::with_capacity(limits.running_max),
             prompt_leaders: HashMap::new(),
             fork_count: 0,
@@ -151,7 +159,7 @@ impl Scheduler {
             panic!("{sequence_id:?} is removed twice or was never added")
         };
         match sequence.state {
-            SequenceState::Waiting => self.waiting.leave(sequence.rank),
+            SequenceState::Waiting => self.leave_waiting(&sequence),
             SequenceState::Running => self.leave_running(sequence_id, sequence.rank),
             SequenceState::AwaitingFork(leader) => {
                 self.leave_running(sequence_id, sequence.rank);
@@ -171,13 +179,6 @@ impl Scheduler {
         expect_sequence(&mut self.sequences, sequence_id).push(token);
     }
 
-    pub fn set_paused(&mut self, sequence_id: SequenceId, is_paused: bool) {
-        expect_sequence(&mut self.sequences, sequence_id).is_paused = is_paused;
-        if is_paused {
-            self.release_followers(sequence_id);
-        }
-    }
-
     pub fn pool(&self) -> &BlockPool {
         &self.pool
     }
@@ -186,8 +187,9 @@ impl Scheduler {
         self.running.len()
     }
 
+    /// Sequences without blocks: those that wait for admission, and preempted ones that are paused.
     pub fn waiting_count(&self) -> usize {
-        self.waiting.len()
+        self.waiting.len() + self.paused_waiting
     }
 
     /// Waiting sequences that would be admitted before this one without further arrivals.
@@ -269,13 +271,15 @@ impl Scheduler {
     /// Checks the pool against all block tables, and the state of each sequence against the queue
     /// and the lists.
     pub fn check_integrity(&self) -> Result<(), IntegrityError> {
-        let Self { sequences, vacant_ids, waiting, running, prompt_leaders, limits, .. } = self;
+        let Self { sequences, vacant_ids, waiting, paused_waiting, running, prompt_leaders, limits, .. } =
+            self;
         let tables = sequences.iter().flatten().flat_map(|sequence| sequence.blocks().tables());
         self.pool.check_integrity(tables)?;
         SchedulerParts {
             sequences,
             vacant_ids,
             waiting,
+            paused_waiting: *paused_waiting,
             running,
             prompt_leaders,
             block_tokens: limits.block_tokens,
@@ -348,15 +352,15 @@ impl Scheduler {
         }
     }
 
-    /// Gives the sequence its rows, and preempts sequences of later rank while blocks are short.
-    /// Returns `false` if the sequence preempted itself.
+    /// Gives the sequence its rows, and preempts other sequences while blocks are short. Returns
+    /// `false` if the sequence preempted itself.
     fn schedule_rows(&mut self, sequence_id: SequenceId, rows: usize, budget: &mut TokenBudget) -> bool {
         loop {
             let sequence = expect_sequence(&mut self.sequences, sequence_id);
             if sequence.allocate(&mut self.pool, rows, &mut self.plan.copies) {
                 break;
             }
-            let Some(&victim) = self.running.last() else {
+            let Some(victim) = self.last_paused().or(self.running.last().copied()) else {
                 panic!("{sequence_id:?} gets rows but no sequence is running")
             };
             self.preempt(victim, budget);
@@ -393,7 +397,7 @@ impl Scheduler {
         });
     }
 
-    /// Returns the running sequence with the last rank to the waiting queue.
+    /// Returns a running sequence to the waiting queue.
     fn preempt(&mut self, victim: SequenceId, budget: &mut TokenBudget) {
         self.release_followers(victim);
         let sequence = expect_sequence(&mut self.sequences, victim);
@@ -412,18 +416,17 @@ impl Scheduler {
             expect_sequence(&mut self.sequences, leader).followers -= 1;
         }
         self.leave_running(victim, rank);
-        self.waiting.enter(rank, victim);
+        self.enter_waiting(victim);
         self.plan.preempted += 1;
     }
 
     fn admit(&mut self, budget: &mut TokenBudget) {
-        if self.waiting.is_empty() || self.running.len() >= self.limits.running_max {
+        if self.waiting.is_empty() || (self.is_running_full() && self.last_paused().is_none()) {
             return;
         }
         let mut reserved = self.reserved_blocks();
         let (mut skipped, mut followers) = (None, 0);
         while budget.rows_for(SequenceKind::Generate) > 0
-            && self.running.len() < self.limits.running_max
             && let Some(next) = self.waiting.next(skipped)
         {
             let sequence_id = next.sequence_id;
@@ -451,10 +454,16 @@ impl Scheduler {
                 Some(_) => sequence.blocks().group_count(),
                 None => sequence.blocks_needed(prefix_hit, self.limits.step_tokens) + prefix_hit.free_blocks,
             };
-            if needed + reserved > self.pool.free_blocks() {
-                break;
+            if self.is_running_full() || needed + reserved > self.pool.free_blocks() {
+                // The prefix hit may be among the blocks that this releases, so the loop looks
+                // again.
+                let Some(victim) = self.last_paused() else { break };
+                self.preempt(victim, budget);
+                reserved = self.reserved_blocks();
+                continue;
             }
             let rank = self.waiting.admit(next);
+            let sequence = expect_sequence(&mut self.sequences, sequence_id);
             sequence.rank = rank;
             let cached = match leader {
                 Some(leader) => {
@@ -484,9 +493,8 @@ impl Scheduler {
         }
     }
 
-    /// Schedules the first rows of a sequence that was just admitted, even if it is paused. Blocks
-    /// that it shares may be filled by this step. If the step fails, the engine removes the
-    /// sequences with rows in it.
+    /// Schedules the first rows of a sequence that was just admitted. Blocks that it shares may be
+    /// filled by this step. If the step fails, the engine removes the sequences with rows in it.
     fn schedule_first_rows(&mut self, sequence_id: SequenceId, budget: &mut TokenBudget) {
         let sequence = expect_sequence(&mut self.sequences, sequence_id);
         let rows = budget.chunk_rows(&self.limits, sequence.kind, sequence.remaining());

@@ -12,14 +12,15 @@
 //! Bounds. `tests/engine/waiting_queue.rs` checks 1, 3 and 4, the simulation checks 1, 2 and 3.
 //!
 //! 1. A sequence that enters while `m` older sequences are in the engine is admitted after at most
-//!    `OLDEST_FIRST_EVERY * (m + 1)` admissions. Each preemption of an older sequence adds one
-//!    turn. Later arrivals of any priority or tenant do not matter.
+//!    `OLDEST_FIRST_EVERY * (m + 1)` admissions. Each preemption of an older sequence, and each
+//!    return of an older one from a pause, adds one turn. Later arrivals of any priority or tenant
+//!    do not matter.
 //! 2. A sequence that the current step cannot use is skipped: it needs a scoring row and none is
 //!    left, or its prefix is still being computed. Bound 1 still holds for it. On the oldest-first
 //!    turn no sequence is skipped.
 //! 3. A tenant's first request, and any request of a tenant within its share, is overtaken by at
 //!    most one request of each other tenant of its priority. Oldest-first admissions, preempted
-//!    sequences and skips by bound 2 do not count.
+//!    or paused sequences and skips by bound 2 do not count.
 //! 4. Take two tenants of one priority that always have waiting requests. In admitted work, one is
 //!    ahead by at most its largest request and its oldest-first admissions, if the other is not
 //!    skipped by bound 2.
@@ -141,7 +142,7 @@ impl WaitingQueue {
         }
     }
 
-    /// Removes a sequence that was not admitted.
+    /// Removes a sequence that was not admitted: it has ended, or is paused.
     pub fn leave(&mut self, rank: ServiceRank) {
         self.by_rank.remove(&rank);
         self.by_arrival.remove(&rank.arrival);

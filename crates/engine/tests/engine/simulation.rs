@@ -22,10 +22,12 @@ fn check(total: StormCounts, seeds: usize) {
     eprintln!("{total:?}");
     let StormCounts { finished, preempted, shared, accepted, forked, copied, .. } = total;
     let StormCounts { refused, crashes, late, evictions, told, behind, passed, found, .. } = total;
+    let StormCounts { paused_preempted, .. } = total;
     assert!(finished > 50 * seeds && preempted > 5 * seeds && evictions > 50 * seeds as u64);
     assert!(shared > seeds && accepted > 50 * seeds && refused > 10 * seeds);
     assert!(forked > seeds && copied > seeds / 2 && crashes > seeds / 4 && late > 50 * seeds);
     assert!(told > 50 * seeds && behind > seeds && passed > seeds / 10 && found > 20 * seeds);
+    assert!(paused_preempted > seeds);
 }
 
 #[test]

@@ -78,7 +78,7 @@ impl Scheduler {
                 && follower.state == SequenceState::AwaitingFork(leader)
             {
                 follower.state = SequenceState::Waiting;
-                self.waiting.enter(follower.rank, sequence_id);
+                self.enter_waiting(sequence_id);
                 self.running.remove(index);
             }
         }

@@ -70,32 +70,6 @@ fn lower_priority_values_run_first() {
 }
 
 #[test]
-fn a_paused_sequence_gets_no_rows_and_keeps_its_blocks() {
-    let mut scheduler = Scheduler::new(limits(), 100);
-    let sequence_id = add(&mut scheduler, prompt(1, 8), 20);
-    step(&mut scheduler);
-    scheduler.set_paused(sequence_id, true);
-    assert_eq!(step(&mut scheduler), []);
-    assert_eq!(scheduler.pool().used_blocks(), 2);
-    scheduler.set_paused(sequence_id, false);
-    assert_eq!(step(&mut scheduler), [(sequence_id, 8, 1)]);
-}
-
-/// The step that admits a sequence may also fill the blocks of its prefix cache hit. If that step
-/// fails, the sequence must fail too. So even a paused sequence gets rows in that step.
-#[test]
-fn a_paused_sequence_gets_the_rows_of_its_admission() {
-    let mut scheduler = Scheduler::new(limits(), 100);
-    let first = add(&mut scheduler, prompt(1, 12), 40);
-    let second = add(&mut scheduler, [prompt(1, 12), vec![7, 8]].concat(), 40);
-    scheduler.set_paused(second, true);
-    assert_eq!(step(&mut scheduler), [(first, 0, 12), (second, 12, 2)]);
-    assert_eq!(step(&mut scheduler), [(first, 12, 1)]);
-    scheduler.set_paused(second, false);
-    assert_eq!(step(&mut scheduler), [(first, 13, 1), (second, 14, 1)]);
-}
-
-#[test]
 fn removal_in_every_state_gives_all_blocks_back() {
     let mut scheduler = Scheduler::new(SchedulerLimits { step_tokens: 8, running_max: 2, ..limits() }, 20);
     let sequence_ids: Vec<SequenceId> =

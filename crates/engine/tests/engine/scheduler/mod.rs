@@ -4,6 +4,7 @@
 
 mod admission;
 mod chunked_prefill;
+mod pauses;
 mod preemption;
 mod prefix_cache;
 mod prefix_in_progress;

@@ -20,7 +20,8 @@
 //!    step could have used it.
 //! 7. Tokens that are cached, or are about to be, are not computed again.
 //! 8. Subscribers to the pool's events know the cached keys, whether they read often or seldom.
-//! 9. At the end all requests have ended and every block is free.
+//! 9. A paused sequence is preempted before any other, and is not admitted.
+//! 10. At the end all requests have ended and every block is free.
 
 mod content;
 mod event_subscribers;
@@ -103,6 +104,8 @@ struct StormRequest {
     /// Waits for its first admission.
     queued: bool,
     wait: Option<WaitRecord>,
+    /// Was paused while it waited.
+    returns: bool,
     arrived: usize,
 }
 
@@ -111,6 +114,8 @@ struct StormRequest {
 pub(crate) struct StormCounts {
     pub(crate) finished: usize,
     pub(crate) preempted: usize,
+    /// Of these, paused ones.
+    pub(crate) paused_preempted: usize,
     pub(crate) shared: usize,
     pub(crate) accepted: usize,
     pub(crate) forked: usize,
@@ -135,6 +140,7 @@ impl std::ops::AddAssign for StormCounts {
     fn add_assign(&mut self, other: Self) {
         self.finished += other.finished;
         self.preempted += other.preempted;
+        self.paused_preempted += other.paused_preempted;
         self.shared += other.shared;
         self.accepted += other.accepted;
         self.forked += other.forked;
@@ -268,7 +274,8 @@ impl Storm {
         if storm {
             self.happen(step);
         } else {
-            self.live.keys().for_each(|&sequence_id| self.scheduler.set_paused(sequence_id, false));
+            let live: Vec<SequenceId> = self.live.keys().copied().collect();
+            live.into_iter().for_each(|sequence_id| self.set_paused(sequence_id, false));
         }
         self.come_back();
         self.sample_deferred(step);
@@ -284,7 +291,10 @@ impl Storm {
             .collect();
         let prefill_row_limit = if self.random.one_in(3) { usize::MAX } else { self.random.below(30) };
         self.cached.read_events(self.scheduler.pool());
+        let (computing, paused) = (self.running(false), self.running(true).len());
         self.scheduler.schedule(prefill_row_limit);
+        self.check_preemptions(&computing);
+        self.summary.paused_preempted += paused - self.running(true).len();
         self.note_admissions(step);
         self.check_nothing_is_recomputed();
         self.draft();
@@ -325,7 +335,7 @@ impl Storm {
             && let Some(sequence_id) = self.some_live()
         {
             let is_paused = self.random.one_in(2);
-            self.scheduler.set_paused(sequence_id, is_paused);
+            self.set_paused(sequence_id, is_paused);
         }
         if self.random.one_in(100) {
             self.scheduler.evict_unused_prefixes();
@@ -377,6 +387,7 @@ impl Storm {
             age: 0,
             queued: true,
             wait: None,
+            returns: false,
             arrived: 0,
         }
     }
@@ -432,6 +443,7 @@ impl Storm {
                 queued: true,
                 computed: 0,
                 wait: None,
+                returns: false,
                 late: false,
                 acceptance,
                 ..live
@@ -475,7 +487,6 @@ impl Storm {
         assert!(plan.draft_rows <= self.limits.draft_rows_max);
         assert!(plan.rows <= self.limits.step_tokens, "{} rows", plan.rows);
         assert!(self.scheduler.running_count() <= self.limits.running_max);
-        assert!(plan.preempted == 0 || plan.admitted.is_empty());
         self.summary.preempted += plan.preempted;
         self.summary.copied += plan.copies.len();
         let mut score_rows = 0;

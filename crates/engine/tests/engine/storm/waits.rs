@@ -17,7 +17,7 @@ pub(super) struct WaitRecord {
     admissions: u32,
     /// Turns that the sequence may wait. Each turn is `OLDEST_FIRST_EVERY` admissions.
     turns: u32,
-    /// A sequence behind this one was admitted first.
+    /// A sequence behind this one was admitted first, or may have been during a pause.
     passed: bool,
     /// Set for the first request of a tenant in its priority: how often requests of each other
     /// tenant overtook it.
@@ -29,11 +29,46 @@ impl Storm {
         self.scheduler.sequence(sequence_id).unwrap().state
     }
 
+    /// Waits for its admission. A paused sequence waits for its reader.
+    fn is_queued(&self, sequence_id: SequenceId) -> bool {
+        let is_paused = self.scheduler.sequence(sequence_id).unwrap().is_paused;
+        self.state(sequence_id) == SequenceState::Waiting && !is_paused
+    }
+
+    /// Pauses a sequence, which leaves the queue, or lets it continue.
+    pub(super) fn set_paused(&mut self, sequence_id: SequenceId, is_paused: bool) {
+        self.scheduler.set_paused(sequence_id, is_paused);
+        let is_waiting = self.state(sequence_id) == SequenceState::Waiting;
+        if is_paused && is_waiting {
+            let live = self.live.get_mut(&sequence_id).unwrap();
+            (live.wait, live.returns) = (None, true);
+        }
+    }
+
+    /// Sequences that hold blocks, or a place among the running ones.
+    pub(super) fn running(&self, is_paused: bool) -> Vec<SequenceId> {
+        let is_meant = |sequence_id: &SequenceId| {
+            self.state(*sequence_id) != SequenceState::Waiting
+                && self.scheduler.sequence(*sequence_id).unwrap().is_paused == is_paused
+        };
+        self.live.keys().copied().filter(is_meant).collect()
+    }
+
+    /// Checks that paused sequences are preempted before all that compute. `computed` ran before
+    /// this step.
+    pub(super) fn check_preemptions(&self, computed: &[SequenceId]) {
+        let is_lost = computed.iter().any(|&sequence_id| self.state(sequence_id) == SequenceState::Waiting);
+        if is_lost {
+            assert!(self.scheduler.plan().admitted.is_empty());
+            assert_eq!(self.running(true), [], "paused sequences keep blocks that others lose");
+        }
+    }
+
     /// Records the sequences that entered the queue. The queue may serve each older live sequence
     /// first, once for each time that the older sequence enters.
     pub(super) fn notice_waits(&mut self) {
         let enters = |(sequence_id, live): &(&SequenceId, &StormRequest)| {
-            live.wait.is_none() && self.state(**sequence_id) == SequenceState::Waiting
+            live.wait.is_none() && self.is_queued(**sequence_id)
         };
         let entered: Vec<(SequenceId, u64)> =
             self.live.iter().filter(enters).map(|(&sequence_id, live)| (sequence_id, live.age)).collect();
@@ -46,7 +81,8 @@ impl Storm {
             let rank = self.scheduler.sequence(sequence_id).unwrap().rank;
             let live = self.live.get_mut(&sequence_id).unwrap();
             let passed_by = (live.queued && live.first).then(BTreeMap::new);
-            live.wait = Some(WaitRecord { rank, admissions: 0, turns: older + 1, passed: false, passed_by });
+            let (turns, passed) = (older + 1, live.returns);
+            live.wait = Some(WaitRecord { rank, admissions: 0, turns, passed, passed_by });
         }
     }
 
@@ -74,6 +110,8 @@ impl Storm {
             );
         }
         for sequence_id in admitted {
+            let is_paused = self.scheduler.sequence(sequence_id).unwrap().is_paused;
+            assert!(!is_paused, "a paused sequence is admitted");
             let live = self.live.get_mut(&sequence_id).unwrap();
             live.wait = None;
             live.admitted = true;
@@ -113,9 +151,8 @@ impl Storm {
         let by_rank = admitted.iter().filter(|&&sequence_id| !is_oldest_turn(sequence_id));
         let rank = |sequence_id: &SequenceId| self.live[sequence_id].wait.as_ref().map(|wait| wait.rank);
         let Some(last) = by_rank.filter_map(rank).max() else { return };
-        let is_passed = |sequence_id: &SequenceId| {
-            rank(sequence_id) < Some(last) && self.state(*sequence_id) == SequenceState::Waiting
-        };
+        let is_passed =
+            |sequence_id: &SequenceId| rank(sequence_id) < Some(last) && self.is_queued(*sequence_id);
         let passed: Vec<SequenceId> = self.live.keys().copied().filter(is_passed).collect();
         for sequence_id in passed {
             let is_scored = self.live[&sequence_id].kind == SequenceKind::Score;
