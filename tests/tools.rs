@@ -201,12 +201,12 @@ fn run_python_client(package: &str, script: &str) {
 
 #[test]
 #[ignore = "nightly: installs the package openai"]
-fn the_openai_python_client_calls_tools() {
+fn nightly_the_openai_python_client_calls_tools() {
     run_python_client("openai==3.54.0", "openai_client.py");
 }
 
 #[test]
 #[ignore = "nightly: installs the package anthropic"]
-fn the_anthropic_python_client_calls_tools() {
+fn nightly_the_anthropic_python_client_calls_tools() {
     run_python_client("anthropic==2.12.0", "anthropic_client.py");
 }
