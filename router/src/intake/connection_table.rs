@@ -4,7 +4,8 @@
 //!
 //! A connection is idle while no request of it runs: before its first request, and between two. At
 //! a limit, a new connection replaces the one that has been idle longest. So connections that never
-//! send a request cannot keep others out, whatever their number.
+//! send a request cannot keep others out, whatever their number. A replaced connection has its
+//! descriptor until its task ends, so only [`CLOSING_MAX`] of them may wait for that.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -22,6 +23,10 @@ pub(crate) struct ConnectionLimits {
     pub(crate) address_max: usize,
 }
 
+/// Replaced connections that are not closed yet. As many tasks end while a few connections arrive;
+/// with more of them, a flood of connections would get ahead of the tasks that close the old ones.
+pub(crate) const CLOSING_MAX: usize = 32;
+
 /// What to do with a new connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Arrival {
@@ -29,7 +34,7 @@ pub(crate) enum Arrival {
     Accept { id: TcpConnectionId, replaces: Option<TcpConnectionId> },
     /// Every connection of this address is busy: close the new one.
     AddressFull,
-    /// Every connection is busy: wait until one ends.
+    /// Every connection is busy, or too many are being closed: wait until one ends.
     Full,
 }
 
@@ -53,13 +58,21 @@ pub(crate) struct ConnectionTable {
     connections: BTreeMap<TcpConnectionId, TrackedConnection>,
     addresses: HashMap<ClientAddress, AddressConnections>,
     idle: BTreeSet<(Uptime, TcpConnectionId)>,
+    /// Replaced, and not closed yet.
+    closing: BTreeSet<TcpConnectionId>,
     last_id: u64,
 }
 
 impl ConnectionTable {
     pub(crate) fn new(limits: ConnectionLimits) -> Self {
-        let (connections, addresses, idle) = (BTreeMap::new(), HashMap::new(), BTreeSet::new());
-        Self { limits, connections, addresses, idle, last_id: 0 }
+        Self {
+            limits,
+            connections: BTreeMap::new(),
+            addresses: HashMap::new(),
+            idle: BTreeSet::new(),
+            closing: BTreeSet::new(),
+            last_id: 0,
+        }
     }
 
     pub(crate) fn arrive(&mut self, address: ClientAddress, now: Uptime) -> Arrival {
@@ -77,7 +90,11 @@ impl ConnectionTable {
             _ => None,
         };
         if let Some(replaced) = replaces {
+            if self.closing.len() == CLOSING_MAX {
+                return Arrival::Full;
+            }
             self.remove(replaced);
+            self.closing.insert(replaced);
         }
         self.last_id += 1;
         let id = TcpConnectionId(self.last_id);
@@ -110,8 +127,9 @@ impl ConnectionTable {
         }
     }
 
-    /// The connection is closed. Idempotent: a replaced connection is removed before it is closed.
+    /// The connection is closed.
     pub(crate) fn remove(&mut self, id: TcpConnectionId) {
+        self.closing.remove(&id);
         let Some(connection) = self.connections.remove(&id) else { return };
         let key = (connection.idle_since, id);
         self.idle.remove(&key);
@@ -190,6 +208,23 @@ mod tests {
         assert_eq!(table.len(), 3);
     }
 
+    #[test]
+    fn a_connection_waits_while_too_many_replaced_ones_are_not_closed() {
+        let mut table = table(2, 2);
+        let arrive = |table: &mut ConnectionTable, n| table.arrive(address(1), at(n));
+        let replaced: Vec<_> = (0..2 + CLOSING_MAX as u64)
+            .filter_map(|n| match arrive(&mut table, n) {
+                Arrival::Accept { replaces, .. } => replaces,
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        assert_eq!(replaced.len(), CLOSING_MAX);
+        assert_eq!(arrive(&mut table, 100), Arrival::Full);
+        table.remove(replaced[7]);
+        assert!(matches!(arrive(&mut table, 101), Arrival::Accept { replaces: Some(_), .. }));
+        assert_eq!(arrive(&mut table, 102), Arrival::Full);
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -215,6 +250,7 @@ mod tests {
                                 if let Some(replaced) = replaces {
                                     let (_, requests) = open.remove(&replaced).unwrap();
                                     prop_assert_eq!(requests, 0);
+                                    table.remove(replaced);
                                 }
                                 open.insert(id, (address(client), 0));
                             }
@@ -244,7 +280,7 @@ mod tests {
                 }
             }
             open.keys().for_each(|&id| table.remove(id));
-            prop_assert!(table.addresses.is_empty() && table.idle.is_empty());
+            prop_assert!(table.addresses.is_empty() && table.idle.is_empty() && table.closing.is_empty());
         }
     }
 }
