@@ -49,8 +49,8 @@ __device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 template <typename T>
 __device__ void float_matvec(const T *weights, const float *x, const uint32_t *experts, int pairs_per_token,
                              int rows, int cols, float *out) {
-    wait_for_previous_kernel();
     launch_next_kernel();
+    wait_for_previous_kernel();
     int row = blockIdx.x * EXPERT_MATVEC_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     size_t pair = blockIdx.y;
@@ -67,8 +67,8 @@ __device__ void float_matvec(const T *weights, const float *x, const uint32_t *e
 template <class Quantizer>
 __device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int slots, int pairs_per_token,
                                int cols, QuantizedRows quantized) {
-    wait_for_previous_kernel();
     launch_next_kernel();
+    wait_for_previous_kernel();
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
     int at = blockIdx.x * EXPERT_QUANTIZE_WARPS + threadIdx.x / 32, slot = at / col_tiles,
         tile = at % col_tiles;
@@ -92,8 +92,8 @@ __device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int
 extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
     expert_topk_softmax(const float *logits, int rows, int count, int used, uint32_t *experts,
                         float *expert_weights) {
-    wait_for_previous_kernel();
     launch_next_kernel();
+    wait_for_previous_kernel();
     int row = blockIdx.x * EXPERT_TOPK_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     logits += size_t(row) * count;
@@ -179,8 +179,8 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
     __shared__ uint16_t before[WARPS][EXPERTS_MAX];
     __shared__ uint32_t first_slot[EXPERTS_MAX];
     __shared__ uint64_t warp_totals[EXPERTS_MAX / 32];
-    wait_for_previous_kernel();
     launch_next_kernel();
+    wait_for_previous_kernel();
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int run = (pairs + GROUP_THREADS - 1) / GROUP_THREADS * 32, first = warp * run,
         last = min(first + run, pairs);
@@ -248,8 +248,8 @@ CHECK_SIGNATURE(expert_sort_pairs, ExpertSortPairs);
 
 extern "C" __global__ void __launch_bounds__(EXPERT_COMBINE_THREADS)
     expert_combine(const float *contributions, const float *expert_weights, int used, int cols, float *out) {
-    wait_for_previous_kernel();
     launch_next_kernel();
+    wait_for_previous_kernel();
     size_t row = blockIdx.x;
     int col = blockIdx.y * EXPERT_COMBINE_THREADS + threadIdx.x;
     if (col >= cols) return;

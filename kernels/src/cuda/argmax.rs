@@ -4,7 +4,7 @@
 
 use ops::NO_ARGMAX;
 
-use super::abi::elementwise::{ARGMAX_THREADS, ArgmaxRows};
+use super::abi::elementwise::{ARGMAX_BLOCKS, ARGMAX_THREADS, ArgmaxRows};
 use super::launch::{kernel_name, launch_kernel};
 use super::module::image;
 use super::norm::ensure_same_len;
@@ -34,13 +34,13 @@ impl ArgmaxKernels {
             return Ok(());
         }
         let launch = LaunchConfig {
-            grid: (rows as u32, 1, 1),
+            grid: (rows as u32 * ARGMAX_BLOCKS, 1, 1),
             block: ARGMAX_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: true,
         };
         let arguments = ArgmaxRows { x: x.address(), cols: cols as u32, out: out.address() };
-        // SAFETY: block r reads `cols` values at r * cols and writes value r.
+        // SAFETY: cluster r reads `cols` values at r * cols and writes value r.
         unsafe { launch_kernel(&self.0, kernel_name!("argmax", "argmax_rows"), stream, launch, &arguments) }
     }
 }
