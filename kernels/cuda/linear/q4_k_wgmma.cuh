@@ -14,7 +14,9 @@
 //   value = (da d) P - (da dmin) N  the order of kquants.cuh; values of 256 columns are then added
 //                                   in ascending order of columns
 //
-// A block computes 128 weight rows by TOKENS tokens at a time: 128, as drawn, or 64.
+// A block computes 128 weight rows by TOKENS tokens at a time: 128, as drawn, or 64. Where that
+// leaves multiprocessors idle, the SPLIT blocks of a cluster divide the columns of an output tile
+// (cluster_values.cuh).
 //
 //                 128 tokens                  warps 0 to 3, 4 to 7  expand weights to A fragments
 //              +---------------+                                    in registers, and multiply
@@ -46,6 +48,7 @@
 #pragma once
 
 #include "async_copy.cuh"
+#include "cluster_values.cuh"
 #include "kquants.cuh"
 #include "params.cuh"
 #include "stream_order.cuh"
@@ -75,21 +78,24 @@ constexpr int UNITS = TILE_COLS / F16_UNIT_COLS;
 constexpr int UNPACKED_ROW = 72, UNPACKED = ROWS * UNPACKED_ROW;
 
 // Shared memory, in this order.
-template <int TOKENS>
+template <int TOKENS, int SPLIT>
 struct Shared {
     static constexpr int GROUPS = TOKENS / ACT_TILE_TOKENS, UNIT_STAGE = GROUPS * F16_UNIT_BYTES;
-    // As many bytes of units for any number of tokens.
-    static constexpr int UNIT_STAGES = Q4K_WGMMA_UNIT_STAGES * (Q4K_WGMMA_TOKENS / TOKENS);
+    // As many bytes of units for any number of tokens, less those for the other blocks' values.
+    static constexpr int UNIT_STAGES =
+        (Q4K_WGMMA_UNIT_STAGES - (SPLIT > 1 ? 3 : 0)) * (Q4K_WGMMA_TOKENS / TOKENS);
+    using Values = ClusterValues<GROUPS, SPLIT, MULTIPLYING_WARPS>;
     uint8_t units[UNIT_STAGES][UNIT_STAGE];
     uint8_t weights[Q4K_WGMMA_STAGES][WEIGHT_BYTES];
     uint8_t sums[Q4K_WGMMA_STAGES][GROUPS * F16_SUMS_BYTES];
     uint8_t unpacked[Q4K_WGMMA_STAGES][UNPACKED];
+    typename Values::Buffers values;
     uint64_t weights_full[Q4K_WGMMA_STAGES], weights_empty[Q4K_WGMMA_STAGES], scales_full[Q4K_WGMMA_STAGES];
     uint64_t units_full[UNIT_STAGES], units_empty[UNIT_STAGES];
 };
 // The swizzle is a function of address bits 4 to 9, so `Shared` begins at a multiple of 1,024.
-static_assert(sizeof(Shared<64>) + 1024 - 128 <= Q4K_WGMMA_SHARED_BYTES);
-static_assert(sizeof(Shared<128>) + 1024 - 128 <= Q4K_WGMMA_SHARED_BYTES);
+template <int TOKENS, int SPLIT>
+constexpr bool FITS = sizeof(Shared<TOKENS, SPLIT>) + 1024 - 128 <= Q4K_WGMMA_SHARED_BYTES;
 
 // A position in a ring of STAGES. A reader waits for `phase`, a writer for the opposite one.
 template <int STAGES>
@@ -154,18 +160,22 @@ __device__ __forceinline__ void pin_registers(float (&values)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(values[i])::"memory");
 }
 
-template <int TOKENS>
+template <int TOKENS, int SPLIT>
 struct Kernel {
-    using SharedMemory = Shared<TOKENS>;
+    static_assert(FITS<TOKENS, SPLIT>);
+    using SharedMemory = Shared<TOKENS, SPLIT>;
+    using Values = typename SharedMemory::Values;
     using UnitStage = RingPosition<SharedMemory::UNIT_STAGES>;
     static constexpr int GROUPS = SharedMemory::GROUPS, UNIT_STAGE = SharedMemory::UNIT_STAGE;
-    // Elements of a thread.
-    static constexpr int VALUES = TOKENS / 2;
+    // Elements of a thread: those it computes for 256 columns, and those it adds up.
+    static constexpr int VALUES = TOKENS / 2, TOTALS = VALUES / SPLIT;
 
     const LinearParams &params;
     const F16Quants &quants;
     SharedMemory &shared;
     int token_tiles, output_tiles;
+    // This block's number in its cluster. It computes column tiles rank, rank + SPLIT, ...
+    int rank;
 
     __device__ bool find_tile(int index, OutputTile &tile) const {
         if (index >= output_tiles) return false;
@@ -179,7 +189,7 @@ struct Kernel {
     template <class Work>
     __device__ void for_each_tile(Work work) const {
         OutputTile tile;
-        for (int index = blockIdx.x; find_tile(index, tile); index += gridDim.x) work(tile);
+        for (int index = blockIdx.x / SPLIT; find_tile(index, tile); index += gridDim.x / SPLIT) work(tile);
     }
 
     // Rows beyond the matrix are not copied. What is computed from them is not stored.
@@ -190,12 +200,13 @@ struct Kernel {
             int tiles = min(ROW_TILES, row_tiles(params, tile.matrix) - tile.row_tile);
             const uint8_t *from = params.weights[tile.matrix] +
                                   static_cast<size_t>(tile.row_tile + lane) * params.col_tiles * TILE;
-            for (int col = 0; col < params.col_tiles; col++, from += TILE, at.advance()) {
+            for (int col = rank; col < params.col_tiles; col += SPLIT, at.advance()) {
                 uint64_t *full = shared.weights_full + at.stage;
                 barrier_wait(shared.weights_empty + at.stage, at.phase ^ 1);
                 if (lane == 0) barrier_expect(full, tiles * TILE);
                 __syncwarp();
-                if (lane < tiles) bulk_copy(shared.weights[at.stage] + lane * TILE, from, TILE, full);
+                if (lane < tiles)
+                    bulk_copy(shared.weights[at.stage] + lane * TILE, from + size_t(col) * TILE, TILE, full);
             }
         });
     }
@@ -204,7 +215,7 @@ struct Kernel {
         Stage at;
         size_t groups = quants.groups;
         for_each_tile([&](const OutputTile &tile) {
-            for (int col = 0; col < params.col_tiles; col++, at.advance()) {
+            for (int col = rank; col < params.col_tiles; col += SPLIT, at.advance()) {
                 uint64_t *full = shared.weights_full + at.stage;
                 barrier_wait(shared.weights_empty + at.stage, at.phase ^ 1);
                 barrier_expect(full, GROUPS * F16_SUMS_BYTES);
@@ -218,7 +229,9 @@ struct Kernel {
         UnitStage at;
         size_t groups = quants.groups;
         for_each_tile([&](const OutputTile &tile) {
-            for (int unit = 0; unit < params.col_tiles * UNITS; unit++, at.advance()) {
+            int units = (params.col_tiles - rank + SPLIT - 1) / SPLIT * UNITS;
+            for (int i = 0; i < units; i++, at.advance()) {
+                int unit = (i / UNITS * SPLIT + rank) * UNITS + i % UNITS;
                 uint64_t *full = shared.units_full + at.stage;
                 barrier_wait(shared.units_empty + at.stage, at.phase ^ 1);
                 barrier_expect(full, UNIT_STAGE);
@@ -243,7 +256,7 @@ struct Kernel {
         Stage at;
         int lane = threadIdx.x % 32;
         for_each_tile([&](const OutputTile &) {
-            for (int col = 0; col < params.col_tiles; col++, at.advance()) {
+            for (int col = rank; col < params.col_tiles; col += SPLIT, at.advance()) {
                 barrier_wait(shared.weights_full + at.stage, at.phase);
 #pragma unroll 1
                 for (int row = lane; row < ROWS; row += 32)
@@ -316,10 +329,12 @@ struct Kernel {
         return used;
     }
 
-    // Adds the values of 256 columns. Y and N are computed for 32 tokens at a time, the next ones
-    // while values are added.
-    __device__ void add_values(float (&total)[VALUES], float (&X)[VALUES], const uint8_t *tile,
-                               const uint8_t *scales, const uint8_t *sums, uint64_t *last_unit_empty) const {
+    // Computes the values of 256 columns and calls `take(group, values)` for each group of 8 tokens:
+    // two tokens of row g and of row g + 8. Y and N are computed for 32 tokens at a time, the next
+    // ones while values are taken.
+    template <class Take>
+    __device__ void finish_values(float (&X)[VALUES], const uint8_t *tile, const uint8_t *scales,
+                                  const uint8_t *sums, uint64_t *last_unit_empty, Take take) const {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         // Columns are the 16 sums. Sub-block s has sums 2 s and 2 s + 1.
         uint32_t minimums[4], factors[4];
@@ -365,14 +380,15 @@ struct Kernel {
                 int j = slice * (SLICE / ACT_TILE_TOKENS) + group;
                 float2 da =
                     *reinterpret_cast<const float2 *>(sums + j * F16_SUMS_BYTES + F16_SUMS_SCALES + t * 8);
+                float values[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float a = i % 2 ? da.y : da.x;
                     float P = fmaf(8.0f, Y[slice % 2][4 * group + i], X[4 * j + i]);
-                    total[4 * j + i] +=
-                        __fsub_rn(__fmul_rn(__fmul_rn(a, d[i / 2]), P),
-                                  __fmul_rn(__fmul_rn(a, dmin[i / 2]), N[slice % 2][4 * group + i]));
+                    values[i] = __fsub_rn(__fmul_rn(__fmul_rn(a, d[i / 2]), P),
+                                          __fmul_rn(__fmul_rn(a, dmin[i / 2]), N[slice % 2][4 * group + i]));
                 }
+                take(j, values);
             }
         }
     }
@@ -380,26 +396,51 @@ struct Kernel {
     __device__ void multiply() const {
         Stage at;
         UnitStage unit_at;
+        Values cluster_values(shared.values, rank);
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         for_each_tile([&](const OutputTile &output) {
-            float total[VALUES];
+            float total[TOTALS];
 #pragma unroll
-            for (int i = 0; i < VALUES; i++) total[i] = 0.0f;
-            for (int col = 0; col < params.col_tiles; col++, at.advance()) {
+            for (int i = 0; i < TOTALS; i++) total[i] = 0.0f;
+            for (int first = 0; first < params.col_tiles; first += SPLIT) {
+                // The values of the columns before have arrived while this block multiplied.
+                auto add_arrived = [&]() {
+                    if (SPLIT > 1 && first > 0) cluster_values.add(total, SPLIT);
+                };
+                if (first + rank >= params.col_tiles) {
+                    add_arrived();
+                    cluster_values.send_nothing();
+                    continue;
+                }
                 const uint8_t *tile = shared.weights[at.stage] + warp * TILE;
                 const uint8_t *scales = shared.unpacked[at.stage] + (warp * TILE_ROWS + g) * UNPACKED_ROW;
                 float X[VALUES];
                 barrier_wait(shared.weights_full + at.stage, at.phase);
                 int last =
                     multiply_columns(X, tile, scales, shared.scales_full + at.stage, at.phase, unit_at);
-                add_values(total, X, tile, scales, shared.sums[at.stage], shared.units_empty + last);
+                add_arrived();
+                cluster_values.begin_round();
+                finish_values(X, tile, scales, shared.sums[at.stage], shared.units_empty + last,
+                              [&](int group, const float(&values)[4]) {
+                                  if constexpr (SPLIT > 1) {
+                                      cluster_values.send(group, values);
+                                  } else {
+#pragma unroll
+                                      for (int i = 0; i < 4; i++) total[4 * group + i] += values[i];
+                                  }
+                              });
                 release(shared.weights_empty + at.stage);
+                at.advance();
+            }
+            if constexpr (SPLIT > 1) {
+                int rest = params.col_tiles % SPLIT;
+                cluster_values.add(total, rest == 0 ? SPLIT : rest);
             }
 #pragma unroll
-            for (int i = 0; i < VALUES; i++) {
+            for (int i = 0; i < TOTALS; i++) {
                 int row = (output.row_tile + warp) * TILE_ROWS + g + i % 4 / 2 * 8;
-                int token = (output.group + i / 4) * ACT_TILE_TOKENS + 2 * t + i % 2;
-                store_output(params, output.matrix, row, token, total[i]);
+                int group = output.group + rank * (GROUPS / SPLIT) + i / 4;
+                store_output(params, output.matrix, row, group * ACT_TILE_TOKENS + 2 * t + i % 2, total[i]);
             }
         });
     }
@@ -416,38 +457,42 @@ struct Kernel {
                 barrier_init(shared.units_full + i);
                 barrier_init(shared.units_empty + i, MULTIPLYING_WARPS);
             }
+            Values::init(shared.values);
             barrier_init_done();
         }
-        __syncthreads();
+        Values::wait_for_cluster();
         launch_next_kernel();
         if (warp < MULTIPLYING_WARPS) {
             asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING_REGISTERS));
             multiply();
-            return;
-        }
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OTHER_REGISTERS));
-        if (warp == COPY_WEIGHTS) {
-            copy_weights();
-        } else if (warp == COPY_UNITS) {
-            wait_for_previous_kernel();
-            if (lane == 0) copy_units();
-        } else if (warp == COPY_SUMS) {
-            wait_for_previous_kernel();
-            if (lane == 0) copy_sums();
         } else {
-            unpack_scales();
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OTHER_REGISTERS));
+            if (warp == COPY_WEIGHTS) {
+                copy_weights();
+            } else if (warp == COPY_UNITS) {
+                wait_for_previous_kernel();
+                if (lane == 0) copy_units();
+            } else if (warp == COPY_SUMS) {
+                wait_for_previous_kernel();
+                if (lane == 0) copy_sums();
+            } else {
+                unpack_scales();
+            }
         }
+        // Other blocks may still write to this block's shared memory.
+        if constexpr (SPLIT > 1) Values::wait_for_cluster();
     }
 };
 
-template <int TOKENS>
+template <int TOKENS, int SPLIT>
 __device__ inline void multiply(const LinearParams &params, const F16Quants &quants) {
     extern __shared__ __align__(128) uint8_t memory[];
     uint8_t *aligned = memory + ((1024 - shared_address(memory) % 1024) & 1023);
     int token_tiles = (params.tokens + TOKENS - 1) / TOKENS;
     int output_tiles = count_row_tile_groups<ROW_TILES>(params) * token_tiles;
-    Kernel<TOKENS>{params, quants, *reinterpret_cast<Shared<TOKENS> *>(aligned), token_tiles, output_tiles}
-        .run();
+    int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0;
+    auto &shared = *reinterpret_cast<Shared<TOKENS, SPLIT> *>(aligned);
+    Kernel<TOKENS, SPLIT>{params, quants, shared, token_tiles, output_tiles, rank}.run();
 }
 
 }  // namespace q4_k_wgmma

@@ -15,7 +15,6 @@ use super::abi::float_linear::FloatMatmul;
 use super::abi::linear::{
     LINEAR_F32_TOKENS, LINEAR_F32_WARPS, LinearF32, LinearMatmul, LinearMatvec, LinearParams, LinearWgmma,
     MATVEC_TILES_PER_STAGE, MATVEC_WARPS, Q4K_WGMMA_ROWS, Q4K_WGMMA_SHARED_BYTES, Q4K_WGMMA_THREADS,
-    Q4K_WGMMA_TOKENS,
 };
 pub use super::abi::linear::{MATRICES_MAX, MatmulShape};
 use super::archs::has_wgmma;
@@ -49,8 +48,7 @@ pub enum LinearMethod {
     Matmul(MatmulShape),
     /// linear/q4_k_wgmma.cuh, for Q4_K and many tokens, on GPUs with wgmma. The activations have
     /// f16 quants.
-    /// A block has this many tokens: 64 or 128.
-    Wgmma(usize),
+    Wgmma(WgmmaShape),
     /// linear/float_matmul.cuh, for weights of 16-bit floats.
     FloatMatmul(FloatShape),
     /// linear_f32.cu. Each warp computes one row.
@@ -127,11 +125,11 @@ impl LinearKernels {
         }
         let multiprocessors = self.device.multiprocessors() as usize;
         if takes_f16_quants(&self.device, dtype, tokens) {
-            let block_tokens = wgmma_block_tokens(tokens);
-            let blocks = row_tiles.div_ceil(Q4K_WGMMA_ROWS / TILE_ROWS) * tokens.div_ceil(block_tokens);
-            let (part, whole) = WGMMA_MULTIPROCESSORS_MIN;
-            if whole * blocks >= part * multiprocessors {
-                return LinearMethod::Wgmma(block_tokens);
+            let shape = WgmmaShape::fastest(multiprocessors, row_tiles, tokens);
+            if shape.column_tile_time(multiprocessors, row_tiles, tokens)
+                < matmul_column_tile_time(row_tiles, tokens)
+            {
+                return LinearMethod::Wgmma(shape);
             }
         }
         let [narrow @ .., wide, large] = &MatmulShape::QUANTS;
@@ -208,9 +206,7 @@ impl LinearKernels {
                 unsafe { launch_kernel(family, name, stream, launch, &LinearMatmul { params, stages }) }
                     .map_err(device_error(OP))
             }
-            LinearMethod::Wgmma(block_tokens) => {
-                self.launch_wgmma(family, stream, block_tokens, x, params, products)
-            }
+            LinearMethod::Wgmma(shape) => self.launch_wgmma(family, stream, shape, x, params, products),
             LinearMethod::FloatMatmul(shape) => {
                 let name = float_kernel_name(dtype, shape).ok_or_else(|| no_kernel(shape.tokens()))?;
                 let (stages, shared_bytes) = shape.pipeline(self.device.shared_bytes_max(), x.tokens);
@@ -238,7 +234,7 @@ impl LinearKernels {
         &self,
         family: &LazyModule,
         stream: &Stream,
-        block_tokens: usize,
+        shape: WgmmaShape,
         x: QuantizedActivations<'_>,
         params: LinearParams,
         products: &[MatrixProduct<'_>],
@@ -248,18 +244,19 @@ impl LinearKernels {
         let Some(quants) = quants.filter(|_| dtype == DType::Q4_K) else {
             return Err(OpError::Type { op: OP, dtype });
         };
-        let name = match block_tokens {
-            64 => kernel_name!("linear_q4_k", "wgmma_q4_k_64"),
-            128 => kernel_name!("linear_q4_k", "wgmma_q4_k_128"),
-            other => return Err(no_kernel(other)),
+        let name = match (shape.tokens, shape.split) {
+            (64, 1) => kernel_name!("linear_q4_k", "wgmma_q4_k_64_1"),
+            (64, 2) => kernel_name!("linear_q4_k", "wgmma_q4_k_64_2"),
+            (128, 1) => kernel_name!("linear_q4_k", "wgmma_q4_k_128_1"),
+            (tokens, _) => return Err(no_kernel(tokens)),
         };
         let row_tiles = products.iter().map(|product| product.shape.row_tiles());
-        let groups: usize = row_tiles.map(|tiles| tiles.div_ceil(Q4K_WGMMA_ROWS / TILE_ROWS)).sum();
-        let output_tiles = groups * x.tokens.div_ceil(block_tokens);
+        let blocks: usize = row_tiles.map(|tiles| shape.blocks(tiles, x.tokens)).sum();
         let (warps, shared_bytes) = (Q4K_WGMMA_THREADS / 32, Q4K_WGMMA_SHARED_BYTES as u32);
-        let launch = self
-            .persistent_launch(family, name, output_tiles, warps, shared_bytes)
-            .map_err(device_error(OP))?;
+        let mut launch =
+            self.persistent_launch(family, name, blocks, warps, shared_bytes).map_err(device_error(OP))?;
+        // Whole clusters.
+        launch.grid.0 = (launch.grid.0 / shape.split as u32).max(1) * shape.split as u32;
         // SAFETY: as in `launch_with`, for linear/q4_k_wgmma.cuh. The f16 quants have room for
         // whole blocks of tokens, and `check_products` compared the length of the activations.
         unsafe { launch_kernel(family, name, stream, launch, &LinearWgmma { params, quants }) }
@@ -390,14 +387,50 @@ fn linear_params(x: QuantizedActivations<'_>, products: &[MatrixProduct<'_>]) ->
 
 /// Products of more tokens than this may use wgmma. Below, half of a block would be empty.
 const WGMMA_TOKENS_MIN: usize = 32;
-/// The part of the multiprocessors that must get a block of the wgmma kernel. Measured on an H200:
-/// 4096 x 4096, 128 tokens (32 blocks of 132) take 40 us by wgmma and 29 by matmul, 256 tokens (64
-/// blocks) take 41 and 55.
-const WGMMA_MULTIPROCESSORS_MIN: (usize, usize) = (3, 8);
+/// The shape of a launch of linear/q4_k_wgmma.cuh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WgmmaShape {
+    /// Tokens of a block.
+    pub tokens: usize,
+    /// Blocks of a cluster, which divide the columns.
+    pub split: usize,
+}
 
-/// Tokens of a block for a launch: 64 if they are enough for all.
-pub(super) fn wgmma_block_tokens(tokens: usize) -> usize {
-    if tokens <= Q4K_WGMMA_TOKENS / 2 { Q4K_WGMMA_TOKENS / 2 } else { Q4K_WGMMA_TOKENS }
+impl WgmmaShape {
+    pub fn all() -> [Self; 3] {
+        [(64, 1), (64, 2), (128, 1)].map(|(tokens, split)| Self { tokens, split })
+    }
+
+    /// Thread blocks of a product with `row_tiles` tiles of 16 rows.
+    fn blocks(&self, row_tiles: usize, tokens: usize) -> usize {
+        row_tiles.div_ceil(Q4K_WGMMA_ROWS / TILE_ROWS) * tokens.div_ceil(self.tokens) * self.split
+    }
+
+    /// Microseconds of a product per 256 columns, measured on an H200. Blocks that find no
+    /// multiprocessor run after the first ones.
+    fn column_tile_time(&self, multiprocessors: usize, row_tiles: usize, tokens: usize) -> f64 {
+        let block_time = match (self.tokens, self.split) {
+            (64, 1) => 1.65,
+            (64, _) => 2.2,
+            _ => 2.35,
+        };
+        let waves = self.blocks(row_tiles, tokens).div_ceil(multiprocessors / self.split * self.split);
+        waves as f64 * block_time / self.split as f64
+    }
+
+    fn fastest(multiprocessors: usize, row_tiles: usize, tokens: usize) -> Self {
+        let time = |shape: &Self| shape.column_tile_time(multiprocessors, row_tiles, tokens);
+        let faster = |a: Self, b: Self| if time(&b) < time(&a) { b } else { a };
+        let [first, rest @ ..] = Self::all();
+        rest.into_iter().fold(first, faster)
+    }
+}
+
+/// Microseconds of a Q4_K product per 256 columns with the 8-bit kernel and blocks of 32 tokens,
+/// measured on an H200: its small blocks share multiprocessors evenly.
+fn matmul_column_tile_time(row_tiles: usize, tokens: usize) -> f64 {
+    let shape = MatmulShape::QUANTS[2];
+    0.0031 * (row_tiles.div_ceil(shape.row_tiles()) * tokens.div_ceil(shape.tokens())) as f64
 }
 
 /// Whether products of these weights with this many tokens are computed from f16 quants, if the

@@ -5,7 +5,9 @@
 use anyhow::{Context, ensure};
 use kernels::cuda::embed::EmbedKernels;
 use kernels::cuda::float_linear::FloatShape;
-use kernels::cuda::linear::{LinearKernels, LinearMethod, MatmulShape, MatrixProduct, takes_f16_quants};
+use kernels::cuda::linear::{
+    LinearKernels, LinearMethod, MatmulShape, MatrixProduct, WgmmaShape, takes_f16_quants,
+};
 use kernels::cuda::naive::NaiveKernels;
 use kernels::cuda::quantize::{ActivationLayout, QuantizeKernels};
 use kernels::cuda::repack::RepackKernels;
@@ -48,12 +50,7 @@ fn methods(gpu: &TestGpu, dtype: DType, tokens: usize) -> Vec<LinearMethod> {
             vector
                 .into_iter()
                 .chain(tensor_cores)
-                .chain(
-                    wgmma
-                        .then_some([LinearMethod::Wgmma(64), LinearMethod::Wgmma(128)])
-                        .into_iter()
-                        .flatten(),
-                )
+                .chain(wgmma.then_some(WgmmaShape::all().map(LinearMethod::Wgmma)).into_iter().flatten())
                 .collect()
         }
     }
@@ -536,7 +533,7 @@ pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
                         LinearMethod::Matvec(_) => "vector".to_owned(),
                         LinearMethod::Scalar => "plain".to_owned(),
                         LinearMethod::Matmul(shape) => format!("tiles {}", shape.tokens()),
-                        LinearMethod::Wgmma(tokens) => format!("wgmma {tokens}"),
+                        LinearMethod::Wgmma(shape) => format!("wgmma {}/{}", shape.tokens, shape.split),
                         LinearMethod::FloatMatmul(shape) => format!("{}x{}", shape.tokens(), shape.rows()),
                     };
                     println!(

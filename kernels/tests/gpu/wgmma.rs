@@ -3,7 +3,7 @@
 //! Compares linear/q4_k_wgmma.cuh with the 8-bit products at the limits of exact sums.
 
 use kernels::cuda::Buffer;
-use kernels::cuda::linear::{LinearKernels, LinearMethod, MatmulShape, takes_f16_quants};
+use kernels::cuda::linear::{LinearKernels, LinearMethod, MatmulShape, WgmmaShape, takes_f16_quants};
 use quant::DType;
 use quant::layout::Tiles;
 
@@ -21,7 +21,9 @@ pub(crate) fn extreme_q4_k_blocks_give_the_same_bits_on_wgmma(gpu: &TestGpu) -> 
     const BLOCK: usize = 144;
     let linear = LinearKernels::new(&gpu.device);
     let mut random = TestRng::new(16);
-    for (cols, rows, tokens) in [(256, 16, 1), (512, 145, 70), (1024, 1040, 128), (4096, 515, 300)] {
+    for (cols, rows, tokens) in
+        [(256, 16, 1), (512, 145, 70), (1024, 1040, 128), (1280, 17_000, 40), (4096, 515, 300)]
+    {
         for kind in 0..4 {
             let shape = Tiles::new(DType::Q4_K, cols, rows)?;
             let mut raw = random.bytes(shape.raw_bytes());
@@ -54,18 +56,15 @@ pub(crate) fn extreme_q4_k_blocks_give_the_same_bits_on_wgmma(gpu: &TestGpu) -> 
             }
             input.device_x = Buffer::from_host(&gpu.stream, &x)?;
             let mut outs = Vec::new();
-            for method in [
-                LinearMethod::Matmul(MatmulShape::all()[3]),
-                LinearMethod::Wgmma(64),
-                LinearMethod::Wgmma(128),
-            ] {
+            let wgmma = WgmmaShape::all().map(LinearMethod::Wgmma);
+            for method in [LinearMethod::Matmul(MatmulShape::all()[3])].into_iter().chain(wgmma) {
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
                 out.view_mut().fill_bytes(&gpu.stream, 0xFF)?;
                 input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
                 outs.push(out.to_host(&gpu.stream)?);
             }
-            for (found, block) in outs[1..].iter().zip(["64", "128"]) {
-                let what = format!("kind {kind}, {cols} x {rows}, {tokens} tokens by {block}");
+            for (found, block) in outs[1..].iter().zip(WgmmaShape::all()) {
+                let what = format!("kind {kind}, {cols} x {rows}, {tokens} tokens by {block:?}");
                 ensure_bits(&what, found, &outs[0])?;
             }
         }
