@@ -329,9 +329,9 @@ struct Kernel {
         return used;
     }
 
-    // Computes the values of 256 columns and calls `take(group, values)` for each group of 8 tokens:
-    // two tokens of row g and of row g + 8. Y and N are computed for 32 tokens at a time, the next
-    // ones while values are taken.
+    // Computes the values of 256 columns. Calls `take(group, values)` for each group of 8 tokens,
+    // with two tokens of row g and of row g + 8. Y and N are computed for 32 tokens at a time, the
+    // next ones while values are taken.
     template <class Take>
     __device__ void finish_values(float (&X)[VALUES], const uint8_t *tile, const uint8_t *scales,
                                   const uint8_t *sums, uint64_t *last_unit_empty, Take take) const {

@@ -22,7 +22,7 @@ abi! {
         const ROPE_THREADS: u32 = 256;
         const GATHER_THREADS: u32 = 256;
         const ARGMAX_THREADS: u32 = 1024;
-        /// Blocks of a cluster of argmax.cu, which takes one row. 8 is the most that every GPU takes.
+        /// Blocks of a cluster of argmax.cu, which takes one row. Every GPU takes clusters of 8.
         const ARGMAX_BLOCKS: u32 = 8;
         /// Warps of a block of quantize.cu. Each takes 256 columns of a token.
         const QUANTIZE_WARPS: usize = 8;

@@ -13,12 +13,13 @@
 //! 4. Addresses never change, so captured graphs stay valid.
 
 use std::any::Any;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use cuda::{Context, Device, ResizableMemory, ResizeError};
 use ops::{AttentionSpan, KvLayer, KvLayout, OpError};
 
+use super::block_set::BlockSet;
+use super::step::KvBlocks;
 use crate::cuda::Stream;
 use crate::cuda::error::device_error;
 use crate::cuda::kv_write::{KvLayerAddress, head_bytes};
@@ -37,10 +38,8 @@ pub struct CudaKv {
     shape: UnitLayout,
     memory: Arc<Mutex<MappedKv>>,
     address: u64,
-    /// Whether a block has been written, by layer, then by block.
-    written: Vec<Vec<bool>>,
-    /// By layer: the last step for which all blocks that it reads were found to be written.
-    checked: Vec<AtomicU64>,
+    /// The written blocks, by layer.
+    written: Vec<BlockSet>,
 }
 
 /// How a cache is divided into units.
@@ -139,8 +138,7 @@ impl CudaKv {
             shape,
             memory: Arc::new(Mutex::new(memory)),
             address,
-            written: layout.layers.iter().map(|_| vec![false; layout.blocks]).collect(),
-            checked: layout.layers.iter().map(|_| AtomicU64::new(0)).collect(),
+            written: vec![BlockSet::default(); layout.layers.len()],
         })
     }
 
@@ -166,7 +164,7 @@ impl CudaKv {
     ) -> Result<(), OpError> {
         const OP: &str = "trim";
         for written in &mut self.written {
-            written.iter_mut().skip(blocks).for_each(|written| *written = false);
+            written.remove_from(blocks);
         }
         let units = self.shape.of_blocks(blocks).max(1);
         let mut memory = self.memory();
@@ -187,7 +185,7 @@ impl CudaKv {
                 return Err(OpError::Index { op: OP, what: "block", index: block as usize, len });
             }
             for layer in 0..self.layout.layers.len() {
-                if !self.written[layer][from as usize] {
+                if !self.written[layer].contains(from as usize) {
                     return Err(OpError::Unwritten { op: OP, block: from as usize });
                 }
                 self.prepare(OP, layer, &[to * tokens], to * tokens)?;
@@ -211,8 +209,8 @@ impl CudaKv {
         self.memory.clone()
     }
 
-    pub(super) fn block_tokens(&self) -> usize {
-        self.layout.block_tokens
+    pub(super) fn blocks(&self) -> KvBlocks {
+        KvBlocks { count: self.layout.blocks, tokens: self.layout.block_tokens }
     }
 
     pub(super) fn layer(&self, op: &'static str, layer: usize) -> Result<(KvLayer, KvLayerAddress), OpError> {
@@ -258,33 +256,22 @@ impl CudaKv {
         drop(memory);
         let written = &mut self.written[layer];
         for &slot in slots {
-            written[slot as usize / tokens] = true;
+            written.insert(slot as usize / tokens);
         }
         Ok(())
     }
 
-    /// Checks that all blocks that step number `step` reads have been written.
-    pub(super) fn check_written<I: Iterator<Item = u32>>(
+    /// Checks that `layer` has written the blocks which a step reads.
+    pub(super) fn check_written(
         &self,
         op: &'static str,
         layer: usize,
-        step: u64,
-        blocks: impl FnOnce() -> Result<I, OpError>,
+        read: &BlockSet,
     ) -> Result<(), OpError> {
-        if self.checked[layer].load(Ordering::Relaxed) == step {
-            return Ok(());
+        match read.first_not_in(&self.written[layer]) {
+            Some(block) => Err(OpError::Unwritten { op, block }),
+            None => Ok(()),
         }
-        let written = &self.written[layer];
-        for block in blocks()? {
-            let (index, len) = (block as usize, written.len());
-            match written.get(index) {
-                Some(true) => {}
-                Some(false) => return Err(OpError::Unwritten { op, block: index }),
-                None => return Err(OpError::Index { op, what: "block", index, len }),
-            }
-        }
-        self.checked[layer].store(step, Ordering::Relaxed);
-        Ok(())
     }
 }
 

@@ -12,6 +12,7 @@
 //! ```
 
 mod attention_plan;
+mod block_set;
 mod command;
 mod data;
 mod expert_command;

@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use ops::{OpError, Step};
 
+use super::block_set::BlockSet;
 use super::upload::StepUpload;
 use crate::cuda::error::device_error;
 use crate::cuda::{CudaError, Stream};
@@ -16,6 +17,14 @@ use crate::cuda::{CudaError, Stream};
 pub(super) struct WordRange {
     pub(super) address: u64,
     pub(super) len: usize,
+}
+
+/// The blocks of a cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct KvBlocks {
+    pub(super) count: usize,
+    /// Tokens of a block.
+    pub(super) tokens: usize,
 }
 
 pub(super) struct StepRows {
@@ -32,6 +41,8 @@ pub(super) struct StepRows {
     token_max: u32,
     slot_max: u32,
     outputs: usize,
+    /// The blocks of a cache that the rows read, if they were asked for.
+    read: Option<(KvBlocks, BlockSet)>,
     upload: StepUpload,
 }
 
@@ -47,6 +58,7 @@ impl StepRows {
             token_max: 0,
             slot_max: 0,
             outputs: 0,
+            read: None,
             upload: StepUpload::new(stream)?,
         })
     }
@@ -70,6 +82,7 @@ impl StepRows {
                 return Err(OpError::Index { op: OP, what, index: index as usize, len });
             }
         }
+        self.read = None;
         self.blocks.clear();
         self.tables.clear();
         for table in step.tables {
@@ -136,22 +149,30 @@ impl StepRows {
         Err(OpError::Shape { op, what: "number of rows against the step's", found: rows, expected })
     }
 
-    /// Returns the blocks that the rows of this step read, for blocks of `block_tokens` tokens.
-    pub(super) fn blocks_read(
-        &self,
-        op: &'static str,
-        block_tokens: usize,
-    ) -> Result<impl Iterator<Item = u32>, OpError> {
+    /// Returns the blocks that the rows of this step read from a cache.
+    pub(super) fn blocks_read(&mut self, op: &'static str, of: KvBlocks) -> Result<&BlockSet, OpError> {
+        let read = match self.read.take() {
+            Some((known, read)) if known == of => read,
+            _ => self.collect_blocks_read(op, of)?,
+        };
+        Ok(&self.read.insert((of, read)).1)
+    }
+
+    fn collect_blocks_read(&self, op: &'static str, of: KvBlocks) -> Result<BlockSet, OpError> {
+        let mut read = BlockSet::default();
         for (table, &keys) in self.tables.iter().zip(&self.keys) {
-            let (index, len) = (keys.div_ceil(block_tokens), table.len());
+            let (index, len) = (keys.div_ceil(of.tokens), table.len());
             if index > len {
                 return Err(OpError::Index { op, what: "entry of the block table", index: index - 1, len });
             }
+            for &block in &self.blocks[table.start..][..index] {
+                if block as usize >= of.count {
+                    return Err(OpError::Index { op, what: "block", index: block as usize, len: of.count });
+                }
+                read.insert(block as usize);
+            }
         }
-        let tables = self.tables.iter().zip(&self.keys);
-        Ok(tables.flat_map(move |(table, &keys)| {
-            self.blocks[table.start..][..keys.div_ceil(block_tokens)].iter().copied()
-        }))
+        Ok(read)
     }
 
     pub(super) fn tokens_on_device(&self) -> WordRange {

@@ -299,7 +299,7 @@ impl Backend for Cuda {
         if rows == 0 || cols == 0 {
             return Ok(());
         }
-        kv.check_written(OP, layer, self.steps, || self.step.blocks_read(OP, kv.block_tokens()))?;
+        kv.check_written(OP, layer, self.step.blocks_read(OP, kv.blocks())?)?;
         self.recorder.keep(kv.owner());
         let operands = AttentionOperands {
             layer: address,
