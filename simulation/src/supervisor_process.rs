@@ -244,9 +244,12 @@ impl Fleet {
             |child: &&mut SimChild| child.is_removed && child.machine.state() == ChildState::Stopped;
         if self.child(name).filter(is_gone).is_some() {
             self.call_admin(AdminTask::ForgetToken { name: name.to_string() });
-            if let Some(supervisor) = self.supervisor.as_mut() {
-                supervisor.children.remove(name);
-                supervisor.deadlines.clear_report(name);
+            let Some(supervisor) = self.supervisor.as_mut() else { return };
+            let slot = supervisor.children.remove(name).and_then(|child| child.slot);
+            supervisor.deadlines.clear_report(name);
+            // It may have returned weights after the leftovers were unloaded.
+            if slot.is_some_and(|slot| !supervisor.models.contains_key(&slot.model)) {
+                self.sync_models();
             }
         }
     }

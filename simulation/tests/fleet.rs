@@ -79,6 +79,17 @@ fn each_known_fault_is_found_without_its_cure() {
     }
 }
 
+/// Seeds that nightly runs have found, each with what failed.
+const FOUND: [(u64, &str); 1] =
+    [(1_003_930, "a worker returned weights after the leftovers of a takeover were unloaded")];
+
+#[test]
+fn seeds_that_once_failed_pass() {
+    for (seed, what) in FOUND {
+        run(seed).unwrap_or_else(|broken| panic!("{what}: {broken}"));
+    }
+}
+
 #[test]
 #[ignore = "nightly"]
 fn nightly_a_billion_events_break_no_invariant() {

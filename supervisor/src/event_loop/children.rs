@@ -292,6 +292,7 @@ impl SupervisorLoop {
         }
         if let Some(slot) = child.slot {
             self.unload_if_unused(&slot.model);
+            self.unload_returned(&slot.weights);
             self.notice_gone_workers();
         }
     }

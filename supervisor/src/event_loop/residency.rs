@@ -3,7 +3,7 @@
 //! Brings the models of the weight-server in line with those of the fleet.
 //!
 //! ```text
-//! weight-server is ready, or adopted
+//! weight-server is ready, or adopted; or the last worker of other weights is gone
 //!   |  tokens of the workers; which models are resident?
 //!   v
 //! ResidentModels ---- some are not of this fleet ----> they are unloaded
@@ -19,7 +19,7 @@
 use std::sync::Arc;
 
 use super::children::supervised_child;
-use super::{ManagedModel, SupervisorLoop};
+use super::{ManagedModel, SupervisedChild, SupervisorLoop};
 use crate::events::{ResidentModel, SupervisorEvent};
 use crate::model_record::{RecordedModel, store_models};
 use crate::resident_models;
@@ -76,6 +76,19 @@ impl SupervisorLoop {
             }
             let _: Result<(), _> = event_loop.send(SupervisorEvent::LeftoversUnloaded).await;
         }));
+    }
+
+    /// A worker of weights that this fleet does not have is gone. It may have returned them to the
+    /// weight-server after the leftovers were unloaded, so they are looked for once more.
+    pub(super) fn unload_returned(&mut self, weights: &str) {
+        if self.specs().any(|spec| spec.weights == weights) {
+            return;
+        }
+        let is_server = |child: &SupervisedChild| child.spec.role == ChildRole::WeightServer;
+        let server = self.children.iter().find(|(_, child)| is_server(child));
+        if let Some(server) = server.map(|(name, _)| name.clone()) {
+            self.sync_weight_server(&server);
+        }
     }
 
     pub(super) fn request_models(&mut self) {
