@@ -3,7 +3,7 @@
 //! Brings the models of the weight-server in line with those of the fleet.
 //!
 //! ```text
-//! weight-server is ready, or adopted; or the last worker of other weights is gone
+//! weight-server is ready, or adopted; or a worker of weights that the fleet lacks is gone
 //!   |  tokens of the workers; which models are resident?
 //!   v
 //! ResidentModels ---- some are not of this fleet ----> they are unloaded
