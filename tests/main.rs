@@ -10,6 +10,7 @@ mod access;
 mod admission;
 mod bad_input;
 mod cgroups;
+mod chat_templates;
 mod clients;
 mod clock_jumps;
 mod compatibility;

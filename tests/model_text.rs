@@ -37,7 +37,7 @@ pub(crate) const DOUBLING_TEMPLATE: &str = "{% set x = namespace(s='abcdefgh') %
     {% for _ in range(40) %}{% set x.s = x.s ~ x.s %}{% endfor %}{{ x.s|length }}";
 
 /// Never ends by itself.
-const ENDLESS_TEMPLATE: &str = "{% for a in range(99999) %}{% for b in range(99999) %}{% if false %}x{% endif %}{% endfor %}{% endfor %}";
+pub(crate) const ENDLESS_TEMPLATE: &str = "{% for a in range(99999) %}{% for b in range(99999) %}{% if false %}x{% endif %}{% endfor %}{% endfor %}";
 
 /// Writes the demo model without the keys that begin with one of `without`, and with other keys.
 pub(crate) fn rewrite(path: &Path, without: &[&str], put: impl FnOnce(&mut MetadataBuilder)) {
@@ -114,7 +114,7 @@ fn unusable_models(folder: &Path) -> Vec<(PathBuf, Vec<&'static str>)> {
 
 /// Runs a command that has to refuse a model with one line of these words. Returns its output.
 #[track_caller]
-fn check_refused(command: &mut Command, model: &Path, words: &[&str]) -> Output {
+pub(crate) fn check_refused(command: &mut Command, model: &Path, words: &[&str]) -> Output {
     let started = Instant::now();
     let output = command.output().unwrap();
     let (took, stderr) = (started.elapsed(), text(&output).1);

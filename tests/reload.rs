@@ -39,17 +39,17 @@ fn streams(fleet: &ServedFleet, model: &str) -> Vec<Continuation> {
 }
 
 impl ServedFleet {
-    fn config_file(&self) -> PathBuf {
+    pub(crate) fn config_file(&self) -> PathBuf {
         self.runtime_dir().with_extension("toml")
     }
 
-    fn configure(&self, config: &str) {
+    pub(crate) fn configure(&self, config: &str) {
         std::fs::write(self.config_file(), config).unwrap();
     }
 
     /// Reloads and returns what is printed.
     #[track_caller]
-    fn reload(&self, arguments: &[&str]) -> String {
+    pub(crate) fn reload(&self, arguments: &[&str]) -> String {
         let output = self.run_command(&[&["reload"], arguments].concat());
         let (printed, error) = text(&output);
         assert!(output.status.success(), "{error}");
@@ -66,7 +66,7 @@ fn workers_of_fleet(fleet: &ServedFleet) -> Vec<FleetProcess> {
 }
 
 /// Runs `change` while streams of the model go on, and compares them token for token.
-fn while_streaming(fleet: &ServedFleet, model: &str, change: impl FnOnce()) {
+pub(crate) fn while_streaming(fleet: &ServedFleet, model: &str, change: impl FnOnce()) {
     let (expected, done) = (streams(fleet, model), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let load = scope.spawn(|| {

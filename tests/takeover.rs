@@ -43,7 +43,7 @@ fn expected(model: &Path) -> Vec<u32> {
 
 impl ServedFleet {
     /// Kills the supervisor, runs `between`, and starts a successor with the command.
-    fn take_over(&mut self, between: impl FnOnce(), mut successor: Command) {
+    pub(crate) fn take_over(&mut self, between: impl FnOnce(), mut successor: Command) {
         proc::send_signal(self.supervisor.id(), "KILL");
         let _ = self.supervisor.wait();
         between();

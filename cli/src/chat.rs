@@ -3,7 +3,7 @@
 //! `ballast chat`: a conversation on the terminal with a model of a temporary fleet.
 
 use std::io::{BufRead, IsTerminal};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use proto::v1::generate_frame::Frame;
 use proto::v1::generate_request::Prompt;
@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use tracing::Level;
 
 use crate::cli_error::{CliError, CliResult};
-use crate::fleet_arguments::FleetArguments;
+use crate::fleet_arguments::{ChatTemplateArgument, FleetArguments};
 use crate::generate::SamplingArguments;
 use crate::running_fleet::{RunningFleet, block_on};
 use crate::terminal::stream_stdout;
@@ -27,6 +27,8 @@ pub(crate) struct ChatArguments {
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     #[command(flatten)]
+    chat_template: ChatTemplateArgument,
+    #[command(flatten)]
     sampling: SamplingArguments,
     #[command(flatten)]
     fleet: FleetArguments,
@@ -34,8 +36,16 @@ pub(crate) struct ChatArguments {
 
 pub(crate) fn run(arguments: ChatArguments) -> CliResult {
     service::logging::init("supervisor", Level::ERROR);
-    let config = arguments.fleet.clone().config(&arguments.model, None);
+    let mut config = arguments.fleet.clone().config(&arguments.model, None);
+    let chat_template = arguments.chat_template.file();
     block_on(async {
+        // A given template is tried when the fleet starts.
+        if chat_template.is_none() {
+            check_own_template(&arguments.model).await?;
+        }
+        if let Some(model) = config.models.first_mut() {
+            model.chat_template = chat_template;
+        }
         let fleet = RunningFleet::start(&config, Notify::disabled(), Level::ERROR).await?;
         fleet
             .finish(async |fleet| {
@@ -44,6 +54,22 @@ pub(crate) fn run(arguments: ChatArguments) -> CliResult {
             })
             .await
     })
+}
+
+/// Refuses a model without a usable chat template before its weights are loaded.
+async fn check_own_template(model: &Path) -> CliResult {
+    let checked = weight_server::check_text_of_file(model).await?;
+    let advice = match checked.has_tokenizer {
+        true => "; name another one with --chat-template FILE",
+        false => "",
+    };
+    match checked.chat_problem.as_str() {
+        "" => Ok(()),
+        problem => {
+            let text = format!("cannot chat with {}: {problem}{advice}", model.display());
+            Err(CliError::new(Exit::ModelRefused, text))
+        }
+    }
 }
 
 /// Runs turns of the conversation until standard input ends.

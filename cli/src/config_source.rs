@@ -8,9 +8,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use service::RuntimeDir;
-use supervisor::{ReadSpec, ReloadedSpec, diff_settings};
+use supervisor::{ReadSpec, ReloadedSpec, diff_settings, recorded_models};
 use toml::Table;
 
+use crate::chat_templates::{UnusableTemplate, read_chat_templates};
 use crate::cli_error::{CliResult, IoContext};
 use crate::fleet_config::FleetConfig;
 use crate::model_config::to_toml_table;
@@ -43,7 +44,13 @@ impl ConfigSource {
     fn read(&self, directory: &RuntimeDir, listen: Option<SocketAddr>) -> CliResult<ReloadedSpec> {
         let config = with_swapped_files(&FleetConfig::load(&self.path, None)?, directory);
         let resident = ResidentModels::find(&config, directory);
-        let sized = config.sized_without(&resident)?;
+        let mut sized = config.sized_without(&resident)?;
+        // A task of the supervisor that may block runs this.
+        tokio::runtime::Handle::current().block_on(read_chat_templates(
+            &mut sized,
+            &recorded_models(directory),
+            UnusableTemplate::Refuse,
+        ))?;
         Ok(ReloadedSpec {
             router: to_toml_table(&config.router_config(directory, listen))?,
             models: config.model_specs(&sized, &resident)?,

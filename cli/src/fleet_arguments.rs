@@ -74,6 +74,20 @@ pub(crate) struct WorkerArguments {
     no_pack: bool,
 }
 
+/// The chat template of one model.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ChatTemplateArgument {
+    /// Chat template (Jinja) that replaces the one in the model file
+    #[arg(long, value_name = "FILE")]
+    chat_template: Option<PathBuf>,
+}
+
+impl ChatTemplateArgument {
+    pub(crate) fn file(&self) -> Option<PathBuf> {
+        self.chat_template.clone()
+    }
+}
+
 impl WorkerArguments {
     /// Configuration of the draft model, if there is one. The fleet loads its weights but starts no
     /// workers for it.
@@ -91,6 +105,7 @@ impl WorkerArguments {
             aliases: Vec::new(),
             path: path.to_owned(),
             configured_path: None,
+            chat_template: None,
             device: self.device,
             workers,
             threads: self.threads,

@@ -16,10 +16,11 @@ use service::Exit;
 use service::runtime_dir::WORKERS_MAX;
 use supervisor::ModelSpec;
 
+use crate::chat_templates::{UnusableTemplate, read_chat_templates};
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::DeviceOption;
 use crate::devices::GpuInventory;
-use crate::fleet_arguments::{WorkerArguments, model_name};
+use crate::fleet_arguments::{ChatTemplateArgument, WorkerArguments, model_name};
 use crate::fleet_config::{check_names, devices_for};
 use crate::ps;
 use crate::running_fleet::{block_on, find_fleet};
@@ -36,6 +37,8 @@ pub(crate) struct LoadArguments {
     /// Further name for requests; may be given several times
     #[arg(long, value_name = "NAME")]
     alias: Vec<String>,
+    #[command(flatten)]
+    chat_template: ChatTemplateArgument,
     /// Number of workers
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=i64::from(WORKERS_MAX)))]
     workers: u32,
@@ -119,17 +122,19 @@ pub(crate) fn call_supervisor(
 }
 
 pub(crate) fn load(arguments: LoadArguments) -> CliResult {
-    let LoadArguments { model, name, alias, workers, worker, fleet } = arguments;
+    let LoadArguments { model, name, alias, chat_template, workers, worker, fleet } = arguments;
     let mut models = vec![worker.model(&model, workers)];
     models[0].name = name.unwrap_or(model_name(&model));
     models[0].aliases = alias;
+    models[0].chat_template = chat_template.file();
     models.extend(worker.draft_model());
     check_names(&models).map_err(|text| CliError::new(Exit::Usage, text))?;
     let mut seen = devices_for(models.iter().map(|model| model.device))?;
     if models[0].device == DeviceOption::Auto && !seen.gpus.is_empty() {
         seen = known_to_fleet(seen, &fleet)?;
     }
-    let sized = SizedModel::all(&models, workers, &seen)?;
+    let mut sized = SizedModel::all(&models, workers, &seen)?;
+    block_on(read_chat_templates(&mut sized, &[], UnusableTemplate::Refuse))?;
     // Loads the draft model first, unless the fleet has it already: the workers wait for it.
     sized[1..].iter().try_for_each(|draft| load_one(&fleet, draft, true))?;
     sized[..1].iter().try_for_each(|model| load_one(&fleet, model, false))

@@ -92,6 +92,7 @@ impl FleetConfig {
         let base = path.parent().unwrap_or(Path::new(""));
         for model in &mut config.models {
             model.path = base.join(&model.path);
+            model.chat_template = model.chat_template.take().map(|file| base.join(file));
         }
         config.access.keys = config.access.keys.take().map(|keys| base.join(keys));
         let invalid = |error: &dyn std::fmt::Display| {

@@ -11,6 +11,7 @@
 mod arguments;
 mod bench;
 mod chat;
+mod chat_templates;
 mod cli_error;
 mod completion;
 mod config_source;

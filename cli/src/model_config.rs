@@ -30,6 +30,8 @@ pub(crate) struct FleetModelConfig {
     /// The path that the configuration names, if a swap has replaced it.
     #[serde(skip)]
     pub(crate) configured_path: Option<PathBuf>,
+    /// The chat template that replaces the model's own.
+    pub(crate) chat_template: Option<PathBuf>,
     /// auto, host, cuda:N, or a GPU's UUID.
     #[serde(default)]
     pub(crate) device: DeviceOption,

@@ -8,9 +8,10 @@ use std::time::Duration;
 use clap::Args;
 use serde::de::DeserializeOwned;
 use service::Notify;
-use service::exit::HasExit;
 use tracing::Level;
+use worker::WorkerConfig;
 
+use crate::chat_templates::read_workers_chat_template;
 use crate::cli_error::{CliError, CliResult};
 
 #[derive(Args)]
@@ -26,7 +27,10 @@ pub(crate) fn weight_server(arguments: ProcessArguments) -> CliResult {
 }
 
 pub(crate) fn worker(arguments: ProcessArguments) -> CliResult {
-    run(arguments, worker::run)
+    run(arguments, |mut config: WorkerConfig| {
+        read_workers_chat_template(&mut config)?;
+        worker::run(config).map_err(CliError::from)
+    })
 }
 
 pub(crate) fn router(arguments: ProcessArguments) -> CliResult {
@@ -50,13 +54,13 @@ const LAST_WORDS_WAIT: Duration = Duration::from_secs(1);
 
 /// Runs a process until it ends. A failing process reports its error to the supervisor; without a
 /// supervisor it prints the error itself.
-fn run<C: DeserializeOwned, E: HasExit>(
+fn run<C: DeserializeOwned, E: Into<CliError>>(
     arguments: ProcessArguments,
     process: fn(C) -> Result<(), E>,
 ) -> CliResult {
     let outcome = service::config::load(&arguments.config)
         .map_err(CliError::from)
-        .and_then(|config| process(config).map_err(CliError::from));
+        .and_then(|config| process(config).map_err(E::into));
     service::runtime_dir::remove_dir_if_last_child();
     match outcome {
         Err(failure) if was_heard(&failure) => Err(failure.without_message()),

@@ -13,11 +13,12 @@ use service::runtime_dir::{ClaimedRuntimeDir, remove_dead_dirs};
 use service::{Exit, Notify, RuntimeDir, Shutdown};
 use supervisor::{
     BackoffReason, ChildRole, ChildState, ChildStatus, FleetEvent, FleetHandle, FleetStatus, ModelState,
-    ModelStatus,
+    ModelStatus, recorded_models,
 };
 use tokio::sync::broadcast::error::RecvError;
 use tonic::transport::Channel;
 
+use crate::chat_templates::{UnusableTemplate, read_chat_templates};
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::DeviceChoice;
 use crate::fleet_config::FleetConfig;
@@ -69,7 +70,12 @@ impl RunningFleet {
         let socket = activated.pop().map(|activated| activated.fd);
         let config = &with_swapped_files(config, claimed.directory());
         let resident = ResidentModels::find(config, claimed.directory());
-        let sized = config.sized_without(&resident)?;
+        let mut sized = config.sized_without(&resident)?;
+        let unusable = match claimed.directory().living_children().is_ok_and(|living| !living.is_empty()) {
+            true => UnusableTemplate::KeepPresent,
+            false => UnusableTemplate::Refuse,
+        };
+        read_chat_templates(&mut sized, &recorded_models(claimed.directory()), unusable).await?;
         let plan = config.plan(claimed.directory(), socket, log, &sized, &resident)?;
         let devices = sized.into_iter().map(|model| (model.name, model.choice)).collect();
         let models = plan.models.iter().map(|m| (m.name.clone(), m.workers)).collect();

@@ -35,6 +35,9 @@ pub(crate) struct ServeArguments {
     /// Further name of the model in requests; may be given several times
     #[arg(long, value_name = "NAME", conflicts_with = "config")]
     alias: Vec<String>,
+    /// Chat template (Jinja) that replaces the one in the model file
+    #[arg(long, value_name = "FILE", conflicts_with = "config")]
+    chat_template: Option<PathBuf>,
     /// Fleet of several models, configured in TOML
     #[arg(long, value_name = "FILE.toml")]
     config: Option<PathBuf>,
@@ -74,6 +77,7 @@ pub(crate) fn run(arguments: ServeArguments) -> CliResult {
             if let Some(served) = config.models.first_mut() {
                 served.name = arguments.name.unwrap_or(served.name.clone());
                 served.aliases = arguments.alias;
+                served.chat_template = arguments.chat_template;
             }
             check_names(&config.models).map_err(|text| CliError::new(Exit::Usage, text))?;
             config

@@ -17,7 +17,7 @@ use quant::layout::Tiles;
 use service::exit::one_line;
 use service::{ByteSize, Exit};
 use supervisor::ModelSpec;
-use worker::{DraftSource, MemoryPlan};
+use worker::{ChatTemplateSetting, CheckedChatTemplate, DraftSource, MemoryPlan};
 
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::{DeviceChoice, choose, without_kernel};
@@ -112,6 +112,8 @@ impl SizedModel {
         // The fleet's processes have other working directories, so the path must be absolute.
         let path = std::path::absolute(&config.path)
             .with_context(|| format!("cannot find {}", config.path.display()))?;
+        let chat_template = config.chat_template.as_deref().map(std::path::absolute).transpose();
+        let chat_template = chat_template.with_context(|| "cannot find the chat template".to_owned())?;
         let model = gguf_file::open(&path)?;
         let description = gguf_file::describe(&path, &model)?;
         check_context(config, &description)?;
@@ -158,7 +160,7 @@ impl SizedModel {
         Ok(Self {
             name,
             files: gguf_file::identity(&model)?,
-            settings: FleetModelConfig { path: path.clone(), ..config.clone() },
+            settings: FleetModelConfig { path: path.clone(), chat_template, ..config.clone() },
             path,
             workers,
             choice,
@@ -189,6 +191,21 @@ impl SizedModel {
             sized[index].make_room_for(&draft, config)?;
         }
         Ok(sized)
+    }
+
+    /// The chat template that the configuration names. Workers get its text with
+    /// [`Self::set_chat_template`].
+    pub(crate) fn chat_template_file(&self) -> Option<&Path> {
+        self.settings.chat_template.as_deref()
+    }
+
+    pub(crate) fn set_chat_template(&mut self, template: CheckedChatTemplate) {
+        self.worker.chat_template = Some(ChatTemplateSetting::Checked(template));
+    }
+
+    /// Identifies the files and their versions.
+    pub(crate) fn files(&self) -> &str {
+        &self.files
     }
 
     /// Name of this model's draft model.

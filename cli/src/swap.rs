@@ -8,11 +8,13 @@ use std::path::PathBuf;
 use proto::fleet::v1 as wire;
 use service::Exit;
 
+use crate::chat_templates::{UnusableTemplate, read_chat_templates};
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::DeviceOption;
 use crate::fleet_commands::{DrainTimeout, FleetSelector, call_supervisor, known_to_fleet, load_request};
 use crate::fleet_config::devices_for;
 use crate::model_config::FleetModelConfig;
+use crate::running_fleet::block_on;
 use crate::sized_model::SizedModel;
 
 #[derive(clap::Args)]
@@ -80,5 +82,6 @@ fn sized(fleet: &FleetSelector, name: &str, file: &std::path::Path) -> CliResult
         seen = known_to_fleet(seen, fleet)?;
     }
     let mut sized = SizedModel::all(&configs, workers, &seen)?;
+    block_on(read_chat_templates(&mut sized, &[], UnusableTemplate::Refuse))?;
     Ok(sized.swap_remove(0))
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! A model that workers serve: its name and limits, tokenizer and chat template. The router builds
-//! it once from the GGUF metadata that a worker sends. Workers with the same content share it.
+//! it once from the GGUF metadata that a worker sends. Workers with the same content and the same
+//! chat template share it.
 
 use std::sync::Arc;
 
@@ -22,6 +23,8 @@ pub(crate) struct ServedModelInfo {
     pub(crate) key: ModelKey,
     /// Further names in requests.
     pub(crate) aliases: Vec<String>,
+    /// Replaces the chat templates of the file.
+    pub(crate) chat_template: Option<Arc<str>>,
     pub(crate) digest: Vec<u8>,
     pub(crate) generation: u64,
     pub(crate) context_tokens: u32,
@@ -103,9 +106,15 @@ pub(crate) enum ChatError {
 }
 
 impl ServedModel {
-    pub(crate) fn load(description: ServedModelInfo, gguf: Vec<u8>) -> Result<Self, LoadModelError> {
+    /// `known` is a model with the same content and another chat template, whose tokenizer is
+    /// shared.
+    pub(crate) fn load(
+        description: ServedModelInfo,
+        gguf: Vec<u8>,
+        known: Option<&Self>,
+    ) -> Result<Self, LoadModelError> {
         let metadata = gguf::Metadata::parse(gguf)?;
-        let text = ModelText::load(&metadata, description.vocabulary)?;
+        let text = ModelText::load(&metadata, &description, known.map(|known| &*known.text))?;
         if let (Some(_), Err(error)) = (&text.tokenizer, &text.template) {
             tracing::info!(model = %description.key.name, reason = service::exit::one_line(error), "no usable chat template");
         }
@@ -113,7 +122,13 @@ impl ServedModel {
         Ok(Self { description, loaded_unix_seconds: unix_seconds(), text })
     }
 
-    /// The same content with another description: another name, generation or backend.
+    /// Whether a model with this description can share the text of this one.
+    pub(crate) fn has_text_of(&self, description: &ServedModelInfo) -> bool {
+        self.description.digest == description.digest
+            && self.description.chat_template == description.chat_template
+    }
+
+    /// The same text with another description: another name, generation or backend.
     pub(crate) fn with_description(&self, description: ServedModelInfo) -> Self {
         let loaded_unix_seconds = match description.key == self.description.key {
             true => self.loaded_unix_seconds,
@@ -157,11 +172,21 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 impl ModelText {
-    fn load(metadata: &gguf::Metadata, vocabulary: u32) -> Result<Self, LoadTokenizerError> {
+    fn load(
+        metadata: &gguf::Metadata,
+        description: &ServedModelInfo,
+        known: Option<&Self>,
+    ) -> Result<Self, LoadTokenizerError> {
         let dry_breakers = DryBreakerCache::default();
-        match Tokenizer::from_metadata(metadata) {
+        // A tokenizer of a large vocabulary takes 60 MiB.
+        let shared = known.and_then(|known| known.tokenizer.clone());
+        let tokenizer = shared.map_or_else(|| Tokenizer::from_metadata(metadata).map(Arc::new), Ok);
+        match tokenizer {
             Ok(tokenizer) => {
-                let template = ChatTemplate::from_metadata(metadata, &tokenizer);
+                let template = match &description.chat_template {
+                    Some(source) => ChatTemplate::from_source(source, &tokenizer),
+                    None => ChatTemplate::from_metadata(metadata, &tokenizer),
+                };
                 let syntax = |template: &ChatTemplate| {
                     [false, true].map(|with_tools| ChatSyntax::of_template(&template.source(with_tools)))
                 };
@@ -169,13 +194,13 @@ impl ModelText {
                     end_of_generation: tokenizer.end_of_generation().to_vec(),
                     syntax: template.as_ref().ok().map(syntax),
                     template,
-                    tokenizer: Some(Arc::new(tokenizer)),
+                    tokenizer: Some(tokenizer),
                     dry_breakers,
                 })
             }
             Err(LoadTokenizerError::NoTokenizer) => {
                 let mut end_of_generation = text::end_of_generation_keys(metadata)?;
-                end_of_generation.retain(|&id| id < vocabulary);
+                end_of_generation.retain(|&id| id < description.vocabulary);
                 let template = Err(LoadTemplateError::Missing);
                 Ok(Self { tokenizer: None, end_of_generation, template, syntax: None, dry_breakers })
             }

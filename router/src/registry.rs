@@ -25,7 +25,7 @@ use tonic::transport::Channel;
 
 use crate::access::ModelAccess;
 use crate::admission::{ModelCapacity, WorkerCapacity};
-use crate::model::ServedModel;
+use crate::model::{ServedModel, ServedModelInfo};
 use crate::refused_workers::{RefusedWorkers, SocketId};
 use crate::routing::{
     ModelKey, RouterTime, RoutingMode, RoutingPolicy, StreamDemand, StreamPlacement, WorkerId, WorkerProfile,
@@ -170,12 +170,14 @@ impl WorkerRegistry {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A model with the same content, whose tokenizer a new model can share. Prefers the model with
-    /// the same key.
-    pub(crate) fn model_with_content(&self, key: &ModelKey, digest: &[u8]) -> Option<Arc<ServedModel>> {
+    /// A model with the same content, whose tokenizer a new model can share. Prefers a model with
+    /// the same chat template, then the one with the same key.
+    pub(crate) fn model_with_content(&self, description: &ServedModelInfo) -> Option<Arc<ServedModel>> {
         let state = self.lock();
-        let same_content = state.models.iter().filter(|model| model.description.digest == digest);
-        same_content.max_by_key(|model| model.key() == key).cloned()
+        let same_content = state.models.iter().filter(|model| model.description.digest == description.digest);
+        let order =
+            |model: &&Arc<ServedModel>| (model.has_text_of(description), *model.key() == description.key);
+        same_content.max_by_key(order).cloned()
     }
 
     pub(crate) fn register(

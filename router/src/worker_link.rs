@@ -171,7 +171,7 @@ impl WorkerLink {
     }
 
     /// The worker's name, device, capacity and model. Reads the GGUF section only for a model with
-    /// new content.
+    /// new content or another chat template.
     async fn read_metadata(&self, client: &mut WorkerClient<Channel>) -> Result<WorkerMetadata, LinkError> {
         let failed = |status| LinkError::Call { call: "GetMetadata", source: Box::new(status) };
         let mut frames = client.get_metadata(wire::GetMetadataRequest {}).await.map_err(failed)?.into_inner();
@@ -195,13 +195,15 @@ impl WorkerLink {
                 fingerprint: WorkerFingerprint(wire.fingerprint.to_vec()),
             },
             aliases: wire.aliases,
+            chat_template: wire.chat_template.map(Into::into),
             digest: wire.digest.to_vec(),
             generation: wire.generation,
             context_tokens: wire.context_tokens,
             vocabulary: wire.vocabulary,
             weight_bytes: wire.weight_bytes,
         };
-        if let Some(known) = self.registry.model_with_content(&description.key, &description.digest) {
+        let known = self.registry.model_with_content(&description);
+        if let Some(known) = known.as_ref().filter(|known| known.has_text_of(&description)) {
             let model = Arc::new(known.with_description(description));
             return Ok(WorkerMetadata { name, device, capacity, model });
         }
@@ -222,7 +224,8 @@ impl WorkerLink {
             return Err(LinkError::Metadata { what: "fewer GGUF bytes than announced" });
         }
         // Building the merge table of a large vocabulary takes tens of milliseconds.
-        let loaded = tokio::task::spawn_blocking(move || ServedModel::load(description, gguf)).await;
+        let load = move || ServedModel::load(description, gguf, known.as_deref());
+        let loaded = tokio::task::spawn_blocking(load).await;
         let model =
             loaded.map_err(|_| LinkError::Metadata { what: "loading the tokenizer was interrupted" })??;
         Ok(WorkerMetadata { name, device, capacity, model: Arc::new(model) })

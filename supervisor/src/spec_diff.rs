@@ -12,6 +12,9 @@ use toml::{Table, Value};
 
 use crate::spec::ModelSpec;
 
+/// Of a longer text, or one of several lines, only the length is printed: a chat template.
+const SHOWN_BYTES_MAX: usize = 256;
+
 /// A key of the configuration with its old and its new value; absent values are empty.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SettingChange {
@@ -124,7 +127,13 @@ fn flatten(table: &Table) -> BTreeMap<String, Value> {
 
 impl std::fmt::Display for SettingChange {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let shown = |value: &Option<Value>| value.as_ref().map_or("default".to_owned(), Value::to_string);
+        let shown = |value: &Option<Value>| match value {
+            None => "default".to_owned(),
+            Some(Value::String(text)) if text.len() > SHOWN_BYTES_MAX || text.contains('\n') => {
+                format!("({} bytes)", text.len())
+            }
+            Some(value) => value.to_string(),
+        };
         write!(f, "{} {} -> {}", self.key, shown(&self.from), shown(&self.to))
     }
 }

@@ -8,6 +8,7 @@ pub(crate) mod api;
 pub(crate) mod http;
 pub(crate) mod proc;
 pub(crate) mod random;
+pub(crate) mod separate;
 pub(crate) mod unusable_worker;
 
 use serde_json::Value;

@@ -73,7 +73,9 @@ use state::{InheritedState, WeightServerLimits, WeightServerState};
 
 pub use config::{DeviceConfig, ModelLoadConfig, WeightServerConfig};
 pub use loader_child::LoaderProgram;
-pub use text_check_child::{CheckedText, TextCheckError, check_text_of_file};
+pub use text_check_child::{
+    CheckedText, GivenTemplate, TextCheckError, check_chat_template, check_text_of_file,
+};
 
 /// For admin calls and replies in progress when the process is asked to stop.
 const DRAIN_GRACE: Duration = Duration::from_secs(2);

@@ -7,7 +7,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -16,6 +16,7 @@ use handoff::event_loop::AsyncConnection;
 use handoff::manifest::file_identity_to_wire;
 use handoff::seqpacket::{Connection, FrameError};
 use memory::manifest::FileIdentity;
+use memory::memfd::{MemfdError, SealedMemfd};
 use nix::libc;
 use proto::weights::v1::{self as wire, LoaderFrame, loader_command, loader_frame};
 use service::{ByteSize, Exit, HasExit};
@@ -55,6 +56,14 @@ pub enum TextCheckError {
         ByteSize(CHECK_MEMORY_BYTES).rounded()
     )]
     Excessive { path: PathBuf, key: String },
+    #[error("the chat template {} is refused: {problem}", template.display())]
+    TemplateRefused { template: PathBuf, problem: String },
+    #[error(
+        "the chat template {} is refused: it needs more than {} of memory or {CHECK_CPU_SECONDS} s of processor time for a short conversation",
+        template.display(),
+        ByteSize(CHECK_MEMORY_BYTES).rounded()
+    )]
+    TemplateExcessive { template: PathBuf },
     #[error(
         "the check of tokenizer and chat template took longer than {CHECK_TIMEOUT:?}: try again when the machine is less busy"
     )]
@@ -66,6 +75,8 @@ pub enum TextCheckError {
     Killed { signal: i32 },
     #[error("cannot start the check of tokenizer and chat template")]
     Spawn(#[source] io::Error),
+    #[error("cannot pass the chat template to its check")]
+    Pass(#[from] MemfdError),
     #[error("the check of tokenizer and chat template was lost")]
     Connection(#[source] FrameError),
 }
@@ -73,8 +84,12 @@ pub enum TextCheckError {
 impl HasExit for TextCheckError {
     fn exit(&self) -> Exit {
         match self {
-            Self::File(_) | Self::Refused { .. } | Self::Excessive { .. } => Exit::ModelRefused,
-            Self::Timeout | Self::Killed { .. } => Exit::OutOfResources,
+            Self::File(_)
+            | Self::Refused { .. }
+            | Self::Excessive { .. }
+            | Self::TemplateRefused { .. }
+            | Self::TemplateExcessive { .. } => Exit::ModelRefused,
+            Self::Timeout | Self::Killed { .. } | Self::Pass(_) => Exit::OutOfResources,
             Self::Spawn(error) => service::exit::exit_for_io_error(error),
             Self::Connection(_) => Exit::PeerLost,
         }
@@ -86,10 +101,12 @@ impl From<TextCheckError> for LoadFailure {
         let text = service::exit::one_line(&error);
         let kind = match &error {
             TextCheckError::File(_) => LoaderErrorKind::File,
-            TextCheckError::Refused { .. } | TextCheckError::Excessive { .. } => {
-                LoaderErrorKind::ModelRefused
-            }
+            TextCheckError::Refused { .. }
+            | TextCheckError::Excessive { .. }
+            | TextCheckError::TemplateRefused { .. }
+            | TextCheckError::TemplateExcessive { .. } => LoaderErrorKind::ModelRefused,
             TextCheckError::Spawn(_)
+            | TextCheckError::Pass(_)
             | TextCheckError::Connection(_)
             | TextCheckError::Timeout
             | TextCheckError::Killed { .. } => return Self::LoaderLost { how: text },
@@ -98,35 +115,135 @@ impl From<TextCheckError> for LoadFailure {
     }
 }
 
-/// Checks the text of the model whose first file is at `path`.
-pub async fn check_text_of_file(path: &Path) -> Result<CheckedText, TextCheckError> {
-    let paths = vec![path.to_owned()];
-    let files = blocking(move || open_files(paths)).await;
-    let files = files.map_err(|failure| TextCheckError::File(failure.to_string()))?;
-    check_text(&files, &LoaderProgram::own()).await
+/// A chat template that replaces the model's own.
+#[derive(Clone, Copy, Debug)]
+pub struct GivenTemplate<'a> {
+    /// Names the template in errors.
+    pub file: &'a Path,
+    pub text: &'a str,
 }
 
-/// Checks the text of the model with these files. Only the first one contains metadata.
+/// What a check looks at.
+struct TextCheck<'a> {
+    /// The model's first file: only this one contains metadata.
+    model: Option<&'a (FileIdentity, File)>,
+    template: Option<GivenTemplate<'a>>,
+}
+
+/// Checks the text of the model whose first file is at `path`.
+pub async fn check_text_of_file(path: &Path) -> Result<CheckedText, TextCheckError> {
+    let model = open_model(path).await?;
+    TextCheck { model: Some(&model), template: None }.run(&LoaderProgram::own()).await
+}
+
+/// Checks a chat template, for the model whose first file is at `model` if there is one.
+pub async fn check_chat_template(
+    model: Option<&Path>,
+    template: GivenTemplate<'_>,
+) -> Result<(), TextCheckError> {
+    let model = match model {
+        Some(path) => Some(open_model(path).await?),
+        None => None,
+    };
+    let check = TextCheck { model: model.as_ref(), template: Some(template) };
+    check.run(&LoaderProgram::own()).await.map(drop)
+}
+
+async fn open_model(path: &Path) -> Result<(FileIdentity, File), TextCheckError> {
+    let paths = vec![path.to_owned()];
+    let files = blocking(move || open_files(paths)).await;
+    let mut files = files.map_err(|failure| TextCheckError::File(failure.to_string()))?;
+    if files.is_empty() { Err(TextCheckError::no_file()) } else { Ok(files.swap_remove(0)) }
+}
+
+/// Checks the text of the model with these files.
 pub(crate) async fn check_text(
     files: &[(FileIdentity, File)],
     program: &LoaderProgram,
 ) -> Result<CheckedText, TextCheckError> {
-    let [(identity, file), ..] = files else {
-        return Err(TextCheckError::File("the model has no file".to_owned()));
-    };
-    let (ours, theirs) = Connection::pair().map_err(TextCheckError::Spawn)?;
-    // Killed when it is dropped, so that it does not outlive its time.
-    let mut child = program.spawn_silent(theirs).map_err(TextCheckError::Spawn)?;
-    let connection = AsyncConnection::new(ours).map_err(TextCheckError::Spawn)?;
-    let job = wire::TextCheckJob { file: Some(file_identity_to_wire(identity.clone())) };
-    let asked = command(&connection, loader_command::Kind::TextCheck(job), &[file.as_fd()]).await;
-    asked.map_err(TextCheckError::Connection)?;
-    let report = tokio::time::timeout(CHECK_TIMEOUT, receive_report(&connection, &identity.path));
-    match report.await.unwrap_or(Err(TextCheckError::Timeout)) {
-        Err(lost @ (TextCheckError::Excessive { .. } | TextCheckError::Connection(FrameError::Closed))) => {
-            Err(foreign_signal(&mut child).await.map_or(lost, |signal| TextCheckError::Killed { signal }))
+    let model = files.first().ok_or_else(TextCheckError::no_file)?;
+    TextCheck { model: Some(model), template: None }.run(program).await
+}
+
+impl TextCheckError {
+    fn no_file() -> Self {
+        Self::File("the model has no file".to_owned())
+    }
+}
+
+impl TextCheck<'_> {
+    async fn run(&self, program: &LoaderProgram) -> Result<CheckedText, TextCheckError> {
+        let template = self.template.map(|template| template.text.as_bytes());
+        let template = template.map(|text| SealedMemfd::from_bytes("chat-template", text)).transpose()?;
+        let (ours, theirs) = Connection::pair().map_err(TextCheckError::Spawn)?;
+        // Killed when it is dropped, so that it does not outlive its time.
+        let mut child = program.spawn_silent(theirs).map_err(TextCheckError::Spawn)?;
+        let connection = AsyncConnection::new(ours).map_err(TextCheckError::Spawn)?;
+        let job = wire::TextCheckJob {
+            file: self.model.map(|(identity, _)| file_identity_to_wire(identity.clone())),
+            chat_template: template.is_some(),
+        };
+        let model = self.model.iter().map(|(_, file)| file.as_fd());
+        let fds: Vec<BorrowedFd<'_>> = model.chain(template.iter().map(AsFd::as_fd)).collect();
+        let asked = command(&connection, loader_command::Kind::TextCheck(job), &fds).await;
+        asked.map_err(TextCheckError::Connection)?;
+        let report = tokio::time::timeout(CHECK_TIMEOUT, self.receive_report(&connection));
+        match report.await.unwrap_or(Err(TextCheckError::Timeout)) {
+            Err(
+                lost @ (TextCheckError::Excessive { .. }
+                | TextCheckError::TemplateExcessive { .. }
+                | TextCheckError::Connection(FrameError::Closed)),
+            ) => {
+                Err(foreign_signal(&mut child).await.map_or(lost, |signal| TextCheckError::Killed { signal }))
+            }
+            report => report,
         }
-        report => report,
+    }
+
+    /// If the child ends without a report, names what was under check.
+    async fn receive_report(&self, connection: &AsyncConnection) -> Result<CheckedText, TextCheckError> {
+        let mut key = None;
+        loop {
+            let frame = match connection.receive::<LoaderFrame>().await {
+                Ok((frame, _)) => frame,
+                Err(FrameError::Closed) if key.is_some() => {
+                    return Err(self.excessive(key.unwrap_or_default()));
+                }
+                Err(error) => return Err(TextCheckError::Connection(error)),
+            };
+            match frame.kind {
+                Some(loader_frame::Kind::TextCheckStarted(started)) => key = Some(started.key),
+                Some(loader_frame::Kind::TextChecked(wire::TextChecked { has_tokenizer, chat_problem })) => {
+                    return Ok(CheckedText { has_tokenizer, chat_problem });
+                }
+                Some(loader_frame::Kind::Failed(failed)) => return Err(self.refused(key, failed.text)),
+                _ => return Err(TextCheckError::Connection(FrameError::Closed)),
+            }
+        }
+    }
+
+    /// The template that was under check, if it is not the model's own.
+    fn template_of(&self, key: Option<&str>) -> Option<PathBuf> {
+        let template = self.template.filter(|_| self.model.is_none() || key == Some(text::CHAT_TEMPLATE));
+        template.map(|template| template.file.to_owned())
+    }
+
+    fn model_path(&self) -> PathBuf {
+        self.model.map_or_else(PathBuf::new, |(identity, _)| identity.path.clone())
+    }
+
+    fn excessive(&self, key: String) -> TextCheckError {
+        match self.template_of(Some(&key)) {
+            Some(template) => TextCheckError::TemplateExcessive { template },
+            None => TextCheckError::Excessive { path: self.model_path(), key },
+        }
+    }
+
+    fn refused(&self, key: Option<String>, problem: String) -> TextCheckError {
+        match self.template_of(key.as_deref()) {
+            Some(template) => TextCheckError::TemplateRefused { template, problem },
+            None => TextCheckError::Refused { path: self.model_path(), problem },
+        }
     }
 }
 
@@ -137,32 +254,4 @@ async fn foreign_signal(child: &mut Child) -> Option<i32> {
         [libc::SIGKILL, libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT].contains(signal)
     };
     status.signal().filter(is_foreign)
-}
-
-/// If the child ends without a report, names the key that was under check.
-async fn receive_report(connection: &AsyncConnection, path: &Path) -> Result<CheckedText, TextCheckError> {
-    let mut key = None;
-    loop {
-        let frame = match connection.receive::<LoaderFrame>().await {
-            Ok((frame, _)) => frame,
-            Err(error) => {
-                return Err(match (error, key) {
-                    (FrameError::Closed, Some(key)) => {
-                        TextCheckError::Excessive { path: path.to_owned(), key }
-                    }
-                    (error, _) => TextCheckError::Connection(error),
-                });
-            }
-        };
-        match frame.kind {
-            Some(loader_frame::Kind::TextCheckStarted(started)) => key = Some(started.key),
-            Some(loader_frame::Kind::TextChecked(wire::TextChecked { has_tokenizer, chat_problem })) => {
-                return Ok(CheckedText { has_tokenizer, chat_problem });
-            }
-            Some(loader_frame::Kind::Failed(failed)) => {
-                return Err(TextCheckError::Refused { path: path.to_owned(), problem: failed.text });
-            }
-            _ => return Err(TextCheckError::Connection(FrameError::Closed)),
-        }
-    }
 }

@@ -28,6 +28,9 @@ pub struct WorkerConfig {
     /// Further names of the model in requests.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub aliases: Vec<String>,
+    /// The chat template that replaces the model's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chat_template: Option<ChatTemplateSetting>,
     /// The weight-server's hand-off socket.
     pub weights_socket: PathBuf,
     /// The socket to serve on. The router looks for `worker-<N>.sock` in the runtime directory.
@@ -82,6 +85,24 @@ pub struct WorkerConfig {
     /// on other workers.
     #[serde(default = "drain", with = "service::duration")]
     pub drain: Duration,
+}
+
+/// A chat template. The worker sends its text to the router.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected the path of a file")]
+pub enum ChatTemplateSetting {
+    /// Not read yet.
+    File(PathBuf),
+    Checked(CheckedChatTemplate),
+}
+
+/// A chat template that was read and tried. Each start of a worker uses this text, whatever
+/// happens to the file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CheckedChatTemplate {
+    pub file: PathBuf,
+    pub text: String,
 }
 
 /// The device of weights and computation: "host", "cuda:N", or a GPU's UUID as nvidia-smi shows it.
@@ -176,6 +197,7 @@ impl WorkerConfig {
             model,
             served_model: None,
             aliases: Vec::new(),
+            chat_template: None,
             weights_socket,
             listen,
             allow_users: BTreeSet::new(),
@@ -194,6 +216,14 @@ impl WorkerConfig {
             draft_depth: draft_depth(),
             step_timeout: step_timeout(),
             drain: drain(),
+        }
+    }
+
+    /// The text of the chat template that replaces the model's own.
+    pub(crate) fn chat_template_text(&self) -> Option<&str> {
+        match &self.chat_template {
+            Some(ChatTemplateSetting::Checked(template)) => Some(&template.text),
+            Some(ChatTemplateSetting::File(_)) | None => None,
         }
     }
 

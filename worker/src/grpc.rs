@@ -210,6 +210,7 @@ impl WorkerService {
             kv_block_tokens: stats.kv_block_tokens as u32,
             device: info.device.clone(),
             aliases: info.aliases.clone(),
+            chat_template: self.config.chat_template_text().map(str::to_owned),
         }
     }
 }

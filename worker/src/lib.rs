@@ -61,7 +61,10 @@ mod worker_pool;
 mod workspace;
 
 pub use attach_error::WorkerAttachError;
-pub use config::{ComputeDevice, DraftSource, WorkerConfig, draft_depth, step_timeout};
+pub use config::{
+    ChatTemplateSetting, CheckedChatTemplate, ComputeDevice, DraftSource, WorkerConfig, draft_depth,
+    step_timeout,
+};
 pub use draft_vocabulary::DraftVocabularyError;
 pub use memory_plan::MemoryPlan;
 pub use run::{run, serve};

@@ -29,12 +29,25 @@ impl ChatTemplate {
     pub fn from_metadata(metadata: &Metadata, tokenizer: &Tokenizer) -> Result<Self, LoadTemplateError> {
         let source = metadata.get(CHAT_TEMPLATE)?.ok_or(LoadTemplateError::Missing)?;
         let tool_use = metadata.get(CHAT_TEMPLATE_TOOL_USE)?;
-        let text = |id: Option<u32>| {
-            let bytes = id.and_then(|id| tokenizer.token_bytes(id)).unwrap_or_default();
-            String::from_utf8_lossy(bytes).into_owned()
-        };
-        Self::new(source, tool_use, &text(tokenizer.bos()), &text(tokenizer.eos()))
+        let (bos, eos) = sequence_ends(tokenizer);
+        Self::new(source, tool_use, &bos, &eos)
     }
+
+    /// A template that replaces those of the file, for chats with and without tools. `tokenizer` is
+    /// the tokenizer of the model.
+    pub fn from_source(source: &str, tokenizer: &Tokenizer) -> Result<Self, LoadTemplateError> {
+        let (bos, eos) = sequence_ends(tokenizer);
+        Self::new(source, None, &bos, &eos)
+    }
+}
+
+/// The texts of the tokens that begin and end a sequence.
+fn sequence_ends(tokenizer: &Tokenizer) -> (String, String) {
+    let text = |id: Option<u32>| {
+        let bytes = id.and_then(|id| tokenizer.token_bytes(id)).unwrap_or_default();
+        String::from_utf8_lossy(bytes).into_owned()
+    };
+    (text(tokenizer.bos()), text(tokenizer.eos()))
 }
 
 /// The ids that the file names as ends of a generation, sorted. For a model without tokenizer;

@@ -34,7 +34,7 @@ mod tokenizer;
 mod tokenizer_error;
 mod vocabulary;
 
-pub use chat::{ChatInput, ChatTemplate, LoadTemplateError, RenderError};
+pub use chat::{ChatInput, ChatTemplate, LoadTemplateError, MAX_TEMPLATE_BYTES, RenderError};
 pub use detokenizer::{DetokenizeOptions, Detokenizer};
 pub use from_gguf::{CHAT_TEMPLATE, end_of_generation_keys};
 pub use stop::{MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, StopMatcher, StopProgress, StopStringError};

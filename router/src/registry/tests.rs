@@ -4,7 +4,6 @@ use gguf::MetadataBuilder;
 use tonic::transport::Endpoint;
 
 use super::*;
-use crate::model::ServedModelInfo;
 use crate::routing::WorkerFingerprint;
 
 /// A model without tokenizer. Its key is `name` and `fingerprint`, its content is `digest`.
@@ -15,13 +14,14 @@ fn model(name: &str, fingerprint: u8, digest: u8, generation: u64) -> Arc<Served
     let description = ServedModelInfo {
         key,
         aliases: Vec::new(),
+        chat_template: None,
         digest: vec![digest],
         generation,
         context_tokens: 64,
         vocabulary: 16,
         weight_bytes: 1,
     };
-    Arc::new(ServedModel::load(description, metadata.bytes().to_vec()).unwrap())
+    Arc::new(ServedModel::load(description, metadata.bytes().to_vec(), None).unwrap())
 }
 
 fn register(registry: &WorkerRegistry, model: &Arc<ServedModel>) -> WorkerId {
@@ -128,9 +128,9 @@ async fn equal_content_is_shared_and_the_same_key_is_preferred() {
     register(&registry, &first);
     register(&registry, &model("other", 3, 8, 2));
     for wanted in [&first, &renamed] {
-        assert_eq!(registry.model_with_content(wanted.key(), &[9]).unwrap().key(), wanted.key());
+        assert_eq!(registry.model_with_content(&wanted.description).unwrap().key(), wanted.key());
     }
-    assert!(registry.model_with_content(first.key(), &[7]).is_none());
+    assert!(registry.model_with_content(&model("first", 1, 7, 1).description).is_none());
 }
 
 #[tokio::test]

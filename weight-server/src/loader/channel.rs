@@ -24,6 +24,8 @@ pub enum LoaderError {
     Unexpected { expected: &'static str, found: &'static str },
     #[error("cannot limit memory and processor time")]
     Limits(#[source] nix::Error),
+    #[error("cannot read the chat template")]
+    Template(#[source] std::io::Error),
     #[error("cannot start the loading thread")]
     Thread(#[source] std::io::Error),
 }
@@ -33,7 +35,9 @@ impl HasExit for LoaderError {
         match self {
             Self::NotStartedByWeightServer(_) => Exit::Usage,
             Self::Connection(_) => Exit::PeerLost,
-            Self::Sandbox(_) | Self::Limits(_) | Self::Unexpected { .. } => Exit::Internal,
+            Self::Sandbox(_) | Self::Limits(_) | Self::Template(_) | Self::Unexpected { .. } => {
+                Exit::Internal
+            }
             Self::Thread(_) => Exit::OutOfResources,
         }
     }

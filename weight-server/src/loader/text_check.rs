@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! weight-server                          loader
-//!   TextCheckJob + open file    ->       sets its limits, enters the sandbox
+//!   TextCheckJob + open files   ->       sets its limits, enters the sandbox
 //!                               <-       TextCheckStarted, one for each key
 //!                               <-       TextChecked, or LoadFailed
 //! ```
@@ -12,6 +12,9 @@
 //! models, so it must not be the first process to run them: a chat template is a program from the
 //! file, and it can double a string until the memory of the machine is full. Here it meets the
 //! limits of this process. If this process dies, its parent names the key that was under check.
+//!
+//! A job may bring a chat template of its own, which replaces the model's. Without a model file,
+//! only that template is checked.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -46,6 +49,10 @@ enum TextRefusal {
     #[error("{}", text::CHAT_TEMPLATE)]
     Template(#[source] LoadTemplateError),
     #[error(transparent)]
+    GivenTemplate(#[from] LoadTemplateError),
+    #[error("the model has no tokenizer, so it has no chats")]
+    NoChats,
+    #[error(transparent)]
     Loader(#[from] LoaderError),
 }
 
@@ -54,20 +61,34 @@ pub(super) fn run(
     job: &wire::TextCheckJob,
     files: Vec<OwnedFd>,
 ) -> Result<(), LoaderError> {
-    let (Some(identity), Ok([file])) = (job.file.clone(), <[OwnedFd; 1]>::try_from(files)) else {
-        return Err(LoaderError::Unexpected { expected: "one open file", found: "another number of files" });
-    };
-    let (identity, file) = (file_identity_from_wire(identity), File::from(file));
+    let mut files = files.into_iter().map(File::from);
+    let identity = job.file.clone().map(file_identity_from_wire);
+    let model = identity.and_then(|identity| Some((identity, files.next()?)));
+    let template = job.chat_template.then(|| files.next()).flatten();
+    let is_complete = model.is_some() == job.file.is_some() && template.is_some() == job.chat_template;
+    if !is_complete || files.next().is_some() {
+        return Err(LoaderError::Unexpected { expected: "the files of the job", found: "other files" });
+    }
     set_limits().map_err(LoaderError::Limits)?;
     sandbox::enter(SandboxProfile::Host).map_err(LoaderError::Sandbox)?;
     service::logging::start_thread();
-    // The loader, which reads all files of the model, reports a header that is not valid.
-    let Ok(header) = Header::read(PositionedReader { file, position: 0 }, identity.bytes) else {
-        return send_frame(connection, loader_frame::Kind::TextChecked(wire::TextChecked::default()), &[]);
+    let header = match model {
+        None => None,
+        Some((identity, file)) => {
+            match Header::read(PositionedReader { file, position: 0 }, identity.bytes) {
+                Ok(header) => Some(header),
+                // The loader, which reads all files of the model, reports an invalid header.
+                Err(_) => {
+                    let unknown = loader_frame::Kind::TextChecked(wire::TextChecked::default());
+                    return send_frame(connection, unknown, &[]);
+                }
+            }
+        }
     };
     let checked = std::thread::scope(|scope| {
         let check = std::thread::Builder::new().name("text-check".to_owned()).stack_size(STACK_BYTES);
-        let check = check.spawn_scoped(scope, || check_text(connection, header.metadata()));
+        let check = check
+            .spawn_scoped(scope, || check_text(connection, header.as_ref().map(Header::metadata), template));
         match check.map_err(LoaderError::Thread)?.join() {
             Ok(checked) => checked,
             Err(panic) => std::panic::resume_unwind(panic),
@@ -111,20 +132,38 @@ fn set_limits() -> nix::Result<()> {
     Ok(())
 }
 
-fn check_text(connection: &Connection, metadata: &Metadata) -> Result<wire::TextChecked, TextRefusal> {
+/// Checks the model's text, with `template` in place of its own chat template.
+fn check_text(
+    connection: &Connection,
+    metadata: Option<&Metadata>,
+    template: Option<File>,
+) -> Result<wire::TextChecked, TextRefusal> {
     let started = |key: &str| {
         let frame = wire::TextCheckStarted { key: key.to_owned() };
         send_frame(connection, loader_frame::Kind::TextCheckStarted(frame), &[])
     };
+    let Some(metadata) = metadata else {
+        started(text::CHAT_TEMPLATE)?;
+        ChatTemplate::new(&template_text(template)?, None, "", "")?;
+        return Ok(wire::TextChecked { has_tokenizer: false, chat_problem: String::new() });
+    };
     started(TOKENIZER_KEYS)?;
     let tokenizer = match Tokenizer::from_metadata(metadata) {
         Ok(tokenizer) => tokenizer,
+        Err(LoadTokenizerError::NoTokenizer) if template.is_some() => {
+            started(text::CHAT_TEMPLATE)?;
+            return Err(TextRefusal::NoChats);
+        }
         Err(error @ LoadTokenizerError::NoTokenizer) => {
             return Ok(wire::TextChecked { has_tokenizer: false, chat_problem: one_line(&error) });
         }
         Err(error) => return Err(error.into()),
     };
     started(text::CHAT_TEMPLATE)?;
+    if template.is_some() {
+        ChatTemplate::from_source(&template_text(template)?, &tokenizer)?;
+        return Ok(wire::TextChecked { has_tokenizer: true, chat_problem: String::new() });
+    }
     let chat_problem = match ChatTemplate::from_metadata(metadata, &tokenizer) {
         Ok(_) => String::new(),
         Err(error @ LoadTemplateError::Excessive { .. }) => return Err(TextRefusal::Template(error)),
@@ -132,4 +171,16 @@ fn check_text(connection: &Connection, metadata: &Metadata) -> Result<wire::Text
         Err(error) => one_line(&error),
     };
     Ok(wire::TextChecked { has_tokenizer: true, chat_problem })
+}
+
+/// The text of the job's template. Empty without one.
+fn template_text(file: Option<File>) -> Result<String, TextRefusal> {
+    let mut bytes = Vec::new();
+    if let Some(file) = file {
+        let reader = PositionedReader { file, position: 0 };
+        // One byte more than allowed shows that a template is too long.
+        let read = reader.take(text::MAX_TEMPLATE_BYTES as u64 + 1).read_to_end(&mut bytes);
+        read.map_err(LoaderError::Template)?;
+    }
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }

@@ -3,7 +3,7 @@
 //! Errors of loading and rendering a chat template, and the limits that they name.
 
 /// Most bytes of a template's source; the longest known templates have about 30 KiB.
-pub(super) const MAX_TEMPLATE_BYTES: usize = 1 << 20;
+pub const MAX_TEMPLATE_BYTES: usize = 1 << 20;
 /// Most instructions of one rendering. Real templates take some hundreds for each message.
 ///
 /// This limits time and the number of values, but not their size: a template that doubles a string

@@ -15,5 +15,5 @@ mod json;
 mod probe;
 mod template;
 
-pub use error::{LoadTemplateError, RenderError};
+pub use error::{LoadTemplateError, MAX_TEMPLATE_BYTES, RenderError};
 pub use template::{ChatInput, ChatTemplate};
