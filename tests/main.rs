@@ -37,6 +37,7 @@ mod other_apis;
 mod quarantine;
 mod reload;
 mod routing;
+mod sampling_defaults;
 mod shared_weights;
 mod soak;
 mod storms;

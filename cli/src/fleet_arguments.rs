@@ -9,6 +9,7 @@ use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use ops::KvTypes;
 use router::{RoutingConfig, RoutingMode};
+use sampling_params::SamplingDefaults;
 use service::ByteSize;
 use service::runtime_dir::WORKERS_MAX;
 
@@ -106,6 +107,7 @@ impl WorkerArguments {
             path: path.to_owned(),
             configured_path: None,
             chat_template: None,
+            sampling: SamplingDefaults::default(),
             device: self.device,
             workers,
             threads: self.threads,

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ops::KvTypes;
+use sampling_params::SamplingDefaults;
 use serde::{Deserialize, Serialize};
 use service::{ByteSize, Exit};
 use toml::Table;
@@ -32,6 +33,9 @@ pub(crate) struct FleetModelConfig {
     pub(crate) configured_path: Option<PathBuf>,
     /// The chat template that replaces the model's own.
     pub(crate) chat_template: Option<PathBuf>,
+    /// Values for sampling parameters that a request leaves out.
+    #[serde(default, skip_serializing_if = "SamplingDefaults::is_empty")]
+    pub(crate) sampling: SamplingDefaults,
     /// auto, host, cuda:N, or a GPU's UUID.
     #[serde(default)]
     pub(crate) device: DeviceOption,

@@ -135,6 +135,7 @@ impl SizedModel {
         let mut worker =
             worker::WorkerConfig::new(name, model_name, weights_socket, listen, kv_bytes, threads);
         worker.aliases = config.aliases.clone();
+        worker.sampling = config.sampling.clone();
         worker.device = choice.device();
         worker.kv_type = config.kv_type.clone();
         worker.context_tokens = config.ctx_size.map(|tokens| tokens as usize);

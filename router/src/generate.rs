@@ -93,6 +93,7 @@ impl GenerationRequest {
         if model.text.tokenizer().is_err() {
             params.check_without_text()?;
         }
+        params.fill_from(&model.description.sampling_defaults);
         let mut checked = Vec::with_capacity(tokens.len());
         let may_end = params.allowed_tokens.is_empty()
             || model

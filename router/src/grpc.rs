@@ -141,6 +141,7 @@ impl inference_server::Inference for InferenceService {
             context_tokens: snapshot.model.description.context_tokens,
             workers: snapshot.workers.len() as u32,
             weight_bytes: snapshot.model.description.weight_bytes,
+            sampling_defaults: Some(snapshot.model.description.sampling_defaults.clone()),
             requests: u32::try_from(snapshot.requests).unwrap_or(u32::MAX),
             is_current: snapshot.is_current,
         };

@@ -70,6 +70,7 @@ mod request_id;
 mod response_store;
 pub mod routing;
 mod run;
+mod sampling_defaults;
 mod scoring;
 mod server;
 mod tenant;

@@ -18,13 +18,15 @@ use crate::params::TokenLimits;
 use crate::routing::ModelKey;
 
 /// A worker's description of the model that it serves.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq)]
 pub(crate) struct ServedModelInfo {
     pub(crate) key: ModelKey,
     /// Further names in requests.
     pub(crate) aliases: Vec<String>,
     /// Replaces the chat templates of the file.
     pub(crate) chat_template: Option<Arc<str>>,
+    /// Values for parameters that a request leaves out.
+    pub(crate) sampling_defaults: proto::v1::Sampling,
     pub(crate) digest: Vec<u8>,
     pub(crate) generation: u64,
     pub(crate) context_tokens: u32,

@@ -196,6 +196,7 @@ impl WorkerLink {
             },
             aliases: wire.aliases,
             chat_template: wire.chat_template.map(Into::into),
+            sampling_defaults: wire.sampling_defaults.unwrap_or_default(),
             digest: wire.digest.to_vec(),
             generation: wire.generation,
             context_tokens: wire.context_tokens,

@@ -11,6 +11,7 @@ use std::time::Duration;
 use cuda::{DeviceSelector, DeviceSelectorError};
 use memory::manifest::HOST_DEVICE;
 use ops::KvTypes;
+use sampling_params::SamplingDefaults;
 use serde::{Deserialize, Serialize};
 use service::{ByteSize, UserId};
 
@@ -31,6 +32,9 @@ pub struct WorkerConfig {
     /// The chat template that replaces the model's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chat_template: Option<ChatTemplateSetting>,
+    /// Values for sampling parameters that a request leaves out.
+    #[serde(default, skip_serializing_if = "SamplingDefaults::is_empty")]
+    pub sampling: SamplingDefaults,
     /// The weight-server's hand-off socket.
     pub weights_socket: PathBuf,
     /// The socket to serve on. The router looks for `worker-<N>.sock` in the runtime directory.
@@ -198,6 +202,7 @@ impl WorkerConfig {
             served_model: None,
             aliases: Vec::new(),
             chat_template: None,
+            sampling: SamplingDefaults::default(),
             weights_socket,
             listen,
             allow_users: BTreeSet::new(),

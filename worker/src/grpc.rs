@@ -22,6 +22,7 @@ use crate::config::WorkerConfig;
 use crate::engine_thread::ServingEngine;
 use crate::grammar_compiler::GrammarCompiler;
 use crate::process_memory::anonymous_rss_bytes;
+use crate::wire::defaults::sampling_defaults;
 use crate::wire::frames::{admitted, generate_frame, kv_event_frames};
 use crate::wire::request::{grammar_source, request_from_wire, score_request_from_wire};
 use crate::wire::status::unavailable;
@@ -211,6 +212,7 @@ impl WorkerService {
             device: info.device.clone(),
             aliases: info.aliases.clone(),
             chat_template: self.config.chat_template_text().map(str::to_owned),
+            sampling_defaults: Some(sampling_defaults(&self.config.sampling)),
         }
     }
 }

@@ -17,9 +17,11 @@
 
 #![forbid(unsafe_code)]
 
+mod defaults;
 mod parameter;
 mod table;
 
+pub use defaults::{SamplingDefaultError, SamplingDefaults};
 pub use parameter::{
     FloatBounds, FloatParameter, IntegerDefault, IntegerParameter, OtherParameter, Parameter, ParameterType,
 };

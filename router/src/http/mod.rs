@@ -40,6 +40,7 @@ use tonic::Status;
 use crate::access::ModelAccess;
 use crate::gauges;
 use crate::registry::{ModelSnapshot, ResolveError};
+use crate::sampling_defaults;
 pub(crate) use error::ApiError;
 pub(crate) use fields::UnknownFields;
 pub(crate) use messages::shape_errors;
@@ -164,6 +165,7 @@ fn model_entry(snapshot: &ModelSnapshot, id: &str) -> Value {
         "parent": null,
         "max_model_len": model.description.context_tokens,
         "digest": model.digest_hex(),
+        "sampling_defaults": sampling_defaults::to_json(&model.description.sampling_defaults),
         "workers": snapshot.workers.len(),
     })
 }

@@ -9,10 +9,13 @@ use super::reply_stream::{NamedEvents, ReplyEnd, ReplyPart, ReplyUsage, ReplyWri
 use super::request::RequestMetadata;
 use crate::admission::Tenant;
 use crate::choice::FinishCause;
+use crate::model::ServedModel;
 use crate::request_id::ClientRequestId;
 use crate::response_store::{ResponseStore, StoredResponse};
+use crate::sampling_defaults::decimal;
 
-/// What a response says of its request: the field, and its value if the client sent none.
+/// What a response says of its request: the field, and its value if the client sent none. Sampling
+/// parameters have defaults of the model.
 fn echoed() -> [(&'static str, Value); 18] {
     [
         ("instructions", Value::Null),
@@ -25,11 +28,11 @@ fn echoed() -> [(&'static str, Value); 18] {
         ("safety_identifier", Value::Null),
         ("service_tier", json!("default")),
         ("store", json!(true)),
-        ("temperature", json!(1.0)),
+        ("temperature", Value::Null),
         ("text", json!({"format": {"type": "text"}})),
         ("tool_choice", json!("auto")),
         ("tools", json!([])),
-        ("top_p", json!(1.0)),
+        ("top_p", Value::Null),
         ("truncation", json!("disabled")),
         ("user", Value::Null),
         ("metadata", json!({})),
@@ -52,8 +55,17 @@ impl ResponseEcho {
         Self(echo)
     }
 
-    pub(super) fn with_model(mut self, model: &str) -> Self {
-        self.0.insert("model".to_owned(), json!(model));
+    pub(super) fn with_model(mut self, model: &ServedModel) -> Self {
+        self.0.insert("model".to_owned(), json!(model.name()));
+        let defaults = &model.description.sampling_defaults;
+        for (name, default, parameter) in [
+            ("temperature", defaults.temperature, &sampling_params::TEMPERATURE),
+            ("top_p", defaults.top_p, &sampling_params::TOP_P),
+        ] {
+            if let Some(value @ Value::Null) = self.0.get_mut(name) {
+                *value = decimal(default.unwrap_or(parameter.default));
+            }
+        }
         self
     }
 }

@@ -36,7 +36,7 @@ pub(super) async fn post(
         tokenize_chat(&app, parsed, &metadata, body).await.map_err(ApiError::of_responses)?;
     let tenant = metadata.origin.tenant.clone();
     let started = chat.start(&app, metadata).await.map_err(ApiError::of_responses)?;
-    let echo = echo.with_model(started.request.model.name());
+    let echo = echo.with_model(&started.request.model);
     let store = is_stored.then(|| app.responses.clone());
     let writer = ResponseWriter::new(echo, tenant, messages, store);
     Ok(ignored.name_in(RunningReply::new(started, writer).respond(stream).await?))

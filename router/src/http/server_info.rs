@@ -11,6 +11,7 @@ use super::fields::UnknownFields;
 use super::request::AppState;
 use crate::access::ModelAccess;
 use crate::params::{N_MAX, STOP_STRINGS_MAX, TOP_LOGPROBS_MAX};
+use crate::sampling_defaults;
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
@@ -37,6 +38,7 @@ pub(super) async fn server_info(State(app): State<AppState>, access: ModelAccess
                 "max_model_len": model.description.context_tokens,
                 "vocabulary": model.description.vocabulary,
                 "weight_bytes": model.description.weight_bytes,
+                "sampling_defaults": sampling_defaults::to_json(&model.description.sampling_defaults),
                 "workers": snapshot.workers.len(),
                 "has_tokenizer": model.text.tokenizer().is_ok(),
                 "has_chat_template": model.text.syntax(false).is_some(),

@@ -15,6 +15,7 @@ fn model(name: &str, fingerprint: u8, digest: u8, generation: u64) -> Arc<Served
         key,
         aliases: Vec::new(),
         chat_template: None,
+        sampling_defaults: proto::v1::Sampling::default(),
         digest: vec![digest],
         generation,
         context_tokens: 64,
