@@ -56,6 +56,8 @@ mod inside {
     const WORKERS: [&str; 2] = ["ballast-worker@0.service", "ballast-worker@1.service"];
     const ROUTER: &str = "ballast-router.service";
     const EXECUTABLE: &str = "/usr/local/bin/ballast";
+    /// The demo model has no template of its own.
+    const CHAT_TEMPLATE: &str = "/etc/ballast/chat.jinja";
     const UNITS: &str = "/usr/local/lib/systemd/system";
 
     fn run(command: &mut Command) -> String {
@@ -118,6 +120,7 @@ mod inside {
             ("listen", socket),
             ("device", "host".to_owned()),
             ("kv-bytes", "16MiB".to_owned()),
+            ("chat-template", CHAT_TEMPLATE.to_owned()),
         ] {
             worker.insert(key.to_owned(), Value::String(value));
         }
@@ -141,6 +144,8 @@ mod inside {
         }
         run(Command::new(in_tree("scripts/install")).arg(executable()));
         fs::create_dir_all("/etc/ballast/workers").unwrap();
+        fs::write(CHAT_TEMPLATE, "{{ messages[0].content }}").unwrap();
+        fs::set_permissions(CHAT_TEMPLATE, fs::Permissions::from_mode(0o644)).unwrap();
         let mut weights = example("weight-server.toml");
         weights.remove("devices");
         let models = weights["models"].as_array_mut().unwrap();
@@ -248,6 +253,7 @@ mod inside {
             all().into_iter().map(|unit| time(unit, "ActiveEnterTimestampMonotonic")).collect();
         assert!(order[0] <= order[1] && order[1].max(order[2]) <= order[3], "{order:?}");
         check_users();
+        assert!(get("/server_info").contains("\"has_chat_template\":true"), "{}", log());
         let expected = tokens();
 
         // The router: a stopped one is started by the next connection, a restart refuses none.
