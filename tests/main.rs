@@ -50,4 +50,5 @@ mod systemd_split;
 mod takeover;
 mod tools;
 mod unload;
+mod usage_log;
 mod workspace;

@@ -95,6 +95,7 @@ impl FleetConfig {
             model.chat_template = model.chat_template.take().map(|file| base.join(file));
         }
         config.access.keys = config.access.keys.take().map(|keys| base.join(keys));
+        config.access.usage_log = config.access.usage_log.take().map(|file| base.join(file));
         let invalid = |error: &dyn std::fmt::Display| {
             CliError::new(Exit::Usage, format!("configuration {}: {error}", path.display()))
         };

@@ -22,6 +22,7 @@ use crate::model::ServedModel;
 use crate::quarantine::LossVerdict;
 use crate::quarantine_control::LoggedRequest;
 use crate::text_stream::TextStream;
+use crate::usage::ChoiceUsage;
 use crate::wire::{ChoiceCall, Logprob, WorkerFrame, stream_loss};
 
 /// A client that reads nothing for this long is cancelled, so that it does not hold KV blocks.
@@ -77,6 +78,8 @@ pub(crate) struct ChoiceTask {
     pub(crate) events: mpsc::Sender<ChoiceEvent>,
     /// Counts the output for the API key, however the choice ends.
     pub(crate) active: Option<KeyedRequest>,
+    /// Tells the usage log what the choice has used, however it ends.
+    pub(crate) usage: Option<ChoiceUsage>,
     /// The choice holds its permit until it ends, whichever worker serves it.
     pub(crate) _permit: StreamPermits,
 }
@@ -109,6 +112,9 @@ impl ChoiceTask {
         };
         if let Some(active) = &running.task.active {
             active.record_output(running.progress.output().len());
+        }
+        if let (Some(usage), Some(outcome)) = (&mut running.task.usage, &outcome) {
+            usage.finish(outcome);
         }
         let Some(outcome) = outcome else { return metrics::record_cancelled_choice(model.name()) };
         match &outcome {
@@ -235,6 +241,9 @@ impl RunningChoice {
                 // After a resume, the worker reports the choice's own output as prefix cache hits.
                 if self.progress.losses() == 0 {
                     self.cached_tokens = cached_tokens.min(self.task.call.prompt.len() as u32);
+                    if let Some(usage) = &mut self.task.usage {
+                        usage.cached_tokens = self.cached_tokens;
+                    }
                 }
                 Ok(Some(if is_stop { FinishCause::StopToken(stop_token) } else { FinishCause::Length }))
             }
@@ -254,6 +263,10 @@ impl RunningChoice {
         logprobs.truncate(pushed.consumed_tokens);
         self.progress.append(&ids, sampler_state)?;
         metrics::record_output_tokens(self.task.model.name(), ids.len());
+        if let Some(usage) = &mut self.task.usage {
+            usage.output_tokens = self.progress.output().len();
+            usage.first_token = self.time_to_first_token;
+        }
         self.send(OutputDelta { choice: self.task.index, tokens: ids, text: pushed.text, logprobs }).await?;
         Ok(pushed.stop.map(FinishCause::StopString))
     }

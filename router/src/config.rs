@@ -85,16 +85,23 @@ pub struct AccessConfig {
     /// The file of API keys. If absent, everybody who can connect may call.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub keys: Option<PathBuf>,
+    /// The file to which a line of JSON is appended for each request that has ended.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub usage_log: Option<PathBuf>,
     /// Origins of web pages that may call, beside those of this machine. "*" allows all.
     pub origins: Vec<String>,
 }
 
 impl AccessConfig {
-    /// The same with an absolute path, for a process with another directory. A path that cannot be
+    /// The same with absolute paths, for a process with another directory. A path that cannot be
     /// made absolute stays as it is.
     pub fn absolute(&self) -> Self {
-        let keys = self.keys.as_ref().map(|keys| std::path::absolute(keys).unwrap_or_else(|_| keys.clone()));
-        Self { keys, origins: self.origins.clone() }
+        let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
+        Self {
+            keys: self.keys.as_ref().map(absolute),
+            usage_log: self.usage_log.as_ref().map(absolute),
+            origins: self.origins.clone(),
+        }
     }
 
     /// Checks the origins, and reads the key file as the router does.

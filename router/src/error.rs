@@ -34,6 +34,8 @@ pub enum RouterError {
     InheritedKind(#[source] io::Error),
     #[error("cannot use the inherited listening socket")]
     Inherited(#[source] io::Error),
+    #[error("cannot start the thread of the usage log")]
+    UsageLog(#[source] io::Error),
     #[error("cannot listen on {address}{}", address_in_use_hint(.address, .source))]
     Listen { address: SocketAddr, source: io::Error },
     #[error(transparent)]
@@ -78,6 +80,7 @@ impl HasExit for RouterError {
             RouterError::Listen { source, .. }
             | RouterError::Runtime(source)
             | RouterError::Signals(source)
+            | RouterError::UsageLog(source)
             | RouterError::Inherited(source) => exit_for_io_error(source),
             RouterError::Notify(error) => error.exit(),
             RouterError::Inherit(error) => error.exit(),

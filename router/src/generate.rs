@@ -29,6 +29,8 @@ use crate::quarantine::{ContentHasher, ContentKey};
 use crate::registry::{PlacedStream, WorkerRegistry};
 use crate::tenant::TenantResolver;
 use crate::text_stream::TextStream;
+use crate::usage::RequestUsage;
+use crate::usage_log::UsageLog;
 use crate::wire::ChoiceCall;
 
 /// Deltas of each choice that the router buffers for a slow client. Then the worker has to wait
@@ -163,7 +165,8 @@ impl GenerationRequest {
     }
 
     /// The events of a request that generates nothing: each choice ends at once.
-    pub(crate) fn without_output(&self) -> mpsc::Receiver<ChoiceEvent> {
+    pub(crate) fn without_output(&self, usage_log: Option<&Arc<UsageLog>>) -> mpsc::Receiver<ChoiceEvent> {
+        let usage = usage_log.map(|log| RequestUsage::begin(log, self));
         let (events, receiver) = mpsc::channel(self.choices());
         for choice in 0..self.choices() as u32 {
             let outcome = ChoiceOutcome {
@@ -176,6 +179,9 @@ impl GenerationRequest {
             };
             let sent = events.try_send(ChoiceEvent::Ended { choice, outcome: Ok(outcome) });
             sent.expect("the channel has a slot for each choice");
+            if let Some(usage) = &usage {
+                usage.begin_choice(choice).finish_empty();
+            }
         }
         self.record_prompts();
         receiver
@@ -245,6 +251,7 @@ pub(crate) struct Generator {
     pub(crate) tenants: TenantResolver,
     /// Maximum duration of a request.
     pub(crate) request_timeout: Duration,
+    pub(crate) usage_log: Option<Arc<UsageLog>>,
 }
 
 /// A choice that a worker has admitted.
@@ -330,6 +337,7 @@ impl Generator {
     ) -> Result<mpsc::Receiver<ChoiceEvent>, RequestRefusal> {
         // Each choice reserves one slot for its `Ended` event before any choice sends a delta.
         let (events, receiver) = mpsc::channel(choices.len() * (BUFFERED_DELTAS_MAX + 1));
+        let usage = self.usage_log.as_ref().map(|log| RequestUsage::begin(log, request));
         let mut tasks = Vec::with_capacity(choices.len());
         for (index, AdmittedChoice { call, stream, progress }) in (0..).zip(choices) {
             let visible = request.visible_tokens.clone();
@@ -337,6 +345,7 @@ impl Generator {
                 .map_err(|error| RequestRefusal::Invalid { detail: error.to_string() })?;
             let ended_permit = events.clone().try_reserve_owned().ok();
             let ended_permit = ended_permit.expect("the channel has a free slot for each choice");
+            let choice = call.choice;
             let task = ChoiceTask {
                 index,
                 model: request.model.clone(),
@@ -346,6 +355,7 @@ impl Generator {
                 deadline: Some(deadline),
                 events: events.clone(),
                 active: request.origin.active.clone(),
+                usage: usage.as_ref().map(|usage| usage.begin_choice(choice)),
                 _permit: permits.split_one(),
             };
             tasks.push(task.run(stream, progress, text, ended_permit));

@@ -75,6 +75,8 @@ mod scoring;
 mod server;
 mod tenant;
 mod text_stream;
+mod usage;
+mod usage_log;
 mod wire;
 mod worker_link;
 mod worker_search;

@@ -82,6 +82,11 @@ pub(crate) fn record_key_output_tokens(key: &str, tokens: usize) {
     counter!("ballast:key_generation_tokens_total", "key" => key.to_owned()).increment(tokens as u64);
 }
 
+/// The usage log did not take a line.
+pub(crate) fn record_lost_usage_line() {
+    counter!("ballast:usage_lines_lost_total").increment(1);
+}
+
 /// A request was put into quarantine.
 pub(crate) fn record_quarantine(model: &str) {
     counter!("ballast:requests_quarantined_total", "model_name" => model.to_owned()).increment(1);

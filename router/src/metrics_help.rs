@@ -5,7 +5,7 @@
 const PREFIX: &str = "ballast:";
 
 /// Names without prefix, and what they measure.
-const HELP: [(&str, &str); 43] = [
+const HELP: [(&str, &str); 44] = [
     ("num_streams", "Streams that run or wait, of all models."),
     ("request_bytes", "Bytes that requests hold."),
     ("num_contents_quarantined", "Contents of requests that are refused because they crashed workers."),
@@ -48,6 +48,7 @@ const HELP: [(&str, &str); 43] = [
     ("requests_denied_total", "Requests without a valid API key or above its limits."),
     ("key_prompt_tokens_total", "Prompt tokens of an API key."),
     ("key_generation_tokens_total", "Output tokens of an API key."),
+    ("usage_lines_lost_total", "Lines that the usage log did not take."),
     ("requests_quarantined_total", "Requests that were put into quarantine."),
 ];
 

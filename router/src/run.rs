@@ -28,13 +28,15 @@ pub fn run(config: RouterConfig) -> Result<(), RouterError> {
     let listener = public_listener(service::listen::inherited_fds()?)?;
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RouterError::Runtime)?;
-    runtime.block_on(async {
+    let mut usage_log = None;
+    let served = runtime.block_on(async {
         let shutdown = Shutdown::install().map_err(RouterError::Signals)?;
         let notify = Notify::from_env()?;
         let supervisor =
             service::supervision::watch_supervisor("router", "router", None, &notify, &shutdown)?;
         let is_inherited = listener.is_some();
         let router = Router::bind(config, listener, Metrics::install()?).await?;
+        usage_log = router.usage_log();
         if let Some(socket) = router.public_socket().map_err(RouterError::Inherited)? {
             tokio::spawn(hand_over_socket(socket, is_inherited, supervisor, notify.clone()));
         }
@@ -54,7 +56,13 @@ pub fn run(config: RouterConfig) -> Result<(), RouterError> {
         extension.abort();
         notify.stopping()?;
         served
-    })
+    });
+    // Streams that are still open end with the runtime, and their requests have lines too.
+    drop(runtime);
+    if let Some(usage_log) = usage_log {
+        usage_log.flush();
+    }
+    served
 }
 
 /// The public socket, from the supervisor or from systemd's socket activation. A second one would

@@ -35,6 +35,7 @@ use crate::listener::{self, ListenerLimits};
 use crate::quarantine_control::QuarantineController;
 use crate::registry::WorkerRegistry;
 use crate::tenant::TenantResolver;
+use crate::usage_log::UsageLog;
 
 /// The length prefix of a gRPC message, which counts in the body of a call.
 const GRPC_PREFIX_BYTES: u64 = 5;
@@ -72,6 +73,7 @@ impl Router {
         let health = listen(config.limits.health_listen).await?;
         let socket = service::grpc::bind(&RuntimeDir::at(&config.runtime_dir).router_socket())?;
         let registry = WorkerRegistry::new(config.routing.mode);
+        let usage_log = config.access.usage_log.clone().map(UsageLog::start).transpose();
         let quarantine = QuarantineController::new(config.limits.quarantine);
         let dispatcher = Dispatcher { registry: registry.clone(), quarantine };
         let generator = Generator {
@@ -84,6 +86,7 @@ impl Router {
             dispatcher,
             tenants: TenantResolver::default(),
             request_timeout: config.limits.request_timeout,
+            usage_log: usage_log.map_err(RouterError::UsageLog)?,
         };
         Ok(Self { config, tcp, health, socket, generator, access, origins, metrics })
     }
@@ -101,6 +104,10 @@ impl Router {
     /// The address of `health-listen`.
     pub fn health_address(&self) -> Option<SocketAddr> {
         self.health.as_ref().and_then(|health| health.local_addr().ok())
+    }
+
+    pub(crate) fn usage_log(&self) -> Option<Arc<UsageLog>> {
+        self.generator.usage_log.clone()
     }
 
     pub(crate) fn registry(&self) -> Arc<WorkerRegistry> {

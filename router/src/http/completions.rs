@@ -100,7 +100,7 @@ pub(crate) async fn post(
         None => None,
     };
     let events = match is_without_output {
-        true => request.without_output(),
+        true => request.without_output(app.generator.usage_log.as_ref()),
         false => app.generator.start(&request).await?,
     };
     let format = CompletionFormat {
