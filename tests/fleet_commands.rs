@@ -52,8 +52,17 @@ fn one_content_under_two_names_is_served_under_each_until_that_is_unloaded() {
     load(&fleet, &copy(&demo_22m(), folder.path(), "b.gguf"), &["--name", "second"]);
     let text = answer(&http, "first");
     assert_eq!(answer(&http, "second"), text);
+    let is_listed = |name: &str| {
+        let models: Value = serde_json::from_str(&http.get("/v1/models").1).unwrap();
+        models["data"].as_array().unwrap().iter().any(|model| model["id"] == name)
+    };
+    assert!(is_listed("first"));
     unload(&fleet, "first");
-    eventually("no worker serves the first", || (complete(&http, "first").0 != 200).then_some(()));
+    eventually("the first is unknown", || (complete(&http, "first").0 == 404).then_some(()));
+    assert!(!is_listed("first") && is_listed("second"));
+    let lines = fleet.try_ps_lines().unwrap();
+    assert!(lines.iter().all(|line| line["name"] != "model:first"), "{lines:?}");
+    assert_eq!(http.get("/ready").0, 200);
     assert_eq!(answer(&http, "second"), text, "its worker is its own");
     fleet.stop();
 }

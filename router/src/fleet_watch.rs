@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Asks the supervisor how the processes of the fleet are, for `/ready` and metrics, and which file
-//! each model means while it is swapped. A router without a supervisor knows only the workers that
-//! serve.
+//! Asks the supervisor how the processes of the fleet are, for `/ready` and metrics, which models
+//! the fleet has, and which file each model means while it is swapped. A router without a
+//! supervisor knows only the workers that serve.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -64,9 +64,8 @@ impl FleetWatch {
             }
             let status = if socket.exists() { ask(&mut client).await } else { None };
             if let Some(status) = &status {
-                // A model without resident weights has no digest.
-                let known = status.models.iter().filter(|model| !model.digest.is_empty());
-                registry.prefer(known.map(|model| (model.name.clone(), model.digest.to_vec())).collect());
+                let models = status.models.iter().map(|model| (model.name.clone(), model.digest.to_vec()));
+                registry.set_fleet_models(models.collect());
             }
             let children = status.map(|status| status.children).unwrap_or_default();
             let reports = children.into_iter().map(ProcessReport::from).collect();

@@ -53,7 +53,8 @@ struct RegistryState {
     /// One for each key, in the order of registration. Workers with equal descriptions share it, so
     /// that its references count the requests that hold it.
     models: Vec<Arc<ServedModel>>,
-    /// The digest that each model is to have, as the supervisor has last said.
+    /// The digest that each model of the fleet is to have, as the supervisor has last said. Empty
+    /// if no weights of the model are known.
     preferred: HashMap<String, Vec<u8>>,
     last_worker_id: u64,
     refused: RefusedWorkers,
@@ -210,10 +211,13 @@ impl WorkerRegistry {
         id
     }
 
-    /// Sets the digest that each model is to have. While a model is swapped, the workers of two
-    /// files serve under its name.
-    pub(crate) fn prefer(&self, digests: HashMap<String, Vec<u8>>) {
-        self.lock().preferred = digests;
+    /// Sets the models of the fleet, with the digest that each is to have, or an empty one. While a
+    /// model is swapped, the workers of two files serve under its name. Forgets models that have
+    /// left the fleet.
+    pub(crate) fn set_fleet_models(&self, digests: HashMap<String, Vec<u8>>) {
+        let mut state = self.lock();
+        state.preferred = digests;
+        state.remove_departed_models();
     }
 
     /// Removes a worker. Idempotent: the worker's link and a broken stream may both report its
@@ -409,7 +413,8 @@ impl RegistryState {
     fn precedence(&self, model: &ServedModel, name: &str) -> impl Ord + use<> {
         let has_workers = self.routing.worker_count(model.key()) > 0;
         let preferred = self.preferred.get(model.name());
-        let is_preferred = preferred.is_none_or(|digest| *digest == model.description.digest);
+        let is_preferred =
+            preferred.is_none_or(|digest| digest.is_empty() || *digest == model.description.digest);
         (has_workers, model.name() == name, is_preferred, model.description.generation)
     }
 
@@ -425,6 +430,24 @@ impl RegistryState {
     fn requests(&self, model: &Arc<ServedModel>) -> usize {
         let of_workers = self.workers.values().filter(|worker| Arc::ptr_eq(&worker.model, model)).count();
         Arc::strong_count(model).saturating_sub(1 + of_workers)
+    }
+
+    /// Removes models without a worker and without a request that are not of the fleet: they are
+    /// unloaded, or the workers of another file serve under their name. A model whose workers
+    /// restart is of the fleet.
+    fn remove_departed_models(&mut self) {
+        let has_workers = |model: &ServedModel| self.routing.worker_count(model.key()) > 0;
+        let served: HashSet<String> = self
+            .models
+            .iter()
+            .filter(|model| has_workers(model))
+            .map(|model| model.name().to_owned())
+            .collect();
+        let departed = |model: &Arc<ServedModel>| match self.preferred.get(model.name()) {
+            None => true,
+            Some(digest) => *digest != model.description.digest && served.contains(model.name()),
+        };
+        self.models.retain(|model| has_workers(model) || Arc::strong_count(model) > 1 || !departed(model));
     }
 
     /// Keeps at most [`IDLE_MODELS_MAX`] models without a worker, the newest.

@@ -199,7 +199,7 @@ async fn a_swapped_name_means_what_the_supervisor_wants_and_requests_of_each_fil
     register(&registry, &old);
     register(&registry, &model("m", 1, 1, 7));
     drop(old);
-    registry.prefer(HashMap::from([("m".to_owned(), vec![1])]));
+    registry.set_fleet_models(HashMap::from([("m".to_owned(), vec![1])]));
     register(&registry, &new);
     drop(new);
     let request = registry.resolve(Some("m"), &ModelAccess::default()).unwrap();
@@ -209,11 +209,37 @@ async fn a_swapped_name_means_what_the_supervisor_wants_and_requests_of_each_fil
         registry.snapshot().into_iter().map(entry).collect()
     };
     assert_eq!(held(), [(7, 1, true), (8, 0, false)]);
-    registry.prefer(HashMap::from([("m".to_owned(), vec![2])]));
+    registry.set_fleet_models(HashMap::from([("m".to_owned(), vec![2])]));
     assert_eq!(held(), [(7, 1, false), (8, 0, true)]);
     drop(request);
     assert_eq!(held(), [(7, 0, false), (8, 0, true)]);
     assert_eq!(generation(&registry, None), 8);
+}
+
+#[tokio::test]
+async fn models_that_have_left_the_fleet_are_forgotten_and_those_whose_workers_restart_are_not() {
+    let registry = registry();
+    let models = [model("restarts", 1, 1, 1), model("unloaded", 2, 2, 2), model("m", 3, 3, 3)];
+    let workers = models.each_ref().map(|model| register(&registry, model));
+    register(&registry, &model("m", 4, 4, 4));
+    drop(models);
+    workers.into_iter().for_each(|worker| registry.remove(worker));
+    let listed = || -> Vec<(String, u64)> {
+        let entry = |s: ModelSnapshot| (s.model.name().to_owned(), s.model.description.generation);
+        registry.snapshot().into_iter().map(entry).collect()
+    };
+    assert_eq!(listed().len(), 4);
+    let in_flight = registry.resolve(Some("unloaded"), &ModelAccess::default()).unwrap();
+    let fleet = [("restarts", vec![]), ("m", vec![4])].map(|(name, digest)| (name.to_owned(), digest));
+    let fleet = HashMap::from(fleet);
+    registry.set_fleet_models(fleet.clone());
+    assert_eq!(listed().len(), 3, "a request holds the unloaded model");
+    drop(in_flight);
+    registry.set_fleet_models(fleet);
+    assert_eq!(listed(), [("m".to_owned(), 4), ("restarts".to_owned(), 1)]);
+    // Its file was replaced, and no worker of the new one serves yet.
+    registry.set_fleet_models(HashMap::from([("restarts".to_owned(), vec![9])]));
+    assert!(listed().contains(&("restarts".to_owned(), 1)));
 }
 
 #[tokio::test]
