@@ -3,16 +3,17 @@
 //! `ballast swap` replaces the file of a model while clients use it.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::harness::admin::try_weight_server_status;
 use crate::harness::api::{Continuation, TestRequest, generate_all, runtime};
+use crate::harness::http::HttpClient;
 use crate::harness::{
-    ServedFleet, ballast, demo_7m, demo_22m, device, eventually, first_json_line, proc, runs_on_host,
-    serve_config, text,
+    FleetProcess, ServedFleet, ballast, demo_7m, demo_22m, device, eventually, first_json_line, proc,
+    runs_on_host, serve_config, text,
 };
 use crate::model_text::rewrite;
 
@@ -301,6 +302,102 @@ fn processes_may_die_in_a_swap_and_one_file_is_left() {
         swap.wait().unwrap();
         settled(&fleet, 2, 1);
         assert!(goldens().contains(&answers(&fleet)));
+    }
+    fleet.stop();
+}
+
+/// How many files the router lists under the model's name.
+fn listed_files(fleet: &ServedFleet) -> usize {
+    let models = HttpClient::connect(fleet).get("/v1/models").1;
+    serde_json::from_str::<serde_json::Value>(&models).unwrap()["data"].as_array().unwrap().len()
+}
+
+#[test]
+fn a_successor_that_undoes_a_swap_does_not_wait_for_workers_of_the_new_file() {
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let (runtime_dir, config) = (directory.path().join("run"), model("m", &demo_7m(), 2, ""));
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("log");
+    let mut fleet = ServedFleet::start_command(directory, serve_config(&runtime_dir, &config));
+    let before = workers(&fleet);
+    // The swap waits until the router uses the new workers, which a stopped router does not.
+    let router = fleet.only_process("router").pid;
+    proc::send_signal(router, "STOP");
+    let mut swap = spawn_swap(&fleet, &demo_22m());
+    eventually("the new workers are ready", || {
+        let ready = |process: &FleetProcess| process.role == "worker" && process.state == "ready";
+        (fleet.try_processes()?.into_iter().filter(ready).count() == 4).then_some(())
+    });
+    let new: Vec<_> = workers(&fleet).into_iter().filter(|worker| !before.contains(worker)).collect();
+    proc::send_signal(fleet.supervisor.id(), "KILL");
+    fleet.supervisor.wait().unwrap();
+    // The router comes to know one of the two new workers.
+    proc::send_signal(new[1].1, "STOP");
+    proc::send_signal(router, "CONT");
+    eventually("the router lists the model with both files", || (listed_files(&fleet) == 2).then_some(()));
+
+    let mut successor = serve_config(&runtime_dir, &config);
+    successor.stderr(std::fs::File::create(&log).unwrap());
+    let mut successor = successor.spawn().unwrap();
+    first_json_line(&mut successor);
+    fleet.supervisor = successor;
+    proc::send_signal(new[1].1, "CONT");
+    swap.wait().unwrap();
+    assert_eq!(settled(&fleet, 2, 1), [demo_7m().to_str().unwrap()]);
+    assert_eq!(workers(&fleet), before);
+    eventually("the router has forgotten the new file", || (listed_files(&fleet) == 1).then_some(()));
+    fleet.stop();
+    // Log lines are written by a thread of their own.
+    let log = std::fs::read_to_string(&log).unwrap();
+    assert!(!log.contains("the adopted fleet is not complete"), "{log}");
+}
+
+/// Ends the supervisor, with `others` in the same call, and starts a successor with the same
+/// configuration.
+fn follow(fleet: &mut ServedFleet, others: &[u32], runtime_dir: &Path, config: &str) {
+    let pids = others.iter().copied().chain([fleet.supervisor.id()]).map(|pid| pid.to_string());
+    assert!(Command::new("kill").arg("-KILL").args(pids).status().unwrap().success());
+    fleet.supervisor.wait().unwrap();
+    let mut successor = serve_config(runtime_dir, config).spawn().unwrap();
+    first_json_line(&mut successor);
+    fleet.supervisor = successor;
+}
+
+#[test]
+fn i1_after_a_swap_a_successor_serves_the_new_file_without_loading_it_again() {
+    goldens();
+    let folder = tempfile::tempdir().unwrap();
+    let [old, new] = ["old", "new"].map(|name| folder.path().join(name));
+    std::fs::copy(demo_7m(), &old).unwrap();
+    std::fs::copy(demo_22m(), &new).unwrap();
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let (runtime_dir, config) = (directory.path().join("run"), model("m", &old, 2, ""));
+    let mut fleet = ServedFleet::start_command(directory, serve_config(&runtime_dir, &config));
+    let (code, _, error) = swap(&fleet, &new);
+    assert_eq!(code, Some(0), "{error}");
+    assert_eq!(settled(&fleet, 2, 1), [new.to_str().unwrap()]);
+    let generation = |fleet: &ServedFleet| {
+        let status = eventually("status", || runtime().block_on(try_weight_server_status(fleet)));
+        status.generations[0].generation
+    };
+    let (loaded, serving) = (generation(&fleet), workers(&fleet));
+    // No process can read a file that is gone. Who dies: the supervisor, both, both with a worker.
+    std::fs::remove_file(&new).unwrap();
+    for round in 0..3 {
+        let mut killed = Vec::new();
+        if round > 0 {
+            killed.push(fleet.only_process("weight-server").pid);
+        }
+        if round > 1 {
+            killed.push(serving[0].1);
+        }
+        follow(&mut fleet, &killed, &runtime_dir, &config);
+        assert_eq!(settled(&fleet, 2, 1), [new.to_str().unwrap()], "round {round}");
+        assert_eq!(generation(&fleet), loaded, "round {round}: the weights were loaded again");
+        let kept = workers(&fleet).iter().filter(|worker| serving.contains(worker)).count();
+        assert_eq!(kept, if round > 1 { 1 } else { 2 }, "round {round}: workers were restarted");
+        assert_eq!(answers(&fleet), goldens()[1], "round {round}");
+        eventually("the router has forgotten the old file", || (listed_files(&fleet) == 1).then_some(()));
     }
     fleet.stop();
 }

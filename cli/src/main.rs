@@ -37,6 +37,7 @@ mod ps;
 mod resident_models;
 mod running_fleet;
 mod serve;
+mod served_workers;
 mod sized_model;
 mod summary;
 mod swap;

@@ -24,6 +24,7 @@ use crate::device_choice::DeviceChoice;
 use crate::fleet_config::FleetConfig;
 use crate::progress_bar::{LoadProgressBar, LoadingModel};
 use crate::resident_models::ResidentModels;
+use crate::served_workers::served_workers;
 use crate::swapped_files::with_swapped_files;
 
 /// The start fails after this time without any progress: no byte loaded and no child's state
@@ -180,8 +181,7 @@ impl RunningFleet {
     async fn is_served(&self, client: &mut InferenceClient<Channel>) -> bool {
         // If the router does not answer, it is still starting or restarting.
         let Ok(reply) = client.list_models(proto::v1::ListModelsRequest {}).await else { return false };
-        let served: HashMap<String, u32> =
-            reply.into_inner().models.into_iter().map(|m| (m.name, m.workers)).collect();
+        let served = served_workers(reply.into_inner());
         self.models
             .iter()
             .all(|(name, workers)| *workers == 0 || served.get(name).is_some_and(|found| found >= workers))

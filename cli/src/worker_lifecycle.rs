@@ -9,14 +9,15 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use proto::fleet::v1 as wire;
+use proto::v1::ListModelsRequest;
 use proto::v1::inference_client::InferenceClient;
-use proto::v1::{ListModelsReply, ListModelsRequest};
 use service::{Exit, RuntimeDir};
 use tonic::transport::Channel;
 
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::ps;
 use crate::running_fleet::{block_on, find_fleet};
+use crate::served_workers::served_workers;
 
 /// How long a restarted worker may take until the router uses it. Loading kernels and capturing
 /// graphs of a large model takes seconds.
@@ -206,9 +207,8 @@ impl RestartedFleet {
     /// The number of workers that the router uses, by model. `None` while the router does not
     /// answer.
     async fn served(&mut self) -> Option<HashMap<String, u32>> {
-        let ListModelsReply { models, .. } =
-            self.router.list_models(ListModelsRequest {}).await.ok()?.into_inner();
-        Some(models.into_iter().map(|model| (model.name, model.workers)).collect())
+        let reply = self.router.list_models(ListModelsRequest {}).await.ok()?;
+        Some(served_workers(reply.into_inner()))
     }
 }
 
