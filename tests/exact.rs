@@ -214,6 +214,8 @@ fn requests() -> Vec<TestRequest> {
                 choices: if index % SPECIAL_EVERY == 5 { CHOICES } else { 1 },
                 grammar,
                 priority: [0, 0, 1, 0, -1][index % 5],
+                top_logprobs: 0,
+                cache_salt: String::new(),
             }
         })
         .collect()

@@ -39,6 +39,7 @@ mod reload;
 mod routing;
 mod sampling_defaults;
 mod shared_weights;
+mod slow_readers;
 mod soak;
 mod storms;
 mod structured;

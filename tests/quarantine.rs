@@ -21,12 +21,26 @@ struct CrashingFleet {
 }
 
 impl CrashingFleet {
+    /// Workers crash when they get the text [`CRASH_ON`].
     fn start() -> Self {
+        Self::start_with(&[], |_, _| {})
+    }
+
+    /// Only the first worker that gets the text crashes, in the middle of a frame of its answer.
+    fn start_crashing_once() -> Self {
+        Self::start_with(&["--routing", "least-loaded"], |command, folder| {
+            command.env("BALLAST_TEST_CRASH_ONCE", folder.join("crashed"));
+        })
+    }
+
+    fn start_with(arguments: &[&str], prepare: impl FnOnce(&mut Command, &Path)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
         let log = folder.path().join("log");
-        let mut command = serve(directory.path(), &demo_7m(), &["--workers", "4", "--threads", "1"]);
+        let arguments = [&["--workers", "4", "--threads", "1"], arguments].concat();
+        let mut command = serve(directory.path(), &demo_7m(), &arguments);
         command.env("LD_PRELOAD", library(folder.path())).env("BALLAST_TEST_CRASH_ON", CRASH_ON);
+        prepare(&mut command, folder.path());
         command.stderr(Stdio::from(std::fs::File::create(&log).unwrap()));
         Self { fleet: ServedFleet::start_command(directory, command), log, _folder: folder }
     }
@@ -139,5 +153,31 @@ fn a_quarantined_request_is_refused_over_grpc_with_a_status_that_is_not_retried(
     }
     fleet.wait_until_restarted(2);
     assert_eq!(fleet.restarts(), 2, "{answers:?}");
+    fleet.fleet.stop();
+}
+
+#[test]
+fn i6_a_worker_that_crashes_in_the_middle_of_a_frame_cuts_no_stream_and_blames_no_request() {
+    let fleet = CrashingFleet::start_crashing_once();
+    let http = HttpClient::connect(&fleet.fleet);
+    let mut requests = neighbours();
+    let expected = runtime().block_on(generate_all(&fleet.fleet.grpc, &requests));
+    // The salt separates caches and changes no token.
+    requests[0].cache_salt = CRASH_ON.to_owned();
+    let found = runtime().block_on(generate_all(&fleet.fleet.grpc, &requests));
+    fleet.wait_until_restarted(1);
+    for (index, (expected, found)) in expected.iter().zip(&found).enumerate() {
+        let (expected, found) = (expected.as_ref().unwrap(), found.as_ref().unwrap());
+        let resumes = found.resumes;
+        assert_eq!(Continuation { resumes, ..expected.clone() }, *found, "request {index}");
+        assert!(resumes <= 1, "request {index} was resumed {resumes} times");
+    }
+    assert_eq!(found[0].as_ref().unwrap().resumes, 1, "the crash came after its stream");
+
+    // One loss is no reason to refuse the request.
+    let again = runtime().block_on(generate_all(&fleet.fleet.grpc, &requests));
+    assert_eq!(tokens(&expected), tokens(&again));
+    assert_eq!(fleet.restarts(), 1);
+    assert_eq!(http.metric("ballast:requests_quarantined_total").unwrap_or(0.0), 0.0);
     fleet.fleet.stop();
 }

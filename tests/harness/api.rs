@@ -6,7 +6,7 @@ use proto::v1::generate_frame::Frame;
 use proto::v1::generate_request::Prompt;
 use proto::v1::grammar::Kind;
 use proto::v1::inference_client::InferenceClient;
-use proto::v1::{GenerateRequest, Grammar, Sampling, TokenIds};
+use proto::v1::{GenerateFrame, GenerateRequest, Grammar, Sampling, TokenIds};
 use tonic::transport::Channel;
 
 use super::{ServedFleet, TIMEOUT};
@@ -34,6 +34,9 @@ pub(crate) struct TestRequest {
     pub(crate) sampling: Sampling,
     /// Do not request log probabilities.
     pub(crate) without_logprobs: bool,
+    /// Log probabilities of other tokens at each position.
+    pub(crate) top_logprobs: u32,
+    pub(crate) cache_salt: String,
     /// Number of choices; 0 means 1.
     pub(crate) choices: u32,
     /// Grammar of the output. With a grammar, the output may end early; without, it has
@@ -43,7 +46,7 @@ pub(crate) struct TestRequest {
 }
 
 impl TestRequest {
-    fn request(&self) -> GenerateRequest {
+    pub(crate) fn request(&self) -> GenerateRequest {
         GenerateRequest {
             model: self.model.clone(),
             prompt: Some(Prompt::Tokens(TokenIds { ids: self.prompt.clone() })),
@@ -57,7 +60,8 @@ impl TestRequest {
             grammar: self.grammar.clone().map(|kind| Grammar { kind: Some(kind), ..Grammar::default() }),
             n: self.choices,
             priority: self.priority,
-            top_logprobs: (!self.without_logprobs).then_some(0),
+            top_logprobs: (!self.without_logprobs).then_some(self.top_logprobs),
+            cache_salt: self.cache_salt.clone(),
             ..GenerateRequest::default()
         }
     }
@@ -72,9 +76,18 @@ pub(crate) async fn connect(url: &str) -> InferenceClient<Channel> {
 pub(crate) async fn generate(
     client: &mut InferenceClient<Channel>,
     request: &TestRequest,
+    on_token: impl FnMut(usize),
+) -> Result<Continuation, tonic::Status> {
+    let stream = client.generate(request.request()).await?.into_inner();
+    read(stream, request, on_token).await
+}
+
+/// Reads a stream of this request to its end.
+pub(crate) async fn read(
+    mut stream: tonic::Streaming<GenerateFrame>,
+    request: &TestRequest,
     mut on_token: impl FnMut(usize),
 ) -> Result<Continuation, tonic::Status> {
-    let mut stream = client.generate(request.request()).await?.into_inner();
     let mut choices = vec![Continuation::default(); request.choices.max(1) as usize];
     let (mut tokens, mut finished) = (0, 0);
     while let Some(frame) = stream.message().await? {
