@@ -113,6 +113,44 @@ fn a_worker_and_a_router_that_their_cgroup_ends_are_replaced() {
     }
 }
 
+/// The files of a cgroup of version 2, mounted where the executable looks for them. Machines whose
+/// memory is under version 1 cannot make a real one.
+#[test]
+fn memory_limits_of_version_2_are_read_and_named() {
+    let test = "memory_limits_of_version_2_are_read_and_named";
+    if !runs_on_host(test) {
+        return;
+    }
+    let own_mounts = ["unshare", "--map-root-user", "--mount"];
+    let may_mount = Command::new(own_mounts[0]).args(&own_mounts[1..]).arg("true").status();
+    if !may_mount.is_ok_and(|status| status.success()) {
+        eprintln!("SKIPPED: {test}: this user cannot make a mount namespace");
+        return;
+    }
+    let cgroup = tempfile::tempdir().unwrap();
+    let write = |file: &str, text: &str| std::fs::write(cgroup.path().join(file), text).unwrap();
+    write("memory.current", &(16 << 20).to_string());
+    write("memory.stat", "anon 0\ninactive_file 1048576\n");
+    let generate = |limit: &str| {
+        write("memory.max", limit);
+        let mut command = Command::new(own_mounts[0]);
+        command.args(&own_mounts[1..]).args([
+            "sh",
+            "-c",
+            "mount --bind \"$0\" /sys/fs/cgroup && exec \"$@\"",
+        ]);
+        command.arg(cgroup.path()).arg(ballast().get_program()).arg("generate").arg(demo_7m());
+        command.args(["--prompt", "x", "--max-tokens", "1", "--device", "host"]).stdin(Stdio::null());
+        command.output().unwrap()
+    };
+    let refused = generate("20971520\n");
+    let stderr = text(&refused).1;
+    assert_eq!(refused.status.code(), Some(OUT_OF_RESOURCES), "{stderr}");
+    assert!(stderr.contains("5.00 MiB available") && stderr.contains("cgroup"), "{stderr}");
+    let served = generate("max\n");
+    assert!(served.status.success(), "{}", text(&served).1);
+}
+
 /// The supervisor's monotonic clock and that of its children differ by eleven days.
 #[test]
 fn processes_with_other_monotonic_clocks_are_one_fleet() {
