@@ -63,8 +63,8 @@ pub(super) enum Ending {
     Refused(String),
     /// An error status or an error event in the middle.
     Failed(String),
-    /// No process listens: the router is about to start.
-    Unreachable,
+    /// No process listens.
+    Unreachable(String),
     /// The connection broke: the router is gone.
     Reset(String),
     /// The stream ended as if it were complete, and was not.
@@ -215,7 +215,7 @@ fn reset(error: &dyn Error) -> Ending {
         cause = error.source();
     }
     match text.contains("Connection refused") {
-        true => Ending::Unreachable,
+        true => Ending::Unreachable(text),
         false => Ending::Reset(text),
     }
 }

@@ -30,7 +30,7 @@ use holdings::Holdings;
 use output::Output;
 use scenario::{Scenario, scenarios};
 use soak_fleet::{SoakFleet, THIRD};
-use tally::Tally;
+use tally::{ProcessEnds, Tally};
 
 use crate::harness::random::SeededRandom;
 use crate::harness::{demo_7m, demo_22m, eventually, proc};
@@ -106,14 +106,14 @@ fn soak(options: Options) {
     for client in clients {
         runtime.block_on(client).unwrap();
     }
-    let router_ends = router_ends.join().unwrap();
-    faults.insert("a successor of the supervisor was started".into(), soak.successors);
+    let ends = ProcessEnds { router: router_ends.join().unwrap(), supervisor: soak.supervisor_ends.clone() };
+    faults.insert("a successor of the supervisor was started".into(), ends.supervisor.len() as u32);
     for (fault, count) in &faults {
         eprintln!("soak: {count:>4} x {fault}");
     }
     let tally = load.tally.lock().unwrap();
     eprint!("{tally}");
-    let violations = tally.violations(&router_ends);
+    let violations = tally.violations(&ends);
     assert!(
         violations.is_empty(),
         "seed {seed}:\n{}\nthe end of the log:\n{}",
@@ -156,7 +156,7 @@ async fn run_client(load: Arc<Load>, url: String, mut random: SeededRandom) {
         let (scenario, reference) = random.pick(&load.scenarios);
         let began = Instant::now();
         let (found, ending) = client.run(scenario, Reader::random(&mut random)).await;
-        let is_refused = matches!(ending, Ending::Refused(_) | Ending::Reset(_) | Ending::Unreachable);
+        let is_refused = matches!(ending, Ending::Refused(_) | Ending::Reset(_) | Ending::Unreachable(_));
         load.tally.lock().unwrap().record(scenario, reference, &found, ending, began);
         if is_refused {
             tokio::time::sleep(Duration::from_millis(200)).await;

@@ -30,8 +30,8 @@ pub(super) struct SoakFleet {
     folder: tempfile::TempDir,
     listen: String,
     pub(super) log: Log,
-    /// Supervisors that followed others.
-    pub(super) successors: u32,
+    /// When supervisors ended. A successor followed each.
+    pub(super) supervisor_ends: Vec<Instant>,
 }
 
 /// What the processes write to standard error, which is a pipe.
@@ -78,7 +78,7 @@ impl SoakFleet {
         let mut supervisor = command.spawn().unwrap();
         log.read(&mut supervisor);
         let fleet = ServedFleet::announced(directory, supervisor);
-        Self { fleet, models, folder, listen: free.to_string(), log, successors: 0 }
+        Self { fleet, models, folder, listen: free.to_string(), log, supervisor_ends: Vec::new() }
     }
 
     pub(super) fn runtime_dir(&self) -> &Path {
@@ -90,13 +90,13 @@ impl SoakFleet {
         if self.fleet.supervisor.try_wait().unwrap().is_none() {
             return;
         }
+        self.supervisor_ends.push(Instant::now());
         let config = self.folder.path().join("ballast.toml");
         let mut successor = serve(&config, self.runtime_dir(), &self.listen).spawn().unwrap();
         self.log.read(&mut successor);
         let mut stdout = successor.stdout.take().unwrap();
         std::thread::spawn(move || std::io::copy(&mut stdout, &mut std::io::sink()));
         self.fleet.supervisor = successor;
-        self.successors += 1;
     }
 
     /// Waits, and replaces the supervisor if it ends meanwhile.

@@ -15,7 +15,7 @@ use super::holdings::Holdings;
 use super::output::Output;
 use super::scenario::Scenario;
 use super::soak_fleet::{SoakFleet, THIRD, WATCHDOG};
-use super::tally::Tally;
+use super::tally::{ProcessEnds, Tally};
 use crate::harness::random::SeededRandom;
 use crate::harness::{TIMEOUT, ballast, demo_7m, demo_22m, proc};
 
@@ -89,15 +89,16 @@ fn run(random: &mut SeededRandom, cases: Vec<Case>) {
     let streams: Vec<(Scenario, Output)> =
         references.into_iter().filter(|(scenario, _)| long(&scenario.name)).collect();
     let before = Holdings::of(&soak);
-    let (mut tally, mut router_ends) = (Tally::default(), Vec::new());
+    let (mut tally, mut ends) = (Tally::default(), ProcessEnds::default());
     for case in cases {
         let began = Instant::now();
         one_case(&mut soak, &runtime, case, random, &streams, &mut tally);
         if case.role == "router" {
             // One that is stopped for long ends later than it is signalled.
-            router_ends.extend([began, Instant::now()]);
+            ends.router.extend([began, Instant::now()]);
         }
-        let violations = tally.violations(&router_ends);
+        ends.supervisor.clone_from(&soak.supervisor_ends);
+        let violations = tally.violations(&ends);
         assert!(violations.is_empty(), "{case:?}: {violations:?}\n{}", soak.log.last_lines());
         eprintln!("steps: {case:?} in {:.1} s", began.elapsed().as_secs_f64());
     }

@@ -13,8 +13,15 @@ use super::scenario::Scenario;
 /// Violations that are printed in full.
 const VIOLATIONS_SHOWN: usize = 20;
 
-/// Time around an end of the router within which connections may break.
+/// Time around an end of the router within which connections may break or be refused.
 const RESET_SLACK: Duration = Duration::from_secs(2);
+
+/// When processes ended, in order.
+#[derive(Debug, Default)]
+pub(super) struct ProcessEnds {
+    pub(super) router: Vec<Instant>,
+    pub(super) supervisor: Vec<Instant>,
+}
 
 #[derive(Debug, Default)]
 pub(super) struct Tally {
@@ -24,20 +31,38 @@ pub(super) struct Tally {
     tokens: u64,
     /// Explicit errors, by their text.
     errors: BTreeMap<String, u64>,
-    unreachable: u64,
-    resets: Vec<Reset>,
+    refusals: Vec<BrokenConnection>,
+    resets: Vec<BrokenConnection>,
     /// Responses that were cut silently, had other bytes, or hung. There may be none.
     silent: Vec<String>,
     wrong: Vec<String>,
     hung: Vec<String>,
 }
 
-/// A connection that broke.
+/// A connection that broke or was refused.
 #[derive(Debug)]
-struct Reset {
+struct BrokenConnection {
     began: Instant,
     ended: Instant,
     text: String,
+}
+
+impl BrokenConnection {
+    fn is_near(&self, end: Instant) -> bool {
+        end + RESET_SLACK >= self.began && end <= self.ended + RESET_SLACK
+    }
+
+    /// A router that ends resets its connections.
+    fn is_explained_reset(&self, ends: &ProcessEnds) -> bool {
+        ends.router.iter().any(|&end| self.is_near(end))
+    }
+
+    /// The first supervisor holds the public socket, so connections wait for the next router. A
+    /// successor may not hold it yet when the router ends too.
+    fn is_explained_refusal(&self, ends: &ProcessEnds) -> bool {
+        let has_successor = ends.supervisor.first().is_some_and(|&end| end <= self.ended + RESET_SLACK);
+        has_successor && self.is_explained_reset(ends)
+    }
 }
 
 impl Tally {
@@ -58,6 +83,7 @@ impl Tally {
             let difference = found.difference(reference);
             self.wrong.push(format!("{}: {ending:?}: {difference}", scenario.name));
         }
+        let broken = |text| BrokenConnection { began, ended: Instant::now(), text };
         match ending {
             Ending::Complete { .. } if !is_right => {}
             Ending::Complete { resumes } => {
@@ -71,34 +97,25 @@ impl Tally {
             Ending::Failed(text) => {
                 *self.errors.entry(format!("ended: {}", without_digits(&text))).or_default() += 1
             }
-            Ending::Unreachable => self.unreachable += 1,
-            Ending::Reset(text) => self.resets.push(Reset { began, ended: Instant::now(), text }),
+            Ending::Unreachable(text) => self.refusals.push(broken(text)),
+            Ending::Reset(text) => self.resets.push(broken(text)),
             Ending::Silent => self.silent.push(scenario.name.clone()),
             Ending::Hung => self.hung.push(scenario.name.clone()),
         }
     }
 
-    /// Resets that no end of a router explains. `router_ends` are the times of those.
-    fn unexplained<'a>(&'a self, router_ends: &[Instant]) -> Vec<&'a str> {
-        let is_explained = |reset: &&Reset| {
-            router_ends
-                .iter()
-                .any(|&end| end + RESET_SLACK >= reset.began && end <= reset.ended + RESET_SLACK)
-        };
-        self.resets.iter().filter(|reset| !is_explained(reset)).map(|reset| reset.text.as_str()).collect()
-    }
-
     /// Everything that breaks a promise; empty if all hold.
-    pub(super) fn violations(&self, router_ends: &[Instant]) -> Vec<String> {
+    pub(super) fn violations(&self, ends: &ProcessEnds) -> Vec<String> {
         let all = [("cut silently", &self.silent), ("wrong bytes", &self.wrong), ("hung", &self.hung)];
         let mut violations: Vec<String> = all
             .iter()
             .flat_map(|(what, found)| found.iter().map(move |text| format!("{what}: {text}")))
             .collect();
+        let resets = self.resets.iter().filter(|reset| !reset.is_explained_reset(ends));
+        violations.extend(resets.map(|it| format!("reset without an end of the router: {}", it.text)));
+        let refusals = self.refusals.iter().filter(|refusal| !refusal.is_explained_refusal(ends));
         violations.extend(
-            self.unexplained(router_ends)
-                .iter()
-                .map(|text| format!("reset without an end of the router: {text}")),
+            refusals.map(|it| format!("refused without an end of supervisor and router: {}", it.text)),
         );
         violations.truncate(VIOLATIONS_SHOWN);
         violations
@@ -123,11 +140,26 @@ impl Display for Tally {
         line("of them resumed by another worker (gRPC says so)", self.resumed)?;
         line("left by their client, a beginning of the reference", self.left)?;
         line("ended by an explicit error", errors)?;
-        line("not sent: no router listened", self.unreachable)?;
+        line("refused with the end of supervisor and router", self.refusals.len() as u64)?;
         line("reset with the end of the router", self.resets.len() as u64)?;
         line("cut silently", self.silent.len() as u64)?;
         line("with other bytes", self.wrong.len() as u64)?;
         line("hung", self.hung.len() as u64)?;
         self.errors.iter().try_for_each(|(text, count)| writeln!(f, "soak: {count:>7}  x {text}"))
     }
+}
+
+#[test]
+fn refused_connections_need_an_end_of_the_router_and_of_a_supervisor() {
+    let start = Instant::now();
+    let at = |seconds| start + Duration::from_secs(seconds);
+    let refusal = BrokenConnection { began: at(100), ended: at(100), text: String::new() };
+    let is_explained = |router: Vec<Instant>, supervisor: Vec<Instant>| {
+        refusal.is_explained_refusal(&ProcessEnds { router, supervisor })
+    };
+    assert!(is_explained(vec![at(99)], vec![at(20)]));
+    assert!(!is_explained(vec![at(99)], vec![]), "the first supervisor holds the socket");
+    assert!(!is_explained(vec![at(99)], vec![at(110)]), "a later end explains nothing");
+    assert!(!is_explained(vec![at(50)], vec![at(20)]), "the router has listened since");
+    assert!(refusal.is_explained_reset(&ProcessEnds { router: vec![at(99)], supervisor: vec![] }));
 }
