@@ -34,6 +34,7 @@ mod model_text;
 mod mps;
 mod one_copy;
 mod other_apis;
+mod process_limits;
 mod quarantine;
 mod reload;
 mod routing;

@@ -2,9 +2,13 @@
 
 //! [`CliError`]: a failed command, as one line of text and an exit code.
 
+use std::error::Error;
+use std::io;
+
 use service::Exit;
 use service::exit::{HasExit, one_line};
 use service::printable::printable;
+use service::process_limits::{StartError, with_limits};
 
 #[derive(Debug)]
 pub(crate) struct CliError {
@@ -17,7 +21,7 @@ pub(crate) type CliResult<T = ()> = Result<T, CliError>;
 
 impl CliError {
     pub(crate) fn new(exit: Exit, message: impl Into<String>) -> Self {
-        Self { exit, message: message.into() }
+        Self { exit, message: with_limits(exit, message.into()) }
     }
 
     /// The user pressed Ctrl-C, which needs no message.
@@ -57,8 +61,22 @@ impl CliError {
 /// Errors of this workspace's crates say what failed, why, and what to do.
 impl<E: HasExit> From<E> for CliError {
     fn from(error: E) -> Self {
-        Self::new(error.exit(), one_line(&error))
+        match start_error(&error) {
+            Some(cause) => Self::new(cause.exit(), format!("{}: {cause}", one_line(&error))),
+            None => Self::new(error.exit(), one_line(&error)),
+        }
     }
+}
+
+/// The cause of an error if it is a thread that the system did not start. Threads start in many
+/// places, which only pass the error of the system on.
+fn start_error(error: &dyn Error) -> Option<StartError> {
+    let causes = std::iter::successors(error.source(), |&cause| cause.source());
+    let mut refusals = causes
+        .filter_map(|cause| cause.downcast_ref::<io::Error>())
+        .filter(|cause| cause.kind() == io::ErrorKind::WouldBlock);
+    let code = refusals.find_map(io::Error::raw_os_error)?;
+    Some(StartError(io::Error::from_raw_os_error(code)))
 }
 
 /// Adds what was being done to an error of the operating system.

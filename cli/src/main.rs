@@ -52,7 +52,11 @@ use std::process::ExitCode;
 use arguments::{Cli, CliCommand};
 use clap::Parser;
 use cli_error::{CliError, CliResult};
+use memory::allocator::ReportingAllocator;
 use service::Exit;
+
+#[global_allocator]
+static ALLOCATOR: ReportingAllocator = ReportingAllocator::new(Exit::OutOfResources.code());
 
 fn main() -> ExitCode {
     // The exec shim replaces this process by another program, so it runs before anything else

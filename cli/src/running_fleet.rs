@@ -13,7 +13,7 @@ use service::runtime_dir::{ClaimedRuntimeDir, remove_dead_dirs};
 use service::{Exit, Notify, RuntimeDir, Shutdown};
 use supervisor::{
     BackoffReason, ChildRole, ChildState, ChildStatus, FleetEvent, FleetHandle, FleetStatus, ModelState,
-    ModelStatus, recorded_models,
+    ModelStatus, Termination, recorded_models,
 };
 use tokio::sync::broadcast::error::RecvError;
 use tonic::transport::Channel;
@@ -244,8 +244,16 @@ fn check_child(child: &ChildStatus) -> CliResult {
     Err(CliError::new(exit, format!("{who}: {}", last_end_words(last_termination))))
 }
 
+/// The end of a process that could not even report why.
+const OUT_OF_RESOURCES: Termination = Termination::ExitCode(Exit::OutOfResources as i32);
+
 fn last_end_words(last_termination: &supervisor::LastTermination) -> String {
     match last_termination.status_text.as_str() {
+        "" if last_termination.termination == OUT_OF_RESOURCES => {
+            format!(
+                "{OUT_OF_RESOURCES}: memory, processes or threads ran out; its line in the log says which"
+            )
+        }
         "" => last_termination.termination.to_string(),
         words => words.to_owned(),
     }

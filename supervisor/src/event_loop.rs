@@ -29,6 +29,7 @@ use service::exit::{Exit, HasExit, exit_for_io_error};
 use service::grpc::{BindError, ConnectError};
 use service::listen::{InheritedFd, ListenError};
 use service::notify::NotifyError;
+use service::process_limits::StartError;
 use service::runtime_dir::{ClaimedRuntimeDir, RuntimeDirError};
 use service::{Notify, config};
 use tokio::sync::{broadcast, mpsc};
@@ -78,7 +79,7 @@ pub enum FleetStartError {
     )]
     FewDescriptors { limit: u64, needed: u64 },
     #[error("cannot start a thread")]
-    Thread(#[source] io::Error),
+    Thread(#[source] StartError),
     #[error("cannot raise the limit of open descriptors (RLIMIT_NOFILE)")]
     DescriptorLimit(#[source] io::Error),
     #[error("cannot offer gRPC reflection")]
@@ -95,9 +96,9 @@ impl HasExit for FleetStartError {
             FleetStartError::Notify(error) => error.exit(),
             FleetStartError::FewDescriptors { .. } => Exit::OutOfResources,
             FleetStartError::DescriptorLimit(source)
-            | FleetStartError::Thread(source)
             | FleetStartError::NotifySocket { source, .. }
             | FleetStartError::RuntimeDir(source) => exit_for_io_error(source),
+            FleetStartError::Thread(error) => error.exit(),
             FleetStartError::Reflection(_) => Exit::Internal,
         }
     }
@@ -195,7 +196,8 @@ impl FleetHandle {
             children: BTreeMap::new(),
             models: BTreeMap::new(),
             fd_store: FdStore::default(),
-            parent_fds: ParentFdStore::start(parent.clone()).map_err(FleetStartError::Thread)?,
+            parent_fds: ParentFdStore::start(parent.clone())
+                .map_err(|error| FleetStartError::Thread(StartError(error)))?,
             admin: WeightServerAdmin::new(channel),
             parent,
             reported_summary: String::new(),

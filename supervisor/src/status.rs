@@ -47,7 +47,8 @@ impl LastTermination {
     pub fn exit(&self) -> Option<Exit> {
         match self.termination {
             Termination::ExitCode(code) => Exit::from_code(code),
-            Termination::Signal(_) | Termination::Unknown | Termination::SpawnFailed(_) => None,
+            Termination::SpawnFailed(_) => Some(Exit::OutOfResources),
+            Termination::Signal(_) | Termination::Unknown => None,
         }
     }
 }

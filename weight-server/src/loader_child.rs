@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::process::Stdio;
+use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use handoff::event_loop::AsyncConnection;
@@ -21,6 +21,8 @@ use memory::manifest::FileIdentity;
 use proto::weights::v1::{
     self as wire, LoadFailure as WireFailure, LoaderCommand, LoaderFrame, loader_command, loader_frame,
 };
+use service::process_limits::StartError;
+use service::{Exit, HasExit};
 use tokio::process::{Child, Command};
 use tokio::sync::oneshot;
 
@@ -113,7 +115,9 @@ enum LoaderSessionError {
     #[error(transparent)]
     Text(#[from] TextCheckError),
     #[error("cannot start a loader")]
-    Spawn(#[source] io::Error),
+    Spawn(#[source] StartError),
+    #[error("cannot connect to a loader")]
+    Socket(#[source] io::Error),
     #[error("its connection broke")]
     Connection(#[from] FrameError),
     #[error("it broke the protocol: {what}")]
@@ -152,9 +156,10 @@ async fn load(
         }
     }
     let checked_files =
-        same_files(&files[..files.len().min(1)]).map_err(|error| lost(&LoaderSessionError::Spawn(error)))?;
-    let (ours, theirs) = Connection::pair().map_err(|error| lost(&LoaderSessionError::Spawn(error)))?;
-    let mut child = program.spawn(theirs).map_err(|error| lost(&LoaderSessionError::Spawn(error)))?;
+        same_files(&files[..files.len().min(1)]).map_err(|error| lost(&LoaderSessionError::Socket(error)))?;
+    let (ours, theirs) = Connection::pair().map_err(|error| lost(&LoaderSessionError::Socket(error)))?;
+    let child = program.spawn(theirs);
+    let mut child = child.map_err(|error| lost(&LoaderSessionError::Spawn(StartError(error))))?;
     // The check runs while the loader reads the headers and creates its context.
     let may_allocate = async {
         check_text(&checked_files, program).await?;
@@ -174,7 +179,11 @@ async fn load(
     followed.map_err(|error| match error {
         LoaderSessionError::Failed(failure) => failure,
         LoaderSessionError::Text(error) => error.into(),
-        LoaderSessionError::Connection(FrameError::Closed) => LoadFailure::LoaderLost { how: ended },
+        LoaderSessionError::Connection(FrameError::Closed) if ended.lacked_resources => LoadFailure::Loader {
+            kind: LoaderErrorKind::OutOfMemory,
+            text: "the loader lacked memory, processes or threads, and its line in the log says which; nothing of the model is left in memory".to_owned(),
+        },
+        LoaderSessionError::Connection(FrameError::Closed) => LoadFailure::LoaderLost { how: ended.how },
         error => lost(&error),
     })
 }
@@ -185,24 +194,38 @@ fn same_files(files: &[(FileIdentity, File)]) -> io::Result<Vec<(FileIdentity, F
 }
 
 fn lost(error: &LoaderSessionError) -> LoadFailure {
-    LoadFailure::LoaderLost { how: service::exit::one_line(error) }
+    let text = service::exit::one_line(error);
+    match error {
+        LoaderSessionError::Spawn(error) if error.exit() == Exit::OutOfResources => {
+            LoadFailure::Loader { kind: LoaderErrorKind::OutOfMemory, text }
+        }
+        _ => LoadFailure::LoaderLost { how: text },
+    }
 }
 
-/// Waits for a loader that has finished, or kills it after a timeout. Returns how it exited.
-pub(crate) async fn wait_for_exit(child: &mut Child) -> String {
+/// How a loader exited.
+pub(crate) struct LoaderEnd {
+    pub(crate) how: String,
+    lacked_resources: bool,
+}
+
+/// Waits for a loader that has finished, or kills it after a timeout.
+pub(crate) async fn wait_for_exit(child: &mut Child) -> LoaderEnd {
     use std::os::unix::process::ExitStatusExt;
     let status = match tokio::time::timeout(EXIT_TIMEOUT, child.wait()).await {
         Ok(status) => status,
         Err(_) => child.kill().await.and(child.wait().await),
     };
-    match status.map(|status| (status, status.signal())) {
+    let code = status.as_ref().ok().and_then(ExitStatus::code);
+    let how = match status.map(|status| (status, status.signal())) {
         Ok((_, Some(signal @ nix::libc::SIGKILL))) => {
             format!("killed by signal {signal} (by hand, or by the kernel for lack of memory)")
         }
         Ok((_, Some(signal))) => format!("killed by signal {signal}"),
         Ok((status, None)) => format!("it exited with {status} before the load was done"),
         Err(error) => format!("its exit status cannot be read: {error}"),
-    }
+    };
+    LoaderEnd { how, lacked_resources: code.and_then(Exit::from_code) == Some(Exit::OutOfResources) }
 }
 
 /// Checks that the complete descriptors belong to the job.
@@ -226,7 +249,7 @@ async fn run_session(
     reserved: impl Future<Output = Result<(), TextCheckError>>,
 ) -> Result<(GenerationContents, GenerationFds), LoaderSessionError> {
     tokio::pin!(reserved);
-    let connection = AsyncConnection::new(socket).map_err(LoaderSessionError::Spawn)?;
+    let connection = AsyncConnection::new(socket).map_err(LoaderSessionError::Socket)?;
     let generation = job.generation;
     send_job(&connection, job, &files).await?;
     drop(files);

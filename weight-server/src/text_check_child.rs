@@ -19,6 +19,7 @@ use memory::manifest::FileIdentity;
 use memory::memfd::{MemfdError, SealedMemfd};
 use nix::libc;
 use proto::weights::v1::{self as wire, LoaderFrame, loader_command, loader_frame};
+use service::process_limits::{StartError, address_space_limit};
 use service::{ByteSize, Exit, HasExit};
 use tokio::process::Child;
 
@@ -27,6 +28,8 @@ use crate::loader_child::{EXIT_TIMEOUT, LoaderProgram, command};
 use crate::model_files::{blocking, open_files};
 use crate::refusal::{LoadFailure, LoaderErrorKind};
 
+/// Address space of a check beside its private memory: executable, libraries, stacks, arenas.
+const CODE_BYTES: u64 = 512 << 20;
 /// A check takes a tenth of a second; this is for a machine that is overloaded. Shorter than the
 /// time that a loader waits for its next command.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(25);
@@ -73,8 +76,13 @@ pub enum TextCheckError {
         "the check of tokenizer and chat template was killed by signal {signal}, perhaps because the machine or its cgroup was out of memory: try again"
     )]
     Killed { signal: i32 },
+    /// Also if the check met a limit that its parent had before.
+    #[error("the check of tokenizer and chat template lacked resources: {problem}")]
+    Resources { problem: String },
     #[error("cannot start the check of tokenizer and chat template")]
-    Spawn(#[source] io::Error),
+    Spawn(#[source] StartError),
+    #[error("cannot connect to the check of tokenizer and chat template")]
+    Socket(#[source] io::Error),
     #[error("cannot pass the chat template to its check")]
     Pass(#[from] MemfdError),
     #[error("the check of tokenizer and chat template was lost")]
@@ -89,8 +97,11 @@ impl HasExit for TextCheckError {
             | Self::Excessive { .. }
             | Self::TemplateRefused { .. }
             | Self::TemplateExcessive { .. } => Exit::ModelRefused,
-            Self::Timeout | Self::Killed { .. } | Self::Pass(_) => Exit::OutOfResources,
-            Self::Spawn(error) => service::exit::exit_for_io_error(error),
+            Self::Timeout | Self::Killed { .. } | Self::Resources { .. } | Self::Pass(_) => {
+                Exit::OutOfResources
+            }
+            Self::Spawn(error) => error.exit(),
+            Self::Socket(error) => service::exit::exit_for_io_error(error),
             Self::Connection(_) => Exit::PeerLost,
         }
     }
@@ -105,7 +116,8 @@ impl From<TextCheckError> for LoadFailure {
             | TextCheckError::Excessive { .. }
             | TextCheckError::TemplateRefused { .. }
             | TextCheckError::TemplateExcessive { .. } => LoaderErrorKind::ModelRefused,
-            TextCheckError::Spawn(_)
+            TextCheckError::Resources { .. } | TextCheckError::Spawn(_) => LoaderErrorKind::OutOfMemory,
+            TextCheckError::Socket(_)
             | TextCheckError::Pass(_)
             | TextCheckError::Connection(_)
             | TextCheckError::Timeout
@@ -175,10 +187,11 @@ impl TextCheck<'_> {
     async fn run(&self, program: &LoaderProgram) -> Result<CheckedText, TextCheckError> {
         let template = self.template.map(|template| template.text.as_bytes());
         let template = template.map(|text| SealedMemfd::from_bytes("chat-template", text)).transpose()?;
-        let (ours, theirs) = Connection::pair().map_err(TextCheckError::Spawn)?;
+        let (ours, theirs) = Connection::pair().map_err(TextCheckError::Socket)?;
         // Killed when it is dropped, so that it does not outlive its time.
-        let mut child = program.spawn_silent(theirs).map_err(TextCheckError::Spawn)?;
-        let connection = AsyncConnection::new(ours).map_err(TextCheckError::Spawn)?;
+        let child = program.spawn_silent(theirs);
+        let mut child = child.map_err(|error| TextCheckError::Spawn(StartError(error)))?;
+        let connection = AsyncConnection::new(ours).map_err(TextCheckError::Socket)?;
         let job = wire::TextCheckJob {
             file: self.model.map(|(identity, _)| file_identity_to_wire(identity.clone())),
             chat_template: template.is_some(),
@@ -193,9 +206,10 @@ impl TextCheck<'_> {
                 lost @ (TextCheckError::Excessive { .. }
                 | TextCheckError::TemplateExcessive { .. }
                 | TextCheckError::Connection(FrameError::Closed)),
-            ) => {
-                Err(foreign_signal(&mut child).await.map_or(lost, |signal| TextCheckError::Killed { signal }))
-            }
+            ) => Err(match foreign_signal(&mut child).await {
+                Some(signal) => TextCheckError::Killed { signal },
+                None => inherited_limit().unwrap_or(lost),
+            }),
             report => report,
         }
     }
@@ -215,6 +229,11 @@ impl TextCheck<'_> {
                 Some(loader_frame::Kind::TextCheckStarted(started)) => key = Some(started.key),
                 Some(loader_frame::Kind::TextChecked(wire::TextChecked { has_tokenizer, chat_problem })) => {
                     return Ok(CheckedText { has_tokenizer, chat_problem });
+                }
+                Some(loader_frame::Kind::Failed(failed))
+                    if failed.failure() == wire::LoadFailure::OutOfMemory =>
+                {
+                    return Err(TextCheckError::Resources { problem: failed.text });
                 }
                 Some(loader_frame::Kind::Failed(failed)) => return Err(self.refused(key, failed.text)),
                 _ => return Err(TextCheckError::Connection(FrameError::Closed)),
@@ -245,6 +264,17 @@ impl TextCheck<'_> {
             None => TextCheckError::Refused { path: self.model_path(), problem },
         }
     }
+}
+
+/// The address space of each process is limited from outside, to less than the check's own limits
+/// need. Then the file is not to blame.
+fn inherited_limit() -> Option<TextCheckError> {
+    let limit = address_space_limit().filter(|&bytes| bytes < CHECK_MEMORY_BYTES + CODE_BYTES)?;
+    let problem = format!(
+        "the address space of each process is limited to {} (RLIMIT_AS): raise it with ulimit -v",
+        ByteSize(limit).rounded()
+    );
+    Some(TextCheckError::Resources { problem })
 }
 
 /// The signal that ended the child, if its own limits send no such signal.

@@ -90,7 +90,7 @@ async fn verify(
         Err(VerifierSessionError::Reported(failed)) => {
             Err(VerifyFailure::Verifier { kind: error_kind(failed.failure()), text: failed.text })
         }
-        Err(VerifierSessionError::Broken(FrameError::Closed)) => Err(VerifyFailure::Lost { how: ended }),
+        Err(VerifierSessionError::Broken(FrameError::Closed)) => Err(VerifyFailure::Lost { how: ended.how }),
         Err(VerifierSessionError::Broken(error)) => {
             Err(VerifyFailure::Lost { how: service::exit::one_line(&error) })
         }

@@ -15,6 +15,7 @@ use bytes::Bytes;
 use handoff::lease::{LeaseGuard, LeaseStatus};
 use proto::weights::v1::RefusalReason;
 use proto::worker::v1::worker_server::{SERVICE_NAME, WorkerServer};
+use service::process_limits::StartError;
 use service::{Notify, Shutdown};
 use tokio::sync::oneshot;
 use tonic_health::server::HealthReporter;
@@ -109,7 +110,8 @@ pub async fn serve(
             // The receiver is gone once the process is stopping.
             drop(ended_sender.send(run_engine_thread(thread)));
         };
-        std::thread::Builder::new().name("engine".to_owned()).spawn(body).map_err(WorkerRunError::Thread)?;
+        let engine = std::thread::Builder::new().name("engine".to_owned()).spawn(body);
+        engine.map_err(|error| WorkerRunError::Thread(StartError(error)))?;
     }
 
     let (flushed_sender, flushed) = oneshot::channel::<()>();

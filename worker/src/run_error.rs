@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use service::Exit;
 use service::exit::{HasExit, exit_for_io_error};
+use service::process_limits::StartError;
 
 use crate::attach_error::WorkerAttachError;
 
@@ -15,7 +16,7 @@ pub enum WorkerRunError {
     #[error("cannot start the async runtime of the worker")]
     Runtime(#[source] io::Error),
     #[error("cannot start the engine's thread")]
-    Thread(#[source] io::Error),
+    Thread(#[source] StartError),
     #[error("cannot listen for signals")]
     Signals(#[source] io::Error),
     #[error(transparent)]
@@ -53,9 +54,8 @@ pub enum WorkerRunError {
 impl HasExit for WorkerRunError {
     fn exit(&self) -> Exit {
         match self {
-            WorkerRunError::Runtime(source)
-            | WorkerRunError::Thread(source)
-            | WorkerRunError::Signals(source) => exit_for_io_error(source),
+            WorkerRunError::Runtime(source) | WorkerRunError::Signals(source) => exit_for_io_error(source),
+            WorkerRunError::Thread(error) => error.exit(),
             WorkerRunError::Token(_) => Exit::Usage,
             WorkerRunError::Notify(error) => error.exit(),
             WorkerRunError::Inherit(error) => error.exit(),

@@ -10,6 +10,8 @@
 //! describe    manifest: which tensor lies where, in which allocation
 //! map         host_import::import_host (read-only)      device::ImportedModel (read-only)
 //! ```
+//! [`allocator`] is for the private memory of all processes.
+//!
 //! This crate knows no socket and no wire format. The crate `handoff` carries descriptors and the
 //! manifest to another process.
 //!
@@ -71,6 +73,7 @@
 //! # }
 //! ```
 
+pub mod allocator;
 pub mod device;
 pub mod host;
 pub mod host_import;

@@ -18,7 +18,8 @@ pub enum Exit {
     Usage = 2,
     /// The model file is missing, malformed, modified while it was read, or of an unsupported kind.
     ModelRefused = 3,
-    /// Out of memory, file descriptors or disk space, or above a configured limit.
+    /// Out of memory, file descriptors, processes, threads or disk space, or above a configured
+    /// limit.
     OutOfResources = 4,
     /// Another process of the fleet died or refused a request.
     PeerLost = 5,

@@ -34,6 +34,7 @@ pub mod metrics;
 pub mod notify;
 pub mod patience;
 pub mod printable;
+pub mod process_limits;
 pub mod running_clock;
 pub mod runtime_dir;
 pub mod shutdown;

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use service::config;
 use service::listen::HTTP_SOCKET_NAME;
+use service::process_limits::StartError;
 use tokio::net::unix::pipe;
 use tokio::sync::mpsc;
 
@@ -219,7 +220,7 @@ impl SupervisorLoop {
                 child.process = Some(process);
                 self.publish_child(name);
             }
-            Err(error) => self.start_failed(name, &error.to_string()),
+            Err(error) => self.start_failed(name, &StartError(error).to_string()),
         }
     }
 

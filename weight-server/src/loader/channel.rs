@@ -8,6 +8,7 @@ use handoff::seqpacket::{Connection, FrameError};
 use proto::weights::v1::{
     self as wire, LoadFailure, LoaderCommand, LoaderFrame, loader_command, loader_frame,
 };
+use service::process_limits::StartError;
 use service::{Exit, HasExit};
 
 use super::sandbox::SandboxError;
@@ -26,8 +27,8 @@ pub enum LoaderError {
     Limits(#[source] nix::Error),
     #[error("cannot read the chat template")]
     Template(#[source] std::io::Error),
-    #[error("cannot start the loading thread")]
-    Thread(#[source] std::io::Error),
+    #[error("cannot start a thread")]
+    Thread(#[source] StartError),
 }
 
 impl HasExit for LoaderError {
@@ -38,7 +39,7 @@ impl HasExit for LoaderError {
             Self::Sandbox(_) | Self::Limits(_) | Self::Template(_) | Self::Unexpected { .. } => {
                 Exit::Internal
             }
-            Self::Thread(_) => Exit::OutOfResources,
+            Self::Thread(error) => error.exit(),
         }
     }
 }

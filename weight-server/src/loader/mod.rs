@@ -46,8 +46,10 @@ use handoff::manifest::file_identity_from_wire;
 use handoff::seqpacket::{Connection, FrameError};
 use memory::manifest::FileIdentity;
 use memory::pack::Packing;
-use proto::weights::v1::{self as wire, loader_command, loader_frame};
+use proto::weights::v1::{self as wire, LoadFailure, loader_command, loader_frame};
 use service::exit::one_line;
+use service::process_limits::StartError;
+use service::{Exit, HasExit};
 
 use channel::{receive_command, send_failure, send_frame, unexpected_command};
 use device::open_target;
@@ -72,25 +74,28 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 /// Runs the process. A failed load is reported to the weight-server and is not an error here. Nor
 /// is a weight-server that has ended: no process waits for this job.
 pub fn run() -> Result<(), LoaderError> {
-    match run_job() {
-        Err(LoaderError::Connection(FrameError::Closed)) => {
-            tracing::info!("the weight-server closed the connection, the job is abandoned");
-            Ok(())
-        }
-        result => result,
-    }
-}
-
-fn run_job() -> Result<(), LoaderError> {
     let not_started = LoaderError::NotStartedByWeightServer;
     let socket = std::io::stdin().as_fd().try_clone_to_owned().map_err(not_started)?;
     let connection = Connection::from(socket);
     connection.peer().map_err(not_started)?;
     connection.set_timeouts(Some(COMMAND_TIMEOUT), Some(SEND_TIMEOUT)).map_err(not_started)?;
-    let (job, files) = match receive_command(&connection)? {
+    match run_job(&connection) {
+        Err(LoaderError::Connection(FrameError::Closed)) => {
+            tracing::info!("the weight-server closed the connection, the job is abandoned");
+            Ok(())
+        }
+        Err(error) if error.exit() == Exit::OutOfResources => {
+            send_failure(&connection, LoadFailure::OutOfMemory, one_line(&error))
+        }
+        result => result,
+    }
+}
+
+fn run_job(connection: &Connection) -> Result<(), LoaderError> {
+    let (job, files) = match receive_command(connection)? {
         (loader_command::Kind::Job(job), files) => (job, files),
-        (loader_command::Kind::Verify(job), _) => return verify::run(&connection, &job),
-        (loader_command::Kind::TextCheck(job), files) => return text_check::run(&connection, &job, files),
+        (loader_command::Kind::Verify(job), _) => return verify::run(connection, &job),
+        (loader_command::Kind::TextCheck(job), files) => return text_check::run(connection, &job, files),
         (other, _) => return Err(unexpected_command("LoadJob or VerifyJob", &other)),
     };
     let Some(files) = with_identities(&job, files) else {
@@ -101,7 +106,7 @@ fn run_job() -> Result<(), LoaderError> {
     };
     let target = match open_target(&job.device, job.layout, &files) {
         Ok(target) => target,
-        Err(error) => return report_failure(&connection, &ModelLoadError::Target(error)),
+        Err(error) => return report_failure(connection, &ModelLoadError::Target(error)),
     };
     let profile = target.sandbox_profile();
     let job = loader_job(job, files, target);
@@ -109,16 +114,16 @@ fn run_job() -> Result<(), LoaderError> {
     service::logging::start_thread();
     let prepared = match job.prepare() {
         Ok(prepared) => prepared,
-        Err(error) => return report_failure(&connection, &error),
+        Err(error) => return report_failure(connection, &error),
     };
-    send_frame(&connection, loader_frame::Kind::Plan(plan_frame(&prepared)), &[])?;
-    match receive_command(&connection)? {
+    send_frame(connection, loader_frame::Kind::Plan(plan_frame(&prepared)), &[])?;
+    match receive_command(connection)? {
         (loader_command::Kind::Proceed(_), _) => {}
         (other, _) => return Err(unexpected_command("Proceed", &other)),
     }
-    let result = match load(&connection, &prepared)? {
-        Ok(loaded) => hand_over(&connection, &loaded),
-        Err(error) => report_failure(&connection, &error),
+    let result = match load(connection, &prepared)? {
+        Ok(loaded) => hand_over(connection, &loaded),
+        Err(error) => report_failure(connection, &error),
     };
     // The exit of the process releases a context in 40 ms; the driver's own release takes 70 ms,
     // and callers wait for this exit.
@@ -141,7 +146,7 @@ fn load(
                 // The receiver waits until the result arrives.
                 let _ = done.send(result);
             })
-            .map_err(LoaderError::Thread)?;
+            .map_err(|error| LoaderError::Thread(StartError(error)))?;
         loop {
             match wait.recv_timeout(PROGRESS_INTERVAL) {
                 Ok(result) => return Ok(result),

@@ -27,6 +27,7 @@ use handoff::seqpacket::Connection;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use proto::weights::v1::{self as wire, LoadFailure, loader_frame};
 use service::exit::one_line;
+use service::process_limits::StartError;
 use text::{ChatTemplate, LoadTemplateError, LoadTokenizerError, Tokenizer};
 
 use super::channel::{LoaderError, send_failure, send_frame};
@@ -89,7 +90,7 @@ pub(super) fn run(
         let check = std::thread::Builder::new().name("text-check".to_owned()).stack_size(STACK_BYTES);
         let check = check
             .spawn_scoped(scope, || check_text(connection, header.as_ref().map(Header::metadata), template));
-        match check.map_err(LoaderError::Thread)?.join() {
+        match check.map_err(|error| LoaderError::Thread(StartError(error)))?.join() {
             Ok(checked) => checked,
             Err(panic) => std::panic::resume_unwind(panic),
         }

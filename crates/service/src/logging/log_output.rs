@@ -4,8 +4,9 @@
 
 use std::io::{self, Write};
 use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::line_queue::{LineBatch, count_lines};
@@ -32,6 +33,28 @@ impl Write for RawStderr {
                 }
                 written => return Ok(written?),
             }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Stderr for a thread that may wait until a given time only.
+pub(super) struct PatientStderr {
+    pub(super) until: Instant,
+}
+
+impl Write for PatientStderr {
+    /// A pipe with room takes [`ATOMIC_BYTES_MAX`] at once, so the write does not wait.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let left = self.until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        let left = Timespec::try_from(left).map_err(io::Error::other)?;
+        let stderr = io::stderr();
+        match poll(&mut [PollFd::from_borrowed_fd(stderr.as_fd(), PollFlags::OUT)], Some(&left))? {
+            0 => Err(io::ErrorKind::TimedOut.into()),
+            _ => Ok(rustix::io::write(&stderr, &bytes[..bytes.len().min(ATOMIC_BYTES_MAX)])?),
         }
     }
 

@@ -2,18 +2,19 @@
 
 //! [`LogWriter`]: the queue of a process's log lines, and the thread that writes them to stderr.
 //!
-//! Only this thread waits for a slow stderr. It never ends: a process ends around it.
+//! Only this thread waits for a slow stderr. It never ends: a process ends around it. If the system
+//! starts no thread, [`LogWriter::flush`] writes what it can.
 
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tracing::Level;
 
 use super::line_queue::{LineBatch, LineQueue};
-use super::log_output::{LogOutput, RawStderr};
+use super::log_output::{LogOutput, PatientStderr, RawStderr};
 
 pub(super) struct LogWriter {
     state: Mutex<WriterState>,
@@ -69,7 +70,16 @@ impl LogWriter {
     /// Waits until the lines that are queued now are written or lost, at most for `timeout`.
     pub(super) fn flush(&'static self, timeout: Duration) {
         self.start_thread();
-        let state = self.lock();
+        let mut state = self.lock();
+        if !state.is_started {
+            let mut batch = LineBatch::default();
+            state.queue.take_into(&mut batch);
+            drop(state);
+            let mut output = LogOutput::new(PatientStderr { until: Instant::now() + timeout });
+            let lost = output.write_batch(&batch, report);
+            self.lost_lines.fetch_add(lost, Ordering::Relaxed);
+            return;
+        }
         // The queue now is in the next batch; a batch that is being written comes before it.
         let until = state.taken + u64::from(!state.queue.is_empty());
         let is_pending =
