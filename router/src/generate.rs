@@ -188,7 +188,7 @@ impl GenerationRequest {
     }
 
     /// One call for each choice. `tenant` is the tenant's number for workers.
-    fn choice_calls(&self, tenant: u64, hasher: &ContentHasher) -> Vec<ChoiceCall> {
+    pub(crate) fn choice_calls(&self, tenant: u64, hasher: &ContentHasher) -> Vec<ChoiceCall> {
         let mut calls = Vec::with_capacity(self.choices());
         let dry_breakers: Arc<[Vec<u32>]> = match &self.params().sampling.dry {
             Some(dry) => self.model.text.dry_breakers(&dry.breakers),

@@ -47,28 +47,10 @@ impl inference_server::Inference for InferenceService {
         let key = active.as_ref().map(KeyedRequest::key);
         let tenant = self.resolve_tenant(request.metadata(), &request.get_ref().tenant, key)?;
         let bytes = request.extensions().get::<RequestBytes>().cloned();
-        let (model, request) = self.resolve(request, |request| &request.model)?;
-        let (param, tokens, at_text_start) = tokenize_prompt(&model, request.prompt)?;
-        let params = RequestParams {
-            max_tokens: Some(i64::from(request.max_tokens)).filter(|&max| max > 0),
-            min_tokens: Some(i64::from(request.min_tokens)),
-            stop: request.stop,
-            stop_tokens: request.stop_tokens.into_iter().map(i64::from).collect(),
-            ignore_eos: request.ignore_eos,
-            n: Some(i64::from(request.n)).filter(|&n| n > 0),
-            top_logprobs: request.top_logprobs.map(i64::from),
-            grammar: request.grammar.map(|source| RequestGrammar { param: "grammar", source }),
-            priority: Some(i64::from(request.priority)),
-            cache_salt: Some(request.cache_salt),
-            deadline_ms: earlier_deadline_ms(timeout, request.deadline_ms),
-            ..sampling_to_params(request.sampling.unwrap_or_default())
-        };
-        let tokens = vec![tokens];
+        let (model, message) = self.resolve(request, |request| &request.model)?;
         let origin =
             RequestOrigin { request_id: ClientRequestId::random().0, arrived, tenant, bytes, active };
-        origin.keep_bytes(&tokens, &params);
-        let prompts = TokenizedPrompts { param, tokens, at_text_start };
-        let request = GenerationRequest::new(model, prompts, params, origin)?;
+        let request = generation_request(model, message, timeout, origin)?;
         let events = self.generator.start(&request).await?;
         let started = wire::Started {
             model: request.model.name().to_owned(),
@@ -236,6 +218,34 @@ fn grpc_timeout(metadata: &MetadataMap) -> Option<Duration> {
 fn check_ids(model: &ServedModel, param: &'static str, ids: &[u32]) -> Result<Vec<u32>, Status> {
     let ids: Vec<i64> = ids.iter().copied().map(i64::from).collect();
     Ok(token_ids(param, &ids, model.limits())?)
+}
+
+/// The checked request of a message. `timeout` is the call's.
+pub(crate) fn generation_request(
+    model: Arc<ServedModel>,
+    message: wire::GenerateRequest,
+    timeout: Option<Duration>,
+    origin: RequestOrigin,
+) -> Result<GenerationRequest, Status> {
+    let (param, tokens, at_text_start) = tokenize_prompt(&model, message.prompt)?;
+    let params = RequestParams {
+        max_tokens: Some(i64::from(message.max_tokens)).filter(|&max| max > 0),
+        min_tokens: Some(i64::from(message.min_tokens)),
+        stop: message.stop,
+        stop_tokens: message.stop_tokens.into_iter().map(i64::from).collect(),
+        ignore_eos: message.ignore_eos,
+        n: Some(i64::from(message.n)).filter(|&n| n > 0),
+        top_logprobs: message.top_logprobs.map(i64::from),
+        grammar: message.grammar.map(|source| RequestGrammar { param: "grammar", source }),
+        priority: Some(i64::from(message.priority)),
+        cache_salt: Some(message.cache_salt),
+        deadline_ms: earlier_deadline_ms(timeout, message.deadline_ms),
+        ..sampling_to_params(message.sampling.unwrap_or_default())
+    };
+    let tokens = vec![tokens];
+    origin.keep_bytes(&tokens, &params);
+    let prompts = TokenizedPrompts { param, tokens, at_text_start };
+    Ok(GenerationRequest::new(model, prompts, params, origin)?)
 }
 
 fn sampling_to_params(wire: wire::Sampling) -> RequestParams {

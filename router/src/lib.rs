@@ -32,6 +32,7 @@
 //! ```
 
 #![forbid(unsafe_code)]
+#![expect(unexpected_cfgs, reason = "cargo-fuzz sets `fuzzing`")]
 
 mod access;
 mod access_control;
@@ -46,6 +47,8 @@ mod dry_breakers;
 mod error;
 pub mod failover;
 mod fleet_watch;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod gauges;
 mod generate;
 mod grammar_check;

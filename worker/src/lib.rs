@@ -33,6 +33,7 @@
 //! When the weight-server dies, the worker keeps serving, and the successor adopts its lease.
 
 #![forbid(unsafe_code)]
+#![expect(unexpected_cfgs, reason = "cargo-fuzz sets `fuzzing`")]
 
 mod attach;
 mod attach_error;
@@ -41,6 +42,8 @@ mod config;
 mod draft_vocabulary;
 mod engine_loop;
 mod engine_thread;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod gpu;
 mod grammar_compiler;
 mod grammar_constraint;

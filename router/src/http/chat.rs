@@ -28,6 +28,9 @@ use crate::model::{ChatPrompt, Conversation, ServedModel};
 use crate::opening::RequestRefusal;
 use crate::params::{RequestGrammar, RequestParams};
 
+#[cfg(fuzzing)]
+pub(super) mod fuzzing;
+
 const FIELDS: [&str; 11] = [
     "messages",
     "max_completion_tokens",

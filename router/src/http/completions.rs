@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
-use super::fields::{ParsedBody, parse_body};
+use super::fields::{ParsedBody, ResponseOptions, parse_body};
 use super::prompt_scores::{ScoredPrompts, prompt_logprobs, score_prompts};
 use super::request::{AppState, ReceivedBody, RequestMetadata, run_tokenizer};
 use super::response::{ChoiceFormat, GenerationResponse, stop_reason};
@@ -18,8 +18,11 @@ use super::token_names::{TokenNames, token_id};
 use crate::choice::{FinishCause, OutputDelta};
 use crate::generate::{CHOICES_MAX, GenerationRequest, TokenizedPrompts};
 use crate::model::{EncodeTextError, ServedModel};
-use crate::params::{RequestParamError, token_ids};
+use crate::params::{RequestParamError, RequestParams, token_ids};
 use crate::wire::Logprob;
+
+#[cfg(fuzzing)]
+pub(super) mod fuzzing;
 
 /// OpenAI's default.
 const MAX_TOKENS_DEFAULT: i64 = 16;
@@ -58,30 +61,9 @@ pub(crate) async fn post(
     let model = app.generator.registry.resolve(response.model.as_deref(), &metadata.models)?;
     // Ids are all that a model without tokenizer can answer with.
     options.return_token_ids |= model.text.tokenizer().is_err();
-    let mut params = sampling.params()?;
-    params.max_tokens.get_or_insert(MAX_TOKENS_DEFAULT);
-    params.top_logprobs = endpoint.logprobs;
-    params.best_of = endpoint.best_of;
-    let selects_best = endpoint.best_of.is_some_and(|best_of| best_of > params.n.unwrap_or(1));
-    if selects_best && options.stream {
-        let message = "`best_of` above `n` cannot be streamed: the best choices are known at the end only";
-        return Err(ApiError::invalid(Some("best_of"), message));
-    }
-    if selects_best {
-        // The best choices are those with the highest log probabilities.
-        params.top_logprobs.get_or_insert(0);
-    }
+    let (params, is_without_output) = completion_params(sampling.params()?, &endpoint, options)?;
     let echo = endpoint.echo.unwrap_or(false);
     let echoed_logprobs = endpoint.logprobs.filter(|_| echo).and_then(|top| u32::try_from(top).ok());
-    let is_without_output = params.max_tokens == Some(0) && (echo || options.prompt_logprobs.is_some());
-    if is_without_output {
-        // For the check of the context: a choice has at least one token.
-        params.max_tokens = Some(1);
-    }
-    if echo && params.truncate_prompt_tokens.is_some() {
-        let message = "`echo` cannot be used together with `truncate_prompt_tokens`";
-        return Err(ApiError::invalid(Some("echo"), message));
-    }
     let add_special = endpoint.add_special_tokens.unwrap_or(true);
     let prompt = endpoint.prompt;
     let tokenizing_model = model.clone();
@@ -120,6 +102,37 @@ pub(crate) async fn post(
     };
     let response = GenerationResponse::new(&request, format, events, options).respond().await?;
     Ok(ignored.name_in(response))
+}
+
+/// The parameters, and whether the request asks for its prompt only.
+fn completion_params(
+    mut params: RequestParams,
+    fields: &CompletionFields,
+    options: ResponseOptions,
+) -> Result<(RequestParams, bool), ApiError> {
+    params.max_tokens.get_or_insert(MAX_TOKENS_DEFAULT);
+    params.top_logprobs = fields.logprobs;
+    params.best_of = fields.best_of;
+    let selects_best = fields.best_of.is_some_and(|best_of| best_of > params.n.unwrap_or(1));
+    if selects_best && options.stream {
+        let message = "`best_of` above `n` cannot be streamed: the best choices are known at the end only";
+        return Err(ApiError::invalid(Some("best_of"), message));
+    }
+    if selects_best {
+        // The best choices are those with the highest log probabilities.
+        params.top_logprobs.get_or_insert(0);
+    }
+    let echo = fields.echo.unwrap_or(false);
+    let is_without_output = params.max_tokens == Some(0) && (echo || options.prompt_logprobs.is_some());
+    if is_without_output {
+        // For the check of the context: a choice has at least one token.
+        params.max_tokens = Some(1);
+    }
+    if echo && params.truncate_prompt_tokens.is_some() {
+        let message = "`echo` cannot be used together with `truncate_prompt_tokens`";
+        return Err(ApiError::invalid(Some("echo"), message));
+    }
+    Ok((params, is_without_output))
 }
 
 /// Names the parameter as this endpoint does: `logprobs`.

@@ -7,6 +7,8 @@ mod chat_reply;
 mod completions;
 mod error;
 mod fields;
+#[cfg(fuzzing)]
+pub(crate) mod fuzzing;
 mod message_writer;
 mod messages;
 mod messages_input;
