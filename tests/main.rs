@@ -52,5 +52,6 @@ mod systemd_split;
 mod takeover;
 mod tools;
 mod unload;
+mod unusable_directory;
 mod usage_log;
 mod workspace;

@@ -6,7 +6,7 @@ use std::error::Error;
 use std::io;
 
 use service::Exit;
-use service::exit::{HasExit, one_line};
+use service::exit::{HasExit, exit_for_io_error, one_line, remedy_for_io_error};
 use service::printable::printable;
 use service::process_limits::{StartError, with_limits};
 
@@ -63,20 +63,33 @@ impl<E: HasExit> From<E> for CliError {
     fn from(error: E) -> Self {
         match start_error(&error) {
             Some(cause) => Self::new(cause.exit(), format!("{}: {cause}", one_line(&error))),
-            None => Self::new(error.exit(), one_line(&error)),
+            None => Self::new(error.exit(), with_remedy(&error)),
         }
     }
+}
+
+/// The errors of the system that an error comes from.
+fn system_errors<'a>(error: &'a (dyn Error + 'a)) -> impl Iterator<Item = &'a io::Error> {
+    let causes = std::iter::successors(error.source(), |&cause| cause.source());
+    causes.filter_map(|cause| cause.downcast_ref::<io::Error>())
 }
 
 /// The cause of an error if it is a thread that the system did not start. Threads start in many
 /// places, which only pass the error of the system on.
 fn start_error(error: &dyn Error) -> Option<StartError> {
-    let causes = std::iter::successors(error.source(), |&cause| cause.source());
-    let mut refusals = causes
-        .filter_map(|cause| cause.downcast_ref::<io::Error>())
-        .filter(|cause| cause.kind() == io::ErrorKind::WouldBlock);
+    let mut refusals = system_errors(error).filter(|cause| cause.kind() == io::ErrorKind::WouldBlock);
     let code = refusals.find_map(io::Error::raw_os_error)?;
     Some(StartError(io::Error::from_raw_os_error(code)))
+}
+
+/// One line with what to do about the system's error. Files are opened and written in many places,
+/// which only say which file and why not.
+pub(crate) fn with_remedy(error: &dyn Error) -> String {
+    let text = one_line(error);
+    match system_errors(error).find_map(remedy_for_io_error) {
+        Some(remedy) => format!("{text}: {remedy}"),
+        None => text,
+    }
 }
 
 /// Adds what was being done to an error of the operating system.
@@ -87,7 +100,9 @@ pub(crate) trait IoContext<T> {
 impl<T> IoContext<T> for std::io::Result<T> {
     fn with_context(self, what: impl FnOnce() -> String) -> CliResult<T> {
         self.map_err(|error| {
-            CliError::new(service::exit::exit_for_io_error(&error), format!("{}: {error}", what()))
+            let exit = exit_for_io_error(&error);
+            let remedy = remedy_for_io_error(&error).map(|remedy| format!(": {remedy}")).unwrap_or_default();
+            CliError::new(exit, format!("{}: {error}{remedy}", what()))
         })
     }
 }

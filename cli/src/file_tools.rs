@@ -30,7 +30,7 @@ pub(crate) fn run_inspect(arguments: InspectArguments) -> CliResult {
         checked => checked,
     };
     let refused = |text| CliError::new(Exit::ModelRefused, text);
-    let report = inspect(&arguments.model, text).map_err(|error| refused(one_line(&error)))?;
+    let report = inspect(&arguments.model, text)?;
     match arguments.json {
         true => print_stdout(&format!("{}\n", serde_json::to_string(&report).map_err(unprintable)?))?,
         false => print_stdout(&report.to_string())?,

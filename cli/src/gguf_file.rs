@@ -5,17 +5,26 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use gguf::{GgufFile, GgufModel};
+use gguf::{GgufFile, GgufModel, OpenError};
 use models::{ModelDescription, TensorHead};
 use service::Exit;
-use service::exit::one_line;
+use service::exit::{exit_for_io_error, one_line};
 use text::Tokenizer;
 
-use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::cli_error::{CliError, CliResult, IoContext, with_remedy};
 
 /// Reads and checks the headers of a model's files, but no tensor data.
 pub(crate) fn open(path: &Path) -> CliResult<GgufModel> {
-    GgufModel::open(path).map_err(|error| CliError::new(Exit::ModelRefused, one_line(&error)))
+    GgufModel::open(path).map_err(|error| {
+        let exit = match &error {
+            // A limit of this process is not the file's fault.
+            OpenError::Io { source, .. } if exit_for_io_error(source) == Exit::OutOfResources => {
+                Exit::OutOfResources
+            }
+            _ => Exit::ModelRefused,
+        };
+        CliError::new(exit, with_remedy(&error))
+    })
 }
 
 /// Identifies the files of the model and their versions, under whatever paths.

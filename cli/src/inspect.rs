@@ -2,7 +2,7 @@
 
 //! `ballast inspect`: prints the contents of a model file's header.
 
-use gguf::{Array, GgufModel, OpenError, Value, check_model};
+use gguf::{Array, GgufModel, Value, check_model};
 use serde::Serialize;
 use serde_json::{Map, Value as Json, json};
 use service::exit::one_line;
@@ -11,6 +11,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use weight_server::{CheckedText, TextCheckError};
+
+use crate::cli_error::CliResult;
+use crate::gguf_file;
 
 /// Arrays up to this length are printed whole. Longer ones, such as vocabularies, are abbreviated.
 const WHOLE_ARRAY: usize = 64;
@@ -80,11 +83,8 @@ struct TensorRow {
 }
 
 /// `text` is the result of the check of tokenizer and chat template.
-pub(crate) fn inspect(
-    path: &Path,
-    text: Result<CheckedText, TextCheckError>,
-) -> Result<InspectReport, OpenError> {
-    let model = GgufModel::open(path)?;
+pub(crate) fn inspect(path: &Path, text: Result<CheckedText, TextCheckError>) -> CliResult<InspectReport> {
+    let model = gguf_file::open(path)?;
     let refused = check_model(model.metadata()).err().map(|error| error.to_string());
     let (tokenizer, chat_problem, refused_text) = match text {
         Ok(text) => (text.has_tokenizer, text.chat_problem, None),

@@ -88,6 +88,21 @@ pub fn exit_for_io_error(error: &std::io::Error) -> Exit {
     }
 }
 
+/// What to do about an I/O error, if that is the same wherever it comes from.
+pub fn remedy_for_io_error(error: &std::io::Error) -> Option<&'static str> {
+    use std::io::ErrorKind as Kind;
+    match error.kind() {
+        Kind::StorageFull | Kind::QuotaExceeded => {
+            Some("free space or inodes there, or choose another directory")
+        }
+        Kind::ReadOnlyFilesystem => Some("choose a directory that can be written"),
+        _ => match rustix::io::Errno::from_io_error(error) {
+            Some(rustix::io::Errno::MFILE) => Some("raise RLIMIT_NOFILE (ulimit -n)"),
+            _ => None,
+        },
+    }
+}
+
 /// Formats an error and all its causes on one line: "a: b: c".
 pub fn one_line(error: &dyn std::error::Error) -> String {
     let mut line = error.to_string();

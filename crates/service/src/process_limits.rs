@@ -8,7 +8,7 @@ use std::io;
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
-use crate::exit::{Exit, HasExit, exit_for_io_error};
+use crate::exit::{Exit, HasExit, exit_for_io_error, remedy_for_io_error};
 use crate::size::ByteSize;
 
 /// The beginnings of the panics of std and tokio if the system starts no thread.
@@ -34,7 +34,10 @@ fn describe(error: &io::Error) -> String {
             "the system starts no further process or thread: raise RLIMIT_NPROC (ulimit -u) or pids.max of the cgroup"
                 .to_owned()
         }
-        _ => error.to_string(),
+        _ => match remedy_for_io_error(error) {
+            Some(remedy) => format!("{error}: {remedy}"),
+            None => error.to_string(),
+        },
     }
 }
 

@@ -260,7 +260,13 @@ impl ClaimedRuntimeDir {
             }
             Err(error) => return Err(create(error)),
         };
-        Ok(Self { lock: take_lock(&path, was_created)?, directory: RuntimeDir { path } })
+        let lock = take_lock(&path, was_created).inspect_err(|_| {
+            if was_created {
+                // Does nothing if another process has put files into it.
+                let _: io::Result<()> = fs::remove_dir(&path);
+            }
+        })?;
+        Ok(Self { lock, directory: RuntimeDir { path } })
     }
 
     /// Creates the directory and its lock again if they were deleted. Returns whether they were.
@@ -314,8 +320,10 @@ fn take_lock(path: &Path, was_created: bool) -> Result<File, RuntimeDirError> {
         Err(rustix::io::Errno::WOULDBLOCK) => return Err(RuntimeDirError::InUse { path: path.to_owned() }),
         Err(errno) => return Err(failed(errno.into())),
     }
-    if was_created {
-        lock.write_all(CREATED_MARKER.as_bytes()).map_err(failed)?;
+    if was_created && let Err(error) = lock.write_all(CREATED_MARKER.as_bytes()) {
+        // Removed while it is locked. The error that is returned is the first one.
+        let _: io::Result<()> = fs::remove_file(&lock_path);
+        return Err(failed(error));
     }
     Ok(lock)
 }
