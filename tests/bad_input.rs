@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 // As documented in crates/service/src/exit.rs and docs/OPERATING.md.
+const INTERNAL: i32 = 1;
 const USAGE: i32 = 2;
 const MODEL_REFUSED: i32 = 3;
 const OUT_OF_RESOURCES: i32 = 4;
@@ -256,6 +257,21 @@ fn a_cgroup_that_cannot_hold_the_weights_says_how_much() {
     let Some(group) = LimitedGroup::new(256 << 20) else { return };
     let enter = format!("echo $$ > {}", group.0.join("cgroup.procs").display());
     check(&limited(&enter, &model), OUT_OF_RESOURCES, &["needed", "MiB"]);
+}
+
+#[test]
+fn standard_input_that_cannot_be_read_is_no_end_of_a_chat() {
+    let folder = tempfile::tempdir().unwrap();
+    let not_utf8 = folder.path().join("latin-1");
+    std::fs::write(&not_utf8, b"caf\xe9\n").unwrap();
+    let template = folder.path().join("template");
+    std::fs::write(&template, "{% for message in messages %}{{ message.content }}{% endfor %}").unwrap();
+    for (input, why) in [(not_utf8.as_path(), "UTF-8"), (folder.path(), "Is a directory")] {
+        let mut chat = ballast();
+        chat.arg("chat").arg(demo_7m()).args(["--device", &device(), "--chat-template"]).arg(&template);
+        let output = chat.stdin(std::fs::File::open(input).unwrap()).output().unwrap();
+        check(&output, INTERNAL, &["standard input", why]);
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 //! `ballast chat`: a conversation on the terminal with a model of a temporary fleet.
 
-use std::io::{BufRead, IsTerminal};
+use std::io::{self, BufRead, IsTerminal};
 use std::path::{Path, PathBuf};
 
 use proto::v1::generate_frame::Frame;
@@ -12,7 +12,7 @@ use service::{Exit, Notify};
 use tokio::sync::mpsc;
 use tracing::Level;
 
-use crate::cli_error::{CliError, CliResult};
+use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::fleet_arguments::{ChatTemplateArgument, FleetArguments};
 use crate::generate::SamplingArguments;
 use crate::running_fleet::{RunningFleet, block_on};
@@ -83,6 +83,7 @@ async fn converse(fleet: &RunningFleet, arguments: &ChatArguments) -> CliResult 
             stream_stdout("> ").await?;
         }
         let Some(line) = lines.recv().await else { return stream_stdout("\n").await };
+        let line = line.with_context(|| "cannot read standard input".to_owned())?;
         if line.trim().is_empty() {
             continue;
         }
@@ -119,12 +120,12 @@ async fn answer(
 }
 
 /// Reads standard input on a thread of its own, because the read blocks; one line ahead.
-fn lines_of_stdin() -> mpsc::Receiver<String> {
+fn lines_of_stdin() -> mpsc::Receiver<io::Result<String>> {
     let (sender, receiver) = mpsc::channel(1);
     std::thread::spawn(move || {
         for line in std::io::stdin().lock().lines() {
-            let Ok(line) = line else { return };
-            if sender.blocking_send(line).is_err() {
+            let is_last = line.is_err();
+            if sender.blocking_send(line).is_err() || is_last {
                 return;
             }
         }
