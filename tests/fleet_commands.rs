@@ -7,7 +7,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use crate::harness::http::HttpClient;
-use crate::harness::{ServedFleet, demo_7m, demo_22m, device, eventually, text};
+use crate::harness::{ServedFleet, ballast, demo_7m, demo_22m, device, eventually, serve_config, text};
 
 fn load(fleet: &ServedFleet, model: &Path, more: &[&str]) {
     let device = device();
@@ -103,5 +103,46 @@ fn prompts_are_forgotten_when_that_is_ordered() {
     let output = fleet.run_command(&["reset-prefix-cache"]);
     assert!(output.status.success(), "{}", text(&output).1);
     eventually("nothing is kept", || (cached() == 0.0).then_some(()));
+    fleet.stop();
+}
+
+#[test]
+fn each_command_is_in_the_log_with_user_and_process_of_its_caller() {
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("log");
+    let config = format!("[[models]]\nname = \"m\"\npath = {:?}\nworkers = 1\nthreads = 1\n", demo_7m());
+    let mut command = serve_config(&directory.path().join("run"), &config);
+    command.env("BALLAST_LOG", "info").stderr(std::fs::File::create(&log).unwrap());
+    let fleet = ServedFleet::start_command(directory, command);
+    let (other, uid) = (demo_22m(), rustix::process::geteuid().as_raw());
+    let other = other.to_str().unwrap();
+    let device = device();
+    let load = ["load", other, "--name", "other", "--workers", "0", "--device", &device];
+    for (arguments, subject, is_refused) in [
+        (&load[..], "other", false),
+        (&["swap", "other", other], "other", true),
+        (&["unload", "other"], "other", false),
+        (&["unload", "other"], "other", true),
+        (&["add-worker", "m"], "m", false),
+        (&["remove-worker", "worker-1"], "worker-1", false),
+        (&["restart", "worker-0"], "worker-0", false),
+        (&["reload", "--dry-run"], "dry run", false),
+        (&["drain", "worker-0"], "worker-0", false),
+    ] {
+        let mut command = ballast();
+        command.args(arguments).arg("--runtime-dir").arg(fleet.runtime_dir());
+        let child = command.stderr(std::process::Stdio::null()).spawn().unwrap();
+        let caller = format!("uid={uid} pid={}", child.id());
+        let status = child.wait_with_output().unwrap().status;
+        assert_eq!(status.success(), !is_refused, "{arguments:?}");
+        let expected = format!("admin command command={:?} subject={subject:?} {caller}", arguments[0]);
+        let refused =
+            format!("admin command refused command={:?} subject={subject:?} {caller}", arguments[0]);
+        eventually(&expected, || {
+            let log = std::fs::read_to_string(&log).unwrap();
+            (log.contains(&expected) && log.contains(&refused) == is_refused).then_some(())
+        });
+    }
     fleet.stop();
 }

@@ -17,7 +17,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
 
-use crate::commands::{CommandError, DRAIN_GRACE, FleetCommand};
+use crate::admin_audit::AdminCaller;
+use crate::commands::{CommandError, CommandReply, DRAIN_GRACE, FleetCommand};
 use crate::fleet::CommandSender;
 use crate::spec::{ChildRole, ModelSpec};
 use crate::spec_diff::SpecChange;
@@ -33,6 +34,23 @@ const LINGER: Duration = Duration::from_millis(200);
 struct FleetApi {
     commands: CommandSender,
     directory: RuntimeDir,
+}
+
+impl FleetApi {
+    /// Carries out a command, and logs who gave it.
+    async fn audited<T>(
+        &self,
+        caller: AdminCaller,
+        (command, subject): (&'static str, &str),
+        make: impl FnOnce(CommandReply<T>) -> FleetCommand,
+    ) -> Result<T, Status> {
+        caller.log(command, subject);
+        let outcome = self.commands.call(make).await;
+        if let Err(error) = &outcome {
+            caller.log_refusal(command, subject, error);
+        }
+        Ok(outcome?)
+    }
 }
 
 /// Serves until the event loop has ended.
@@ -126,9 +144,12 @@ impl FleetService for FleetApi {
         &self,
         request: Request<wire::RestartChildRequest>,
     ) -> Result<Response<wire::RestartChildResponse>, Status> {
+        let caller = AdminCaller::of(&request);
         let wire::RestartChildRequest { name, drain_ms } = request.into_inner();
         let drain = drain_ms.map(Duration::from_millis);
-        self.commands.call(|reply| FleetCommand::Restart { name, drain, reply }).await?;
+        let subject = name.clone();
+        self.audited(caller, ("restart", &subject), |reply| FleetCommand::Restart { name, drain, reply })
+            .await?;
         Ok(Response::new(wire::RestartChildResponse {}))
     }
 
@@ -136,9 +157,10 @@ impl FleetService for FleetApi {
         &self,
         request: Request<wire::DrainWorkerRequest>,
     ) -> Result<Response<wire::DrainWorkerResponse>, Status> {
+        let caller = AdminCaller::of(&request);
         let wire::DrainWorkerRequest { name, grace_ms } = request.into_inner();
-        let grace = Duration::from_millis(grace_ms);
-        self.commands.call(|reply| FleetCommand::Drain { name, grace, reply }).await?;
+        let (grace, subject) = (Duration::from_millis(grace_ms), name.clone());
+        self.audited(caller, ("drain", &subject), |reply| FleetCommand::Drain { name, grace, reply }).await?;
         Ok(Response::new(wire::DrainWorkerResponse {}))
     }
 
@@ -148,10 +170,11 @@ impl FleetService for FleetApi {
         &self,
         request: Request<wire::LoadModelRequest>,
     ) -> Result<Response<Self::LoadModelStream>, Status> {
+        let caller = AdminCaller::of(&request);
         let spec = model_spec(request.into_inner())?;
         let name = spec.name.clone();
         let mut events = self.commands.events.subscribe();
-        self.commands.call(|reply| FleetCommand::LoadModel { model: spec, reply }).await?;
+        self.audited(caller, ("load", &name), |reply| FleetCommand::LoadModel { model: spec, reply }).await?;
         let (sender, receiver) = mpsc::channel(STREAM_CAPACITY);
         tokio::spawn(async move {
             loop {
@@ -180,9 +203,11 @@ impl FleetService for FleetApi {
         &self,
         request: Request<wire::UnloadModelRequest>,
     ) -> Result<Response<wire::UnloadModelResponse>, Status> {
+        let caller = AdminCaller::of(&request);
         let wire::UnloadModelRequest { name, drain_ms } = request.into_inner();
-        let grace = drain_grace(drain_ms);
-        self.commands.call(|reply| FleetCommand::UnloadModel { name, grace, reply }).await?;
+        let (grace, subject) = (drain_grace(drain_ms), name.clone());
+        self.audited(caller, ("unload", &subject), |reply| FleetCommand::UnloadModel { name, grace, reply })
+            .await?;
         Ok(Response::new(wire::UnloadModelResponse {}))
     }
 
@@ -190,8 +215,12 @@ impl FleetService for FleetApi {
         &self,
         request: Request<wire::AddWorkerRequest>,
     ) -> Result<Response<wire::AddWorkerResponse>, Status> {
+        let caller = AdminCaller::of(&request);
         let model = request.into_inner().model;
-        let name = self.commands.call(|reply| FleetCommand::AddWorker { model, reply }).await?;
+        let subject = model.clone();
+        let name = self
+            .audited(caller, ("add-worker", &subject), |reply| FleetCommand::AddWorker { model, reply })
+            .await?;
         Ok(Response::new(wire::AddWorkerResponse { name }))
     }
 
@@ -199,9 +228,11 @@ impl FleetService for FleetApi {
         &self,
         request: Request<wire::RemoveWorkerRequest>,
     ) -> Result<Response<wire::RemoveWorkerResponse>, Status> {
+        let caller = AdminCaller::of(&request);
         let wire::RemoveWorkerRequest { name, drain_ms } = request.into_inner();
-        let grace = drain_grace(drain_ms);
-        self.commands.call(|reply| FleetCommand::RemoveWorker { name, grace, reply }).await?;
+        let (grace, subject) = (drain_grace(drain_ms), name.clone());
+        let remove = |reply| FleetCommand::RemoveWorker { name, grace, reply };
+        self.audited(caller, ("remove-worker", &subject), remove).await?;
         Ok(Response::new(wire::RemoveWorkerResponse {}))
     }
 
@@ -209,10 +240,12 @@ impl FleetService for FleetApi {
         &self,
         request: Request<wire::SwapModelRequest>,
     ) -> Result<Response<wire::SwapModelResponse>, Status> {
+        let caller = AdminCaller::of(&request);
         let wire::SwapModelRequest { model, drain_ms } = request.into_inner();
         let model = model_spec(model.ok_or_else(|| Status::invalid_argument("model: missing"))?)?;
-        let grace = drain_grace(drain_ms);
-        let swapped = self.commands.call(|reply| FleetCommand::SwapModel { model, grace, reply }).await?;
+        let (grace, subject) = (drain_grace(drain_ms), model.name.clone());
+        let swap = |reply| FleetCommand::SwapModel { model, grace, reply };
+        let swapped = self.audited(caller, ("swap", &subject), swap).await?;
         let configured_path = swapped.map(|path| path.display().to_string()).unwrap_or_default();
         Ok(Response::new(wire::SwapModelResponse { configured_path }))
     }
@@ -221,16 +254,20 @@ impl FleetService for FleetApi {
         &self,
         request: Request<wire::ReloadRequest>,
     ) -> Result<Response<wire::ReloadResponse>, Status> {
+        let caller = AdminCaller::of(&request);
         let dry_run = request.into_inner().dry_run;
-        let changes = self.commands.call(|reply| FleetCommand::Reload { dry_run, reply }).await?;
+        let subject = if dry_run { "dry run" } else { "" };
+        let reload = |reply| FleetCommand::Reload { dry_run, reply };
+        let changes = self.audited(caller, ("reload", subject), reload).await?;
         let changes = changes.iter().map(SpecChange::to_string).collect();
         Ok(Response::new(wire::ReloadResponse { changes }))
     }
 
     async fn stop_fleet(
         &self,
-        _request: Request<wire::StopFleetRequest>,
+        request: Request<wire::StopFleetRequest>,
     ) -> Result<Response<wire::StopFleetResponse>, Status> {
+        AdminCaller::of(&request).log("stop", "");
         self.commands.send(FleetCommand::Stop).await;
         Ok(Response::new(wire::StopFleetResponse {}))
     }

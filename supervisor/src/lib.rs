@@ -24,6 +24,7 @@
 
 #![forbid(unsafe_code)]
 
+mod admin_audit;
 mod attach_token;
 mod commands;
 mod config;
