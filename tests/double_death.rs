@@ -3,14 +3,16 @@
 //! Supervisor and weight-server die at the same moment, and with them every descriptor of the FD
 //! store. The workers return what they hold: nothing is loaded twice.
 
+use std::path::Path;
 use std::process::{Child, Command};
 
 use proto::weights::v1::{GenerationIntegrity, LeaseState, ReservationKind, Status};
 
 use crate::harness::admin::try_weight_server_status;
 use crate::harness::api::{Continuation, TestRequest, generate_all, runtime};
+use crate::harness::http::HttpClient;
 use crate::harness::{
-    ServedFleet, demo_7m, demo_22m, device, eventually, first_json_line, proc, serve, text,
+    ServedFleet, demo_7m, demo_22m, device, eventually, first_json_line, proc, serve, serve_config, text,
 };
 
 /// Tokens of a stream that is long enough for a fault in its middle.
@@ -196,5 +198,45 @@ fn i4_all_models_of_a_fleet_come_back_from_their_workers() {
     let output = fleet.run_command(&["unload", "small"]);
     assert!(output.status.success(), "{}", text(&output).1);
     eventually("its memory is free", || (Holdings::of(&fleet) == alone).then_some(()));
+    fleet.stop();
+}
+
+#[test]
+fn i4_weights_that_a_worker_returns_after_the_cleaning_up_leave_the_memory() {
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let runtime_dir = directory.path().join("run");
+    let model = |name: &str, path: &Path| {
+        format!(
+            "[[models]]\nname = {name:?}\npath = {path:?}\ndevice = {:?}\nworkers = 1\nthreads = 1\n\
+             kv-tokens = 8192\n",
+            device()
+        )
+    };
+    let kept = model("kept", &demo_7m());
+    let both = format!("{kept}{}", model("gone", &demo_22m()));
+    let mut fleet = ServedFleet::start_command(directory, serve_config(&runtime_dir, &both));
+    let (worker, http) = (worker_pids(&fleet)[1], HttpClient::connect(&fleet));
+    let generations = || {
+        let status = runtime().block_on(try_weight_server_status(&fleet))?;
+        Some(status.generations.into_iter().map(|generation| generation.model).collect::<Vec<_>>())
+    };
+    assert_eq!(generations().unwrap().len(), 2);
+    // Its streams keep the worker for some seconds after it is told to stop.
+    let request =
+        |seed| TestRequest { model: "gone".to_owned(), max_tokens: 900, seed, ..requests()[0].clone() };
+    let (url, long): (_, Vec<_>) = (fleet.grpc.clone(), (0..8).map(request).collect());
+    let streams = std::thread::spawn(move || runtime().block_on(generate_all(&url, &long)));
+    eventually("they run", || {
+        (http.metric("ballast:num_requests_running{model_name=\"gone\"")? > 0.0).then_some(())
+    });
+    kill_both(&fleet);
+    let next = serve_config(&runtime_dir, &kept).spawn().unwrap();
+    // The weight-server asks for the weights after the successor has looked for leftovers in it.
+    eventually("both workers return their weights", || (generations()?.len() == 2).then_some(()));
+    eventually("those without a model leave the memory", || (generations()? == ["kept"]).then_some(()));
+    assert!(!proc::is_alive(worker));
+    // Whole, or ended by an explicit error.
+    streams.join().unwrap();
+    follow(&mut fleet, next);
     fleet.stop();
 }
