@@ -256,6 +256,11 @@ fn a_model_without_tokenizer_is_served_by_token_ids_with_the_same_ids() {
         .flat_map(|event| event["choices"][0]["token_ids"].as_array().unwrap().clone())
         .collect();
     assert_eq!(json!(ids), json!(expected.tokens));
+    let allowed = json!({"prompt": prompt, "max_tokens": 6, "temperature": 2.0, "allowed_token_ids": [5, 9, 300]});
+    let answer = http.post_json("/v1/completions", &allowed);
+    let ids = answer["choices"][0]["token_ids"].as_array().unwrap();
+    assert_eq!(ids.len(), 6, "{answer}");
+    assert!(ids.iter().all(|id| [5, 9, 300].contains(&id.as_u64().unwrap())), "{answer}");
     text_is_refused_by_name(&http, &fleet, &prompt);
     fleet.stop();
 }
@@ -265,6 +270,7 @@ fn text_is_refused_by_name(http: &HttpClient, fleet: &ServedFleet, prompt: &[u32
     for (path, param, body) in [
         ("/v1/completions", "prompt", json!({"prompt": "text"})),
         ("/v1/completions", "stop", json!({"prompt": prompt, "stop": "x"})),
+        ("/v1/completions", "bad_words", json!({"prompt": prompt, "bad_words": ["x"]})),
         ("/v1/completions", "echo", json!({"prompt": prompt, "echo": true})),
         ("/v1/completions", "response_format", json!({"prompt": prompt, "response_format": grammar})),
         ("/v1/chat/completions", "messages", json!({"messages": [{"role": "user", "content": "Hi"}]})),

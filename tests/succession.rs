@@ -131,6 +131,30 @@ fn a_rolling_restart_goes_on_under_a_successor_of_the_supervisor() {
     fleet.stop();
 }
 
+#[test]
+fn a_worker_that_drains_while_its_supervisor_dies_is_replaced_by_the_successor() {
+    let mut fleet = ServedFleet::start_config(&config(2));
+    let before = fleet.processes_by_role("worker")[0].pid;
+    let (grpc, long) = (fleet.grpc.clone(), requests(4, 600));
+    let load = std::thread::spawn(move || runtime().block_on(generate_all(&grpc, &long)));
+    std::thread::sleep(Duration::from_millis(300));
+    let mut drain = ballast();
+    drain.args(["drain", "worker-0", "--timeout", "1s", "--runtime-dir"]).arg(fleet.runtime_dir());
+    let mut drain = drain.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    eventually("the worker drains", || {
+        let now = fleet.try_processes()?.into_iter().find(|process| process.name == "worker-0")?;
+        (now.state == "draining").then_some(())
+    });
+    fleet.succeed(serve_config(fleet.runtime_dir(), &config(2)));
+    drain.wait().unwrap();
+    let after = fleet.processes_by_role("worker");
+    assert!(after[0].pid != before && after.iter().all(|worker| worker.state == "ready"), "{after:?}");
+    for done in load.join().unwrap() {
+        assert_eq!(done.unwrap().tokens.len(), 600);
+    }
+    fleet.stop();
+}
+
 /// The file that a process executes.
 fn program(pid: u32) -> PathBuf {
     std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default()

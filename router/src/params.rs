@@ -10,16 +10,17 @@
 //! 2. An error names the field as OpenAI's API does.
 //! 3. Numbers arrive as wide as JSON has them. So -1 for an unsigned field is a range error and not
 //!    a type error.
-//!
-//! Longer than 600 lines: a third are the tests, whose one table has a case for every parameter.
 
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 use std::time::Duration;
 
-use prost::Message;
 use sampling_params::{FloatParameter, IntegerDefault, IntegerParameter, LOGIT_BIAS_ENTRIES_MAX};
-use serde_json::json;
+
+mod output_grammar;
+
+use output_grammar::GRAMMAR_BYTES_MAX;
+pub(crate) use output_grammar::RequestGrammar;
 
 /// Maximum number of choices of one prompt. Each choice occupies one running sequence of a worker.
 pub(crate) const N_MAX: i64 = 16;
@@ -27,18 +28,11 @@ pub(crate) const N_MAX: i64 = 16;
 pub(crate) const STOP_STRINGS_MAX: usize = 16;
 pub(crate) const STOP_STRING_BYTES_MAX: usize = 256;
 pub(crate) const STOP_TOKENS_MAX: usize = 64;
-/// Each makes the automaton of the output larger.
-const BAD_WORDS_MAX: usize = 16;
-const ALLOWED_TOKENS_MAX: usize = 4096;
 /// OpenAI's limit.
 pub(crate) const TOP_LOGPROBS_MAX: i64 = 20;
 
 /// A salt is a short secret.
 const CACHE_SALT_BYTES_MAX: usize = 256;
-
-/// The worker's limit for choices of 1 MiB plus the encoding around each, which this length
-/// includes. The worker allows other grammars less.
-const GRAMMAR_BYTES_MAX: usize = 1536 << 10;
 
 /// llama.cpp's defaults.
 const DRY_BREAKERS: [&str; 4] = ["\n", ":", "\"", "*"];
@@ -126,21 +120,6 @@ pub(crate) struct CheckedParams {
     pub(crate) deadline: Option<Duration>,
 }
 
-/// The grammar of a structured output and the name of the field that defined it. A worker compiles
-/// the grammar and reports errors in it.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct RequestGrammar {
-    pub(crate) param: &'static str,
-    pub(crate) source: proto::v1::Grammar,
-}
-
-impl RequestGrammar {
-    pub(crate) fn lark(param: &'static str, lark: String) -> Self {
-        let kind = Some(proto::v1::grammar::Kind::Lark(lark));
-        Self { param, source: proto::v1::Grammar { kind, ..proto::v1::Grammar::default() } }
-    }
-}
-
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Mirostat {
     pub(crate) version: u32,
@@ -221,8 +200,9 @@ impl RequestParams {
     pub(crate) fn check_without_text(&self) -> Result<(), RequestParamError> {
         let grammar = self.grammar.as_ref().map(|grammar| grammar.param);
         let stop = (!self.stop.is_empty()).then_some("stop");
+        let bad_words = (!self.bad_words.is_empty()).then_some("bad_words");
         let breakers = self.dry_sequence_breakers.as_ref().filter(|words| !words.is_empty());
-        match grammar.or(stop).or(breakers.map(|_| "dry_sequence_breakers")) {
+        match grammar.or(stop).or(bad_words).or(breakers.map(|_| "dry_sequence_breakers")) {
             Some(param) => Err(RequestParamError::NeedsTokenizer { param }),
             None => Ok(()),
         }
@@ -253,15 +233,6 @@ impl RequestParams {
         sampling_params::with_parameter_names!(check_floats);
         self.check_stop_strings()?;
         let grammar = self.output_grammar(limits)?;
-        if let Some(grammar) = &grammar {
-            let (param, bytes) = (grammar.param, grammar.source.encoded_len());
-            if bytes > GRAMMAR_BYTES_MAX {
-                return Err(RequestParamError::GrammarLength { param, bytes });
-            }
-            if self.ignore_eos {
-                return Err(RequestParamError::IgnoreEosWithGrammar { with: param });
-            }
-        }
         if self.stop_tokens.len() > STOP_TOKENS_MAX {
             let count = self.stop_tokens.len();
             return Err(RequestParamError::TooManyEntries {
@@ -311,43 +282,6 @@ impl RequestParams {
 }
 
 impl RequestParams {
-    /// The grammar of the output. Allowed tokens and bad words are grammars too.
-    fn output_grammar(&self, limits: TokenLimits) -> Result<Option<RequestGrammar>, RequestParamError> {
-        let allowed = token_ids("allowed_token_ids", &self.allowed_tokens, limits)?;
-        for (param, count) in [("allowed_token_ids", allowed.len()), ("bad_words", self.bad_words.len())] {
-            let max = if param == "bad_words" { BAD_WORDS_MAX } else { ALLOWED_TOKENS_MAX };
-            if count > max {
-                return Err(RequestParamError::TooManyEntries { param, count, max });
-            }
-        }
-        for (index, word) in self.bad_words.iter().enumerate() {
-            if word.is_empty() || word.len() > STOP_STRING_BYTES_MAX {
-                let (bytes, max) = (word.len(), STOP_STRING_BYTES_MAX);
-                return Err(RequestParamError::StringLength { param: "bad_words", index, bytes, max });
-            }
-        }
-        let mut grammars = self.grammar.clone().into_iter().collect::<Vec<_>>();
-        if !allowed.is_empty() {
-            let ids: Vec<String> = allowed.iter().map(u32::to_string).collect();
-            grammars
-                .push(RequestGrammar::lark("allowed_token_ids", format!("start: <[{}]>*\n", ids.join(","))));
-        }
-        if !self.bad_words.is_empty() {
-            let words: Vec<String> = self.bad_words.iter().map(|word| json!(word).to_string()).collect();
-            let lark = format!(
-                "start: TEXT?\nTEXT: /(.|\\n)+/ & ~(/(.|\\n)*/ ({}) /(.|\\n)*/)\n",
-                words.join(" | ")
-            );
-            grammars.push(RequestGrammar::lark("bad_words", lark));
-        }
-        match &grammars[..] {
-            [first, second, ..] => {
-                Err(RequestParamError::TwoGrammars { param: second.param, other: first.param })
-            }
-            _ => Ok(grammars.pop()),
-        }
-    }
-
     fn check_stop_strings(&self) -> Result<(), RequestParamError> {
         if self.stop.len() > STOP_STRINGS_MAX {
             return Err(RequestParamError::TooManyEntries {
@@ -626,6 +560,23 @@ mod tests {
                     || matches!(error, RequestParamError::ContextExceeded { .. }),
                 "{error}"
             );
+        }
+    }
+
+    #[test]
+    fn text_needs_a_tokenizer() {
+        type Change = fn(&mut RequestParams);
+        let table: [(&str, Change); 4] = [
+            ("grammar", |p| p.grammar = Some(RequestGrammar::lark("grammar", String::new()))),
+            ("stop", |p| p.stop = vec!["x".to_owned()]),
+            ("bad_words", |p| p.bad_words = vec!["x".to_owned()]),
+            ("dry_sequence_breakers", |p| p.dry_sequence_breakers = Some(vec!["x".to_owned()])),
+        ];
+        for (param, change) in table {
+            let mut params = RequestParams::default();
+            assert_eq!(params.check_without_text(), Ok(()));
+            change(&mut params);
+            assert_eq!(params.check_without_text(), Err(RequestParamError::NeedsTokenizer { param }));
         }
     }
 

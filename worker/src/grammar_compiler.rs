@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use engine::Constraint;
 use grammar::{CompileError, CompiledGrammar, GrammarSource, GrammarVocabulary, MatchError};
-use text::Tokenizer;
+use text::{LoadTokenizerError, Tokenizer};
 use tokio::sync::oneshot;
 
 use crate::engine_loop::EngineWaker;
@@ -87,10 +87,18 @@ struct CompileJob {
 
 type CompilePool = Arc<WorkerPool<CompileJob, CompileResult>>;
 
+/// The model whose tokens grammars are about.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct GrammarModel {
+    /// The file's metadata section.
+    pub(crate) gguf: Bytes,
+    pub(crate) vocab_size: u32,
+}
+
 /// The async side of the compiler. Threads start with the first grammar, because most workers never
 /// receive one.
 pub(crate) struct GrammarCompiler {
-    gguf: Bytes,
+    model: GrammarModel,
     mask_threads: usize,
     waker: EngineWaker,
     denylist: GrammarDenylist,
@@ -98,11 +106,11 @@ pub(crate) struct GrammarCompiler {
 }
 
 impl GrammarCompiler {
-    /// `gguf` is the model's metadata section, `threads` the number of threads that may compute
-    /// masks, and `waker` the waker of the engine that samples under those masks.
-    pub(crate) fn new(gguf: Bytes, threads: usize, waker: EngineWaker) -> Self {
+    /// `threads` is the number of threads that may compute masks, and `waker` the waker of the
+    /// engine that samples under those masks.
+    pub(crate) fn new(model: GrammarModel, threads: usize, waker: EngineWaker) -> Self {
         let mask_threads = threads.clamp(1, MASK_THREADS_MAX);
-        Self { gguf, mask_threads, waker, denylist: GrammarDenylist::default(), pool: Mutex::new(None) }
+        Self { model, mask_threads, waker, denylist: GrammarDenylist::default(), pool: Mutex::new(None) }
     }
 
     fn pool(&self) -> io::Result<CompilePool> {
@@ -125,8 +133,8 @@ impl GrammarCompiler {
             max_watchdog_ticks: COMPILE_SECONDS_MAX,
             lost_threads,
         };
-        let gguf = self.gguf.clone();
-        let started = WorkerPool::start(config, move || compile_handler(gguf.clone(), masks.clone()))?;
+        let model = self.model.clone();
+        let started = WorkerPool::start(config, move || compile_handler(model.clone(), masks.clone()))?;
         Ok(pool.insert(started).clone())
     }
 
@@ -173,13 +181,13 @@ impl GrammarCompiler {
 }
 
 /// The job handler of the thread that compiles.
-fn compile_handler(gguf: Bytes, masks: Arc<MaskComputer>) -> JobHandler<CompileJob, CompileResult> {
-    let mut state = CompilerState { gguf, vocabulary: None, cache: VecDeque::new(), masks };
+fn compile_handler(model: GrammarModel, masks: Arc<MaskComputer>) -> JobHandler<CompileJob, CompileResult> {
+    let mut state = CompilerState { model, vocabulary: None, cache: VecDeque::new(), masks };
     Box::new(move |job| state.compile(job))
 }
 
 struct CompilerState {
-    gguf: Bytes,
+    model: GrammarModel,
     /// Built for the first grammar.
     vocabulary: Option<Result<GrammarVocabulary, String>>,
     /// The most recently used grammar is first.
@@ -202,8 +210,8 @@ impl CompilerState {
                 self.cache.push_front(used);
             }
         } else {
-            let gguf = &self.gguf;
-            let vocabulary = self.vocabulary.get_or_insert_with(|| build_vocabulary(gguf));
+            let model = &self.model;
+            let vocabulary = self.vocabulary.get_or_insert_with(|| build_vocabulary(model));
             let vocabulary =
                 vocabulary.as_ref().map_err(|detail| GrammarError::Vocabulary { detail: detail.clone() })?;
             let grammar = CompiledGrammar::compile(source, vocabulary)?;
@@ -214,10 +222,18 @@ impl CompilerState {
     }
 }
 
-fn build_vocabulary(gguf: &Bytes) -> Result<GrammarVocabulary, String> {
-    let metadata = gguf::Metadata::parse(gguf.clone()).map_err(|error| service::exit::one_line(&error))?;
-    let tokenizer = Tokenizer::from_metadata(&metadata).map_err(|error| service::exit::one_line(&error))?;
-    GrammarVocabulary::new(&tokenizer).map_err(|error| service::exit::one_line(&error))
+fn build_vocabulary(model: &GrammarModel) -> Result<GrammarVocabulary, String> {
+    let metadata =
+        gguf::Metadata::parse(model.gguf.clone()).map_err(|error| service::exit::one_line(&error))?;
+    let vocabulary = match Tokenizer::from_metadata(&metadata) {
+        Ok(tokenizer) => GrammarVocabulary::new(&tokenizer),
+        Err(LoadTokenizerError::NoTokenizer) => {
+            let ends = text::end_of_generation_keys(&metadata).unwrap_or_default();
+            GrammarVocabulary::without_texts(model.vocab_size, &ends)
+        }
+        Err(error) => return Err(service::exit::one_line(&error)),
+    };
+    vocabulary.map_err(|error| service::exit::one_line(&error))
 }
 
 #[cfg(test)]
@@ -285,7 +301,7 @@ pub(crate) mod tests {
                     Ok(Box::new(FinishedConstraint) as Box<dyn Constraint>)
                 })
             });
-            let compiler = GrammarCompiler::new(Bytes::new(), 1, idle_engine_loop().0.waker());
+            let compiler = GrammarCompiler::new(GrammarModel::default(), 1, idle_engine_loop().0.waker());
             *compiler.pool.lock().unwrap() = Some(pool.clone());
             Self { compiler, pool, begun, _release: release }
         }

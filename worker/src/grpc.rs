@@ -13,6 +13,7 @@ use engine::schedule::admission::QueueLimits;
 use futures::{Stream, StreamExt, TryStreamExt, stream};
 use proto::worker::v1::worker_server::{Worker, WorkerServer};
 use proto::worker::v1::{self as wire, metadata_frame};
+use service::Shutdown;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use tonic_health::server::HealthReporter;
@@ -20,7 +21,7 @@ use tonic_health::server::HealthReporter;
 use crate::attach::AttachedModelInfo;
 use crate::config::WorkerConfig;
 use crate::engine_thread::ServingEngine;
-use crate::grammar_compiler::GrammarCompiler;
+use crate::grammar_compiler::{GrammarCompiler, GrammarModel};
 use crate::process_memory::anonymous_rss_bytes;
 use crate::wire::defaults::sampling_defaults;
 use crate::wire::frames::{admitted, generate_frame, kv_event_frames};
@@ -32,6 +33,8 @@ mod stats_reply;
 
 /// The GGUF metadata section is sent in chunks of this size.
 const METADATA_CHUNK_BYTES: usize = 1 << 20;
+/// The supervisor stops a worker at once when it has drained.
+const STOP_WAIT: Duration = Duration::from_secs(2);
 
 /// What serves calls once the weights are attached.
 pub(crate) struct ServingState {
@@ -45,6 +48,7 @@ pub(crate) struct WorkerService {
     /// Set once, when the weights are attached.
     pub(crate) state: Arc<OnceLock<ServingState>>,
     pub(crate) health: HealthReporter,
+    pub(crate) shutdown: Shutdown,
 }
 
 type FrameStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -160,15 +164,20 @@ impl Worker for WorkerService {
 
     async fn drain(&self, wire: Request<wire::DrainRequest>) -> Result<Response<wire::DrainReply>, Status> {
         let grace = Duration::from_millis(wire.into_inner().grace_ms);
-        Ok(Response::new(wire::DrainReply { streams_cut: self.drain_within(grace).await as u32 }))
+        // A call is dropped with its connection, a drain is not: a caller that dies has a successor,
+        // which knows nothing of it.
+        let drained = tokio::spawn(self.clone().drain_and_end(grace));
+        let cut = drained.await.map_err(|_| Status::internal("the drain was interrupted"))?;
+        Ok(Response::new(wire::DrainReply { streams_cut: cut as u32 }))
     }
 }
 
 impl WorkerService {
     /// Accepts requests from now on.
     pub(crate) async fn start_serving(&self, engine: ServingEngine) {
-        let grammars =
-            GrammarCompiler::new(engine.info.gguf.clone(), self.config.threads, engine.handle.waker());
+        let AttachedModelInfo { gguf, vocab_size, .. } = &engine.info;
+        let model = GrammarModel { gguf: gguf.clone(), vocab_size: *vocab_size as u32 };
+        let grammars = GrammarCompiler::new(model, self.config.threads, engine.handle.waker());
         if self.state.set(ServingState { engine, grammars }).is_ok() {
             self.health.set_serving::<WorkerServer<Self>>().await;
         }
@@ -182,6 +191,21 @@ impl WorkerService {
             Some(state) => state.engine.handle.drain(grace).await,
             None => 0,
         }
+    }
+
+    /// Drains, and ends the process some time later. A drained worker that stayed would be lost for
+    /// its fleet: no router uses it, and no supervisor replaces a process that runs.
+    async fn drain_and_end(self, grace: Duration) -> usize {
+        let cut = self.drain_within(grace).await;
+        let Self { shutdown, .. } = self;
+        tokio::spawn(async move {
+            tokio::time::sleep(STOP_WAIT).await;
+            if !shutdown.is_requested() {
+                tracing::warn!("drained, but not stopped within {STOP_WAIT:?}: this worker ends");
+                shutdown.request();
+            }
+        });
+        cut
     }
 
     fn serving_state(&self) -> Result<&ServingState, Status> {

@@ -86,8 +86,12 @@ pub async fn serve(
     let (health, health_service) = service::grpc::health();
     health.set_not_serving::<WorkerServer<WorkerService>>().await;
     let config = Arc::new(config);
-    let service =
-        WorkerService { config: config.clone(), state: Arc::new(OnceLock::new()), health: health.clone() };
+    let service = WorkerService {
+        config: config.clone(),
+        state: Arc::new(OnceLock::new()),
+        health: health.clone(),
+        shutdown: shutdown.clone(),
+    };
     let (reflection, reflection_alpha) = service::grpc::reflection(proto::FILE_DESCRIPTOR_SET, SERVICE_NAME)?;
     let server = service::grpc::server()
         .add_service(

@@ -48,9 +48,20 @@ pub enum GrammarVocabularyError {
 impl GrammarVocabulary {
     pub fn new(tokenizer: &Tokenizer) -> Result<Self, GrammarVocabularyError> {
         let words: Vec<Vec<u8>> = (0..tokenizer.len() as u32).map(|id| trie_word(tokenizer, id)).collect();
-        let ends = tokenizer.end_of_generation();
+        Self::from_words(&words, tokenizer.end_of_generation())
+    }
+
+    /// The vocabulary of a model without tokenizer: `tokens` ids that stand for no text, of which
+    /// `ends` end the output. Grammars can only refer to the ids.
+    pub fn without_texts(tokens: u32, ends: &[u32]) -> Result<Self, GrammarVocabularyError> {
+        let words: Vec<Vec<u8>> =
+            (0..tokens).map(|id| [&[SPECIAL_MARKER], format!("<{id}>").as_bytes()].concat()).collect();
+        Self::from_words(&words, ends)
+    }
+
+    fn from_words(words: &[Vec<u8>], ends: &[u32]) -> Result<Self, GrammarVocabularyError> {
         let first = ends.first().copied().unwrap_or(INVALID_TOKEN);
-        let mut trie = TokTrie::from(&TokRxInfo::new(words.len() as u32, first), &words);
+        let mut trie = TokTrie::from(&TokRxInfo::new(words.len() as u32, first), words);
         if !ends.is_empty() {
             trie = trie.with_eos_tokens(ends);
         }
