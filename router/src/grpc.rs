@@ -47,7 +47,7 @@ impl inference_server::Inference for InferenceService {
         let key = active.as_ref().map(KeyedRequest::key);
         let tenant = self.resolve_tenant(request.metadata(), &request.get_ref().tenant, key)?;
         let bytes = request.extensions().get::<RequestBytes>().cloned();
-        let (model, message) = self.resolve(request, |request| &request.model)?;
+        let (model, message) = self.resolve(request, |request| &request.model).await?;
         let origin =
             RequestOrigin { request_id: ClientRequestId::random().0, arrived, tenant, bytes, active };
         let request = generation_request(model, message, timeout, origin)?;
@@ -91,7 +91,7 @@ impl inference_server::Inference for InferenceService {
         &self,
         request: Request<wire::TokenizeRequest>,
     ) -> Result<Response<wire::TokenizeReply>, Status> {
-        let (model, request) = self.resolve(request, |request| &request.model)?;
+        let (model, request) = self.resolve(request, |request| &request.model).await?;
         let tokens = model.text.encode(&request.text, !request.no_special);
         let tokens = tokens.map_err(|error| Status::invalid_argument(error.to_string()))?;
         Ok(Response::new(wire::TokenizeReply { tokens }))
@@ -101,7 +101,7 @@ impl inference_server::Inference for InferenceService {
         &self,
         request: Request<wire::DetokenizeRequest>,
     ) -> Result<Response<wire::DetokenizeReply>, Status> {
-        let (model, request) = self.resolve(request, |request| &request.model)?;
+        let (model, request) = self.resolve(request, |request| &request.model).await?;
         let ids = check_ids(&model, "tokens", &request.tokens)?;
         let text = model.text.decode(&ids).map_err(|error| Status::invalid_argument(error.to_string()))?;
         Ok(Response::new(wire::DetokenizeReply { text }))
@@ -135,7 +135,7 @@ impl inference_server::Inference for InferenceService {
 
 impl InferenceService {
     /// The model that the request names, and its message.
-    fn resolve<T>(
+    async fn resolve<T>(
         &self,
         request: Request<T>,
         name: impl Fn(&T) -> &String,
@@ -143,7 +143,7 @@ impl InferenceService {
         let access = model_access(&request);
         let message = request.into_inner();
         let name = Some(name(&message).as_str()).filter(|name| !name.is_empty());
-        Ok((self.generator.registry.resolve(name, &access)?, message))
+        Ok((self.generator.registry.resolve_when_known(name, &access).await?, message))
     }
 
     /// The header of a gateway overrides the caller's field.

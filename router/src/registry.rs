@@ -37,6 +37,9 @@ pub(crate) const QUOTED_CHARS_MAX: usize = 80;
 /// Maximum number of models without a worker whose tokenizers stay loaded. So a restarted worker
 /// serves at once.
 const IDLE_MODELS_MAX: usize = 8;
+/// Requests wait this long after the start of the router for the models of its workers. A worker
+/// answers within milliseconds; a large vocabulary takes some tenths of a second to read.
+const FIRST_MODELS_WAIT: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]
 pub(crate) struct WorkerRegistry {
@@ -246,6 +249,8 @@ impl WorkerRegistry {
         state.refused.accept(socket);
         state.identified.insert(socket.0.clone());
         state.unidentified.remove(socket);
+        drop(state);
+        self.changes.send_modify(|n| *n += 1);
     }
 
     /// Notes which sockets of workers exist. While the model of one is not known, a name that no
@@ -360,6 +365,28 @@ impl WorkerRegistry {
                 false => ResolveError::NotAllKnown,
             }
         })
+    }
+
+    /// As [`Self::resolve`]. In the first seconds of this router it waits for workers that have not
+    /// told their models: they served before a restart of the router, and requests are not refused
+    /// for it.
+    pub(crate) async fn resolve_when_known(
+        &self,
+        name: Option<&str>,
+        access: &ModelAccess,
+    ) -> Result<Arc<ServedModel>, ResolveError> {
+        let mut changes = self.subscribe();
+        loop {
+            changes.borrow_and_update();
+            let resolved = self.resolve(name, access);
+            if !matches!(resolved, Err(ResolveError::NoModel | ResolveError::NotAllKnown)) {
+                return resolved;
+            }
+            let change = tokio::time::timeout_at(self.start + FIRST_MODELS_WAIT, changes.changed());
+            if change.await.is_err() {
+                return self.resolve(name, access);
+            }
+        }
     }
 
     /// True if any worker serves a model.

@@ -132,8 +132,10 @@ impl WorkerLink {
                 .await
                 .map_err(|_| LinkError::Timeout { call: "GetMetadata" })??;
         tracing::info!(worker = %name, model = model.name(), "worker registered");
-        self.registry.accept(&self.id);
         self.registered = Some(self.registry.register(name, model, client.clone(), device, capacity));
+        // Afterwards: between the two, no request may find neither the model nor a worker that has
+        // not told it.
+        self.registry.accept(&self.id);
         Ok(())
     }
 

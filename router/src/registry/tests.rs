@@ -257,3 +257,17 @@ async fn an_alias_means_its_model_and_a_key_for_it_is_good_for_nothing_else() {
     let known = vec!["gpt".to_owned()];
     assert_eq!(resolve(Some("m"), only("gpt")), Err(ResolveError::Unknown { name: "m".to_owned(), known }));
 }
+
+#[tokio::test]
+async fn requests_of_the_first_seconds_wait_for_the_first_models() {
+    let registry = registry();
+    let access = ModelAccess::default();
+    let (found, ()) = tokio::join!(registry.resolve_when_known(Some("a"), &access), async {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        register(&registry, &model("a", 1, 1, 1));
+    });
+    assert_eq!(found.unwrap().name(), "a");
+    let missing = registry.resolve_when_known(Some("b"), &access);
+    let missing = tokio::time::timeout(Duration::from_secs(1), missing).await.expect("it can wait for nobody");
+    assert!(matches!(missing, Err(ResolveError::Unknown { .. })), "{missing:?}");
+}
