@@ -256,7 +256,8 @@ fn a_model_without_tokenizer_is_served_by_token_ids_with_the_same_ids() {
         .flat_map(|event| event["choices"][0]["token_ids"].as_array().unwrap().clone())
         .collect();
     assert_eq!(json!(ids), json!(expected.tokens));
-    let allowed = json!({"prompt": prompt, "max_tokens": 6, "temperature": 2.0, "allowed_token_ids": [5, 9, 300]});
+    let allowed =
+        json!({"prompt": prompt, "max_tokens": 6, "temperature": 2.0, "allowed_token_ids": [5, 9, 300]});
     let answer = http.post_json("/v1/completions", &allowed);
     let ids = answer["choices"][0]["token_ids"].as_array().unwrap();
     assert_eq!(ids.len(), 6, "{answer}");

@@ -58,7 +58,7 @@ mod intake;
 mod limits;
 mod listener;
 mod metrics;
-mod metrics_help;
+mod metrics_text;
 mod model;
 mod open_connections;
 pub mod opening;

@@ -164,8 +164,8 @@ impl Worker for WorkerService {
 
     async fn drain(&self, wire: Request<wire::DrainRequest>) -> Result<Response<wire::DrainReply>, Status> {
         let grace = Duration::from_millis(wire.into_inner().grace_ms);
-        // A call is dropped with its connection, a drain is not: a caller that dies has a successor,
-        // which knows nothing of it.
+        // A call is dropped with its connection. The drain goes on: a supervisor that dies has a
+        // successor, which does not know of it.
         let drained = tokio::spawn(self.clone().drain_and_end(grace));
         let cut = drained.await.map_err(|_| Status::internal("the drain was interrupted"))?;
         Ok(Response::new(wire::DrainReply { streams_cut: cut as u32 }))

@@ -180,7 +180,7 @@ async fn scrape(State(app): State<AppState>) -> Response {
         app.budget.used(),
         app.generator.dispatcher.quarantine.quarantined(),
     ));
-    let text = crate::metrics_help::add_help(&text);
+    let text = crate::metrics_text::complete(&text);
     ([(header::CONTENT_TYPE, service::metrics::CONTENT_TYPE)], text).into_response()
 }
 

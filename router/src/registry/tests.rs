@@ -268,6 +268,6 @@ async fn requests_of_the_first_seconds_wait_for_the_first_models() {
     });
     assert_eq!(found.unwrap().name(), "a");
     let missing = registry.resolve_when_known(Some("b"), &access);
-    let missing = tokio::time::timeout(Duration::from_secs(1), missing).await.expect("it can wait for nobody");
+    let missing = tokio::time::timeout(Duration::from_secs(1), missing).await.expect("all models are known");
     assert!(matches!(missing, Err(ResolveError::Unknown { .. })), "{missing:?}");
 }

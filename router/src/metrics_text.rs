@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The HELP lines of all metrics. `docs/OPERATING.md` says more.
+//! What the page of metrics has beside their values: HELP lines and the names of vLLM.
+//! `docs/OPERATING.md` says more.
+
+use std::collections::HashSet;
 
 const PREFIX: &str = "ballast:";
 
@@ -52,21 +55,61 @@ const HELP: [(&str, &str); 44] = [
     ("requests_quarantined_total", "Requests that were put into quarantine."),
 ];
 
-/// Adds a HELP line before each TYPE line.
-pub(crate) fn add_help(metrics: &str) -> String {
-    let mut text = String::with_capacity(metrics.len() + 4096);
+/// The metrics that vLLM has under the same name with the same type, unit and meaning. They are
+/// exported under its prefix too, for dashboards and gateways that know vLLM.
+const VLLM_NAMES: [&str; 15] = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "num_preemptions_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "request_success_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+];
+const VLLM_PREFIX: &str = "vllm:";
+
+/// Adds a HELP line before each TYPE line, the metrics under vLLM's names, and the HELP lines of
+/// metrics that have no value yet: a page without them would look as if they did not exist.
+pub(crate) fn complete(metrics: &str) -> String {
+    let (mut text, mut aliases) = (String::with_capacity(2 * metrics.len() + 4096), String::new());
+    let (mut seen, mut has_alias) = (HashSet::new(), false);
     for line in metrics.lines() {
-        let name = line.strip_prefix("# TYPE ").and_then(|line| line.split(' ').next());
-        let help = name
-            .and_then(|name| name.strip_prefix(PREFIX))
-            .and_then(|name| HELP.iter().find(|(known, _)| *known == name));
-        if let Some((name, help)) = help {
-            text.push_str(&format!("# HELP {PREFIX}{name} {help}\n"));
+        if let Some(name) = family(line) {
+            seen.insert(name);
+            has_alias = VLLM_NAMES.contains(&name);
+            if let Some((name, help)) = HELP.iter().find(|(known, _)| *known == name) {
+                text.push_str(&format!("# HELP {PREFIX}{name} {help}\n"));
+                if has_alias {
+                    aliases.push_str(&format!("# HELP {VLLM_PREFIX}{name} {help}\n"));
+                }
+            }
         }
         text.push_str(line);
         text.push('\n');
+        if has_alias {
+            // The prefix occurs once, unless a label has it too.
+            aliases.push_str(&line.replacen(PREFIX, VLLM_PREFIX, 1));
+            aliases.push('\n');
+        }
+    }
+    text.push_str(&aliases);
+    for (name, help) in HELP.iter().filter(|(name, _)| !seen.contains(name)) {
+        text.push_str(&format!("# HELP {PREFIX}{name} {help}\n"));
     }
     text
+}
+
+/// The name, without prefix, of the metric that begins with this line.
+fn family(line: &str) -> Option<&str> {
+    line.strip_prefix("# TYPE ")?.split(' ').next()?.strip_prefix(PREFIX)
 }
 
 #[cfg(test)]
@@ -75,11 +118,27 @@ mod tests {
 
     #[test]
     fn each_metric_gets_its_help_once() {
-        let text = add_help("# TYPE ballast:process_up gauge\nballast:process_up{name=\"a\"} 1\n");
+        let text = complete("# TYPE ballast:process_up gauge\nballast:process_up{name=\"a\"} 1\n");
         let expected = "# HELP ballast:process_up 1 while the process runs.\n\
                         # TYPE ballast:process_up gauge\nballast:process_up{name=\"a\"} 1\n";
-        assert_eq!(text, expected);
-        let names: std::collections::HashSet<&str> = HELP.iter().map(|(name, _)| *name).collect();
+        assert!(text.starts_with(expected), "{text}");
+        let names: HashSet<&str> = HELP.iter().map(|(name, _)| *name).collect();
         assert_eq!(names.len(), HELP.len());
+        for name in names {
+            assert_eq!(text.matches(&format!("# HELP ballast:{name} ")).count(), 1, "{name}");
+        }
+    }
+
+    #[test]
+    fn metrics_of_vllm_have_its_names_too() {
+        let text = complete(
+            "# TYPE ballast:workers gauge\nballast:workers 2\n\
+             # TYPE ballast:kv_cache_usage_perc gauge\n\
+             ballast:kv_cache_usage_perc{model_name=\"ballast:x\"} 0.5\n",
+        );
+        assert!(text.contains("# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc{model_name=\"ballast:x\"} 0.5\n"), "{text}");
+        assert!(text.contains("# HELP vllm:kv_cache_usage_perc "), "{text}");
+        assert!(!text.contains("vllm:workers"), "{text}");
+        assert!(VLLM_NAMES.iter().all(|name| HELP.iter().any(|(known, _)| known == name)));
     }
 }
