@@ -5,6 +5,7 @@
 
 use crate::harness::http::HttpClient;
 use crate::harness::{ServedFleet, ballast, demo_7m, eventually, in_tree, proc, serve, text};
+use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{PipeReader, Read};
 use std::os::unix::net::UnixDatagram;
@@ -74,6 +75,34 @@ fn a_fleet_whose_log_readers_are_gone_restarts_its_workers() {
     lose_a_worker(&fleet);
     lose_a_worker(&fleet);
     assert!(terminate(&mut fleet).success());
+}
+
+#[test]
+fn with_json_each_line_is_an_object_and_names_the_request() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("log");
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let mut command = serve(directory.path(), &demo_7m(), &ONE_WORKER);
+    command.envs([("BALLAST_LOG", "info,worker=debug"), ("BALLAST_LOG_FORMAT", "json")]);
+    command.stderr(File::create(&path).unwrap());
+    let mut fleet = ServedFleet::start_command(directory, command);
+    let http = HttpClient::connect(&fleet);
+    let body = json!({"prompt": "def f(", "max_tokens": 400, "ignore_eos": true, "seed": 1});
+    let answer = std::thread::scope(|scope| {
+        let answer = scope.spawn(|| http.post_json("/v1/completions", &body));
+        eventually("the request runs", || (http.metric("ballast:num_requests_running")? > 0.0).then_some(()));
+        lose_a_worker(&fleet);
+        answer.join().unwrap()
+    });
+    assert!(terminate(&mut fleet).success());
+    let log = std::fs::read_to_string(&path).unwrap();
+    let lines: Vec<Value> = log.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
+    let id = answer["id"].as_str().unwrap().strip_prefix("cmpl-").unwrap();
+    let of_request = |process: &str| {
+        let is_of = |line: &&Value| line["request"] == id && line["process"] == process;
+        lines.iter().filter(is_of).count()
+    };
+    assert!(of_request("router") >= 2 && of_request("worker-0") >= 1, "{id}: {log}");
 }
 
 #[test]

@@ -188,7 +188,7 @@ impl RunningChoice {
     fn record_loss(&self, loss: &StreamLoss, stream: &OpenStream) -> LossVerdict {
         let StreamLoss::WorkerDied { detail } = loss else { return LossVerdict::Resume };
         let (worker, call) = (&stream.placed.worker, &self.task.call);
-        tracing::warn!(worker = %worker.name, detail, "worker lost in mid-stream");
+        tracing::warn!(request = %call.request_id, worker = %worker.name, detail, "worker lost in mid-stream");
         self.task.dispatcher.registry.remove(worker.id);
         let request = LoggedRequest { request_id: &call.request_id, model: &call.model.name };
         stream.stay.record_loss(self.progress.output().len(), request)

@@ -63,17 +63,18 @@ impl Dispatcher {
                 Some(Duration::ZERO) => return Err(RequestRefusal::DeadlineExceeded),
                 time_left => time_left,
             };
-            let request = call.to_wire(progress, time_left);
+            let wire = call.to_wire(progress, time_left);
             let admission = async {
-                let mut frames = placed.worker.client.generate(request).await?.into_inner();
+                let mut frames = placed.worker.client.generate(wire).await?.into_inner();
                 let first = frames.message().await?.map(WorkerFrame::try_from);
                 Ok::<_, tonic::Status>((first, frames))
             };
             let worker = &placed.worker.name;
+            let request = LoggedRequest { request_id: &call.request_id, model: &call.model.name };
             let (outcome, frames) = match service::patience::timeout(ADMISSION_WAIT, admission).await {
                 Ok(Ok((Some(Ok(WorkerFrame::Admitted)), frames))) => (CallOutcome::Admitted, Some(frames)),
                 Ok(Ok((None, _))) => {
-                    tracing::warn!(%worker, "worker lost: its stream ended without a frame");
+                    tracing::warn!(request = %call.request_id, %worker, "worker lost: its stream ended without a frame");
                     (CallOutcome::WorkerDied { had_request: true }, None)
                 }
                 Ok(Ok(_)) => {
@@ -81,14 +82,13 @@ impl Dispatcher {
                     (CallOutcome::Refused(RequestRefusal::WorkerError { detail }), None)
                 }
                 Ok(Err(status)) => {
-                    (call_outcome(&placed.worker, &status, call.params.grammar.as_ref()), None)
+                    (call_outcome(&placed.worker, &status, call.params.grammar.as_ref(), request), None)
                 }
                 Err(_) => {
-                    tracing::warn!(%worker, "no answer to a request within {ADMISSION_WAIT:?}");
+                    tracing::warn!(request = %call.request_id, %worker, "no answer to a request within {ADMISSION_WAIT:?}");
                     (CallOutcome::NoAnswer, None)
                 }
             };
-            let request = LoggedRequest { request_id: &call.request_id, model: &call.model.name };
             let verdict =
                 self.record_loss(&outcome, placed.worker.id, &stay, progress.output().len(), request);
             match (refusals.handle(outcome, verdict), frames) {
@@ -152,13 +152,15 @@ pub(crate) fn call_outcome(
     worker: &WorkerHandle,
     status: &tonic::Status,
     grammar: Option<&RequestGrammar>,
+    request: LoggedRequest<'_>,
 ) -> CallOutcome {
     let detail = status.message().to_owned();
     let has_metadata =
         |key: &str, value: &str| status.metadata().get(key).is_some_and(|found| found == value);
     match status.code() {
         _ if !is_from_worker(status) => {
-            tracing::warn!(worker = %worker.name, error = service::exit::one_line(status), "worker lost");
+            let error = service::exit::one_line(status);
+            tracing::warn!(request = request.request_id, worker = %worker.name, error, "worker lost");
             CallOutcome::WorkerDied { had_request: may_have_arrived(status) }
         }
         Code::ResourceExhausted => {
@@ -196,7 +198,8 @@ mod tests {
         let client = WorkerClient::new(Endpoint::from_static("http://localhost").connect_lazy());
         let worker = WorkerHandle { id: WorkerId(1), name: "worker-0".to_owned(), client };
         let mut refusals = RefusalCollector::default();
-        match refusals.handle(call_outcome(&worker, status, grammar), LossVerdict::Resume) {
+        let request = LoggedRequest { request_id: "r", model: "m" };
+        match refusals.handle(call_outcome(&worker, status, grammar, request), LossVerdict::Resume) {
             OpeningStep::Refuse(refusal) => Err(refusal),
             _ => Ok(refusals.into_refusal()),
         }

@@ -136,7 +136,7 @@ impl GrammarChecker {
                     return Ok(());
                 }
                 Ok(Err(status)) => {
-                    let outcome = call_outcome(&worker, &status, Some(grammar));
+                    let outcome = call_outcome(&worker, &status, Some(grammar), request);
                     let verdict = self.dispatcher.record_loss(&outcome, worker.id, &stay, 0, request);
                     if let OpeningStep::Refuse(refusal) = refusals.handle(outcome, verdict) {
                         if let RequestRefusal::Grammar { detail, .. } = &refusal {
@@ -146,7 +146,7 @@ impl GrammarChecker {
                     }
                 }
                 Err(_) => {
-                    tracing::warn!(worker = %worker.name, "no answer to a grammar check within {CHECK_WAIT:?}");
+                    tracing::warn!(request = request.request_id, worker = %worker.name, "no answer to a grammar check within {CHECK_WAIT:?}");
                 }
             }
         }

@@ -75,16 +75,15 @@ impl Generator {
         let mut workers = WorkerSearch::new(quarantine, content, Some(deadline), None);
         let mut refusals = RefusalCollector::default();
         let place = |tried: &[_]| self.registry.choose_worker(key, tried);
+        let logged = LoggedRequest { request_id: &request.origin().request_id, model: request.model.name() };
         while let Some((mut worker, stay)) = workers.next(place, |worker| worker.id).await? {
             let outcome = match read_scores(&mut worker, request, prompt, top, deadline).await {
                 Ok(scores) => {
                     stay.record_output(1);
                     return Ok(scores);
                 }
-                Err(status) => call_outcome(&worker, &status, None),
+                Err(status) => call_outcome(&worker, &status, None, logged),
             };
-            let logged =
-                LoggedRequest { request_id: &request.origin().request_id, model: request.model.name() };
             let verdict = self.dispatcher.record_loss(&outcome, worker.id, &stay, 0, logged);
             if let OpeningStep::Refuse(refusal) = refusals.handle(outcome, verdict) {
                 return Err(refusal);

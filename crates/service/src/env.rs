@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Every environment variable that a Ballast process reads: the log level, and what a parent passes
-//! to one child. Configuration comes from files.
+//! Every environment variable that a Ballast process reads: level and format of the log, and what a
+//! parent passes to one child. Configuration comes from files.
 
 /// The socket for sd_notify messages. Each child has its own.
 pub const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
@@ -18,6 +18,8 @@ pub const WATCHDOG_USEC: &str = "WATCHDOG_USEC";
 pub const WATCHDOG_PID: &str = "WATCHDOG_PID";
 /// Log level, as `tracing` directives.
 pub const LOG: &str = "BALLAST_LOG";
+/// Format of log lines: `json`, or text.
+pub const LOG_FORMAT: &str = "BALLAST_LOG_FORMAT";
 
 /// Variables for this process alone. A process removes them from the environment of its own
 /// children.

@@ -4,7 +4,8 @@
 //! `worker=trace,info`).
 //!
 //! Under systemd the journal records time and unit. Lines then begin with a syslog priority `<N>`
-//! instead of a time (sd-daemon(3)). No level logs prompts or generated text.
+//! (sd-daemon(3)). `BALLAST_LOG_FORMAT=json` makes each line a JSON object. No level logs prompts
+//! or generated text.
 //!
 //! A broken or stalled stderr costs lines, and nothing else (decision 0025):
 //!
@@ -14,7 +15,7 @@
 //! 3. [`flush`] and the panic hook wait a bounded time, so the last lines are written if stderr
 //!    takes them.
 
-mod line_prefix;
+mod line_format;
 mod line_queue;
 mod log_output;
 mod log_writer;
@@ -31,14 +32,14 @@ use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::env;
-use line_prefix::LinePrefix;
+use line_format::LineFormat;
 use log_writer::LogWriter;
 
 /// Longest wait for stderr at the end of a process. A reader that is there takes microseconds.
 const FLUSH_WAIT: Duration = Duration::from_secs(1);
 
 static LOG: LogWriter = LogWriter::new();
-static PREFIX: OnceLock<LinePrefix> = OnceLock::new();
+static FORMAT: OnceLock<LineFormat> = OnceLock::new();
 
 /// Starts logging for this process. `BALLAST_LOG` overrides `default_level`. A second call does
 /// nothing.
@@ -54,7 +55,7 @@ pub fn init_without_thread(role: &str, default_level: Level) {
         Ok(directives) if !directives.is_empty() => EnvFilter::new(directives),
         _ => EnvFilter::new(default_level.to_string()),
     };
-    let prefix = PREFIX.get_or_init(|| LinePrefix::new(role));
+    let format = FORMAT.get_or_init(|| LineFormat::from_env(role));
     panic_hook::install();
     let installed = tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -62,7 +63,7 @@ pub fn init_without_thread(role: &str, default_level: Level) {
         .with_ansi(false)
         // Its own reports are eprintln!, which panics if stderr is broken.
         .log_internal_errors(false)
-        .event_format(EventLine { prefix })
+        .event_format(EventLine { format })
         .try_init();
     // Only a test harness that runs the code of several processes in one process calls this twice.
     drop(installed);
@@ -74,9 +75,18 @@ pub fn start_thread() {
     LOG.start_thread();
 }
 
-/// Adds a line without prefix, for a person who started this process.
+/// Adds a line for a person who started this process: without prefix, unless lines are JSON.
 pub fn print_line(text: &str) {
-    LOG.push(format!("{text}\n").as_bytes());
+    let line = match FORMAT.get().filter(|format| format.is_json()) {
+        Some(format) => format.line(Level::INFO, text),
+        None => format!("{text}\n"),
+    };
+    LOG.push(line.as_bytes());
+}
+
+/// A line without fields. A process that has not called [`init`] has no format.
+fn whole_line(level: Level, text: &str) -> String {
+    FORMAT.get().map_or_else(|| format!("{text}\n"), |format| format.line(level, text))
 }
 
 /// Waits until stderr has taken all lines so far, but not for long.
@@ -89,9 +99,9 @@ pub fn lost_lines() -> u64 {
     LOG.lost_lines()
 }
 
-/// Formats an event as the prefix and `text key=value`.
+/// Formats an event as one line.
 struct EventLine {
-    prefix: &'static LinePrefix,
+    format: &'static LineFormat,
 }
 
 impl<S, N> FormatEvent<S, N> for EventLine
@@ -105,7 +115,10 @@ where
         mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
-        self.prefix.write(*event.metadata().level(), &mut writer)?;
+        if self.format.is_json() {
+            return self.format.write_json_event(event, &mut writer);
+        }
+        self.format.write_prefix(*event.metadata().level(), &mut writer)?;
         context.field_format().format_fields(writer.by_ref(), event)?;
         writeln!(writer)
     }

@@ -119,12 +119,8 @@ impl LogWriter {
 
 /// The line about lost lines.
 fn report(lost: u64) -> String {
-    let mut line = String::new();
-    if let Some(prefix) = super::PREFIX.get() {
-        // A String takes every text.
-        let _: std::fmt::Result = prefix.write(Level::WARN, &mut line);
-    }
-    line + &format!("stderr was full or failed, so the log has a gap lines_lost={lost}\n")
+    let text = format!("stderr was full or failed, so the log has a gap lines_lost={lost}");
+    super::whole_line(Level::WARN, &text)
 }
 
 /// For `tracing_subscriber`, which writes each event with one call.

@@ -14,7 +14,7 @@ use std::sync::Once;
 
 use tracing::Level;
 
-use super::{LOG, PREFIX, flush};
+use super::{LOG, flush, print_line, whole_line};
 use crate::exit::HasExit;
 use crate::process_limits::{thread_panic, with_limits};
 
@@ -24,7 +24,7 @@ pub(super) fn install() {
         panic::set_hook(Box::new(|info| {
             if let Some(error) = thread_panic(message(info)) {
                 let text = with_limits(error.exit(), error.to_string());
-                LOG.push(format!("ballast: {text}\n").as_bytes());
+                print_line(&format!("ballast: {text}"));
                 flush();
                 std::process::exit(error.exit().code().into());
             }
@@ -44,18 +44,13 @@ fn message<'a>(info: &'a PanicHookInfo<'_>) -> &'a str {
 /// Formats `worker-0 panicked thread=engine at=src/a.rs:3:5 message`, and the backtrace if
 /// RUST_BACKTRACE asks for one.
 fn describe(info: &PanicHookInfo<'_>) -> String {
-    let mut text = String::new();
-    if let Some(prefix) = PREFIX.get() {
-        // A String takes every text.
-        let _: std::fmt::Result = prefix.write(Level::ERROR, &mut text);
-    }
     let message = message(info).replace('\n', " ");
     let at = info.location().map(ToString::to_string).unwrap_or_default();
     let thread = std::thread::current();
-    text += &format!("panicked thread={} at={at}: {message}\n", thread.name().unwrap_or("unnamed"));
+    let mut text = format!("panicked thread={} at={at}: {message}", thread.name().unwrap_or("unnamed"));
     let backtrace = Backtrace::capture();
     if backtrace.status() == BacktraceStatus::Captured {
-        text += &format!("{backtrace}\n");
+        text += &format!("\n{backtrace}");
     }
-    text
+    whole_line(Level::ERROR, &text)
 }
