@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! What the fuzz targets in `router/fuzz` call: all that the router does with a request before it
-//! calls a worker. Only cargo-fuzz builds this module.
+//! calls a worker. Behind the feature `fuzzing`.
 
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
@@ -32,13 +32,16 @@ static MODEL: LazyLock<Arc<ServedModel>> = LazyLock::new(|| {
     let description = ServedModelInfo {
         key: ModelKey { name: "m".into(), fingerprint: WorkerFingerprint(vec![1]) },
         aliases: Vec::new(),
+        chat_template: None,
+        sampling_defaults: proto::v1::Sampling::default(),
         digest: vec![0; 32],
         generation: 1,
         context_tokens: CONTEXT_TOKENS,
         vocabulary: 4096,
         weight_bytes: 1,
     };
-    Arc::new(ServedModel::load(description, metadata.bytes().to_vec()).expect("the model can be served"))
+    let model = ServedModel::load(description, metadata.bytes().to_vec(), None);
+    Arc::new(model.expect("the model can be served"))
 });
 
 fn origin() -> RequestOrigin {

@@ -32,7 +32,6 @@
 //! ```
 
 #![forbid(unsafe_code)]
-#![expect(unexpected_cfgs, reason = "cargo-fuzz sets `fuzzing`")]
 
 mod access;
 mod access_control;
@@ -47,7 +46,7 @@ mod dry_breakers;
 mod error;
 pub mod failover;
 mod fleet_watch;
-#[cfg(fuzzing)]
+#[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 mod gauges;
 mod generate;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What the fuzz target in `worker/fuzz` calls: from messages to the engine's requests. Only
-//! cargo-fuzz builds this module.
+//! What the fuzz target in `worker/fuzz` calls: from messages to the engine's requests. Behind
+//! the feature `fuzzing`.
 
 use std::time::Duration;
 

@@ -33,7 +33,6 @@
 //! When the weight-server dies, the worker keeps serving, and the successor adopts its lease.
 
 #![forbid(unsafe_code)]
-#![expect(unexpected_cfgs, reason = "cargo-fuzz sets `fuzzing`")]
 
 mod attach;
 mod attach_error;
@@ -42,7 +41,7 @@ mod config;
 mod draft_vocabulary;
 mod engine_loop;
 mod engine_thread;
-#[cfg(fuzzing)]
+#[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 mod gpu;
 mod grammar_compiler;

@@ -28,7 +28,7 @@ use crate::model::{ChatPrompt, Conversation, ServedModel};
 use crate::opening::RequestRefusal;
 use crate::params::{RequestGrammar, RequestParams};
 
-#[cfg(fuzzing)]
+#[cfg(feature = "fuzzing")]
 pub(super) mod fuzzing;
 
 const FIELDS: [&str; 11] = [

@@ -21,7 +21,7 @@ use crate::model::{EncodeTextError, ServedModel};
 use crate::params::{RequestParamError, RequestParams, token_ids};
 use crate::wire::Logprob;
 
-#[cfg(fuzzing)]
+#[cfg(feature = "fuzzing")]
 pub(super) mod fuzzing;
 
 /// OpenAI's default.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Reads a body as each endpoint does, as far as it can be read without workers. Only cargo-fuzz
-//! builds this module.
+//! Reads a body as each endpoint does, as far as it can be read without workers. Behind the feature
+//! `fuzzing`.
 
 use std::sync::Arc;
 

@@ -7,7 +7,7 @@ mod chat_reply;
 mod completions;
 mod error;
 mod fields;
-#[cfg(fuzzing)]
+#[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod message_writer;
 mod messages;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Does with a parsed chat what [`post`](super::post) does before it calls a worker, and writes the
-//! grammar of its tools for models of all formats. Only cargo-fuzz builds this module.
+//! grammar of its tools for models of all formats. Behind the feature `fuzzing`.
 
 use std::sync::{Arc, LazyLock};
 

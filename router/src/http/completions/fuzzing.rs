@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Does with a body what [`post`](super::post) does before it calls a worker. Only cargo-fuzz
-//! builds this module.
+//! Does with a body what [`post`](super::post) does before it calls a worker. Behind the feature
+//! `fuzzing`.
 
 use std::sync::Arc;
 
