@@ -79,7 +79,7 @@ impl LimitedRun {
         let directory = self.directory.path();
         eventually("all processes have ended", || processes_of(directory).is_empty().then_some(()));
         if !left_in(directory).is_empty() {
-            // A process that ends because an allocation failed removes nothing. The next start does.
+            // A process that ends at a failed allocation removes nothing. The next start does.
             let next = generate_in(directory, &[], self.user);
             assert!(!serves && next.status.success(), "{errors}\n{}", text(&next).1);
         }
