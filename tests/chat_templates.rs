@@ -15,7 +15,9 @@ use tonic::transport::Channel;
 use crate::harness::api::{connect, runtime};
 use crate::harness::http::HttpClient;
 use crate::harness::separate::{SeparateProcesses, worker_config};
-use crate::harness::{ServedFleet, ballast, demo_7m, device, eventually, proc, serve, serve_config, text};
+use crate::harness::{
+    ServedFleet, ballast, demo_7m, device, eventually, model_table, proc, serve, serve_config, text,
+};
 use crate::model_text::{DOUBLING_TEMPLATE, ENDLESS_TEMPLATE, check_refused};
 use crate::reload::while_streaming;
 use crate::tools::chat_model;
@@ -31,14 +33,6 @@ fn write(folder: &Path, name: &str, text: &str) -> PathBuf {
     let path = folder.join(name);
     std::fs::write(&path, text).unwrap();
     path
-}
-
-fn model(name: &str, path: &Path, more: &str) -> String {
-    let device = device();
-    format!(
-        "[[models]]\nname = {name:?}\npath = {path:?}\ndevice = {device:?}\nworkers = 1\nthreads = 1\n\
-         kv-tokens = 1024\n{more}\n"
-    )
 }
 
 /// The prompt that a chat of one message becomes over HTTP, without the first token. The error is
@@ -91,10 +85,10 @@ fn two_names_on_one_copy_have_two_templates_and_aliases_have_their_model_s() {
     let (one, two) = (write(folder.path(), "one.jinja", &template("# one")), template("# two"));
     write(folder.path(), "two.jinja", &two);
     let file = chat_model(folder.path());
-    let own = model("own", &file, "");
-    let first = model("first", &file, &format!("chat-template = {one:?}\naliases = [\"alias\"]"));
+    let own = model_table("own", &file, "");
+    let first = model_table("first", &file, &format!("chat-template = {one:?}\naliases = [\"alias\"]"));
     // A relative path is relative to the configuration.
-    let second = model("second", &file, "chat-template = \"two.jinja\"");
+    let second = model_table("second", &file, "chat-template = \"two.jinja\"");
     let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
     let config = write(folder.path(), "ballast.toml", &format!("{first}{own}{second}"));
     let mut command = ballast();
@@ -145,7 +139,7 @@ fn a_reload_reads_templates_again_without_a_lost_request_and_a_wrong_one_changes
     let folder = tempfile::tempdir().unwrap();
     let file = write(folder.path(), "chat.jinja", &template("# old"));
     let config = |more: &str| {
-        model("m", &demo_7m(), more).replace("workers = 1", "workers = 2").replace("1024", "2048")
+        model_table("m", &demo_7m(), more).replace("workers = 1", "workers = 2").replace("1024", "2048")
     };
     let with_template = config(&format!("chat-template = {file:?}"));
     let fleet = ServedFleet::start_config(&with_template);
@@ -161,6 +155,14 @@ fn a_reload_reads_templates_again_without_a_lost_request_and_a_wrong_one_changes
         assert!(error.contains("chat.jinja") && error.contains(word), "{error}");
         assert_eq!(prompt(&http, "m").as_deref(), Ok("# old def f():\n"));
     }
+    // A pipe without a writer, like a mount whose server is gone, neither opens nor fails.
+    std::fs::remove_file(&file).unwrap();
+    assert!(Command::new("mkfifo").arg(&file).status().unwrap().success());
+    let output = fleet.run_command(&["reload"]);
+    let error = text(&output).1;
+    assert_eq!(output.status.code(), Some(2), "{error}");
+    assert!(error.contains("chat.jinja") && error.contains("no answer within 3s"), "{error}");
+    std::fs::remove_file(&file).unwrap();
     let long = format!("{}{{# {} #}}", template("# new"), "x".repeat(300));
     std::fs::write(&file, &long).unwrap();
     while_streaming(&fleet, "m", || {
@@ -231,7 +233,7 @@ fn a_template_that_cannot_be_used_is_refused_by_name_before_anything_is_loaded()
         load.arg("load").arg(demo_7m()).args(["--name", "other", "--device", &device(), "--runtime-dir"]);
         load.arg(fleet.runtime_dir());
         let runtime_dir = folder.path().join("run");
-        let configured = model("m", &demo_7m(), &format!("chat-template = {file:?}"));
+        let configured = model_table("m", &demo_7m(), &format!("chat-template = {file:?}"));
         let commands = match index {
             0 => vec![named(chat), named(load), serve_config(&runtime_dir, &configured)],
             _ => vec![named(serve(&runtime_dir, &demo_7m(), &[]))],

@@ -2,7 +2,6 @@
 
 //! `sampling` of a model: values for what a request leaves out, in every API.
 
-use std::path::Path;
 use std::process::Command;
 
 use proto::v1::generate_frame::Frame;
@@ -15,18 +14,10 @@ use tonic::transport::Channel;
 use crate::harness::api::connect;
 use crate::harness::http::HttpClient;
 use crate::harness::separate::{SeparateProcesses, worker_config};
-use crate::harness::{ServedFleet, ballast, demo_7m, device, eventually, serve_config, text};
+use crate::harness::{ServedFleet, ballast, demo_7m, eventually, model_table, serve_config, text};
 use crate::tools::chat_model;
 
 const PROMPT: &str = "def add(a, b):\n";
-
-fn model(name: &str, path: &Path, more: &str) -> String {
-    let device = device();
-    format!(
-        "[[models]]\nname = {name:?}\npath = {path:?}\ndevice = {device:?}\nworkers = 1\nthreads = 1\n\
-         kv-tokens = 1024\n{more}\n"
-    )
-}
 
 /// The text of a completion with one seed.
 fn completion(http: &HttpClient, model: &str, more: &Value) -> String {
@@ -61,8 +52,10 @@ fn a_model_s_defaults_hold_for_what_a_request_leaves_out_in_every_api() {
     let file = chat_model(folder.path());
     let defaults = "sampling = { temperature = 0, top-k = -1 }\naliases = [\"alias\"]";
     // A second name on the same copy has defaults of its own.
-    let hot = model("hot", &file, "sampling = { temperature = 1.7, top-p = 0.9, repetition-penalty = 1.2 }");
-    let config = format!("{}{}{hot}", model("greedy", &file, defaults), model("plain", &file, ""));
+    let hot =
+        model_table("hot", &file, "sampling = { temperature = 1.7, top-p = 0.9, repetition-penalty = 1.2 }");
+    let config =
+        format!("{}{}{hot}", model_table("greedy", &file, defaults), model_table("plain", &file, ""));
     let fleet = ServedFleet::start_config(&config);
     let http = HttpClient::connect(&fleet);
 
@@ -153,7 +146,7 @@ fn a_wrong_default_is_an_error_of_the_configuration_that_names_the_range() {
     };
     for (sampling, expected) in wrong {
         let setting = format!("sampling = {{ {sampling} }}\n");
-        check(serve_config(&folder.path().join("run"), &model("m", &demo_7m(), &setting)), expected);
+        check(serve_config(&folder.path().join("run"), &model_table("m", &demo_7m(), &setting)), expected);
         let file = folder.path().join("worker.toml");
         std::fs::write(&file, worker_config(folder.path(), &setting)).unwrap();
         let mut worker = ballast();

@@ -6,8 +6,7 @@
 //! limits before a process is configured with it. Workers get its text and not its path: a file
 //! that changes or disappears has no effect until the configuration is read again.
 
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use service::Exit;
@@ -17,6 +16,7 @@ use toml::Value;
 use weight_server::{GivenTemplate, check_chat_template};
 use worker::{ChatTemplateSetting, CheckedChatTemplate, WorkerConfig};
 
+use crate::bounded_read::read_files;
 use crate::cli_error::{CliError, CliResult};
 use crate::running_fleet::block_on;
 use crate::sized_model::SizedModel;
@@ -37,15 +37,18 @@ pub(crate) async fn read_chat_templates(
     present: &[RecordedModel],
     unusable: UnusableTemplate,
 ) -> CliResult {
+    let files = models.iter().filter_map(|model| model.chat_template_file().map(Path::to_owned)).collect();
+    let mut texts = read_texts(files).into_iter();
     for model in models {
         let Some(file) = model.chat_template_file().map(Path::to_owned) else { continue };
+        let Some(text) = texts.next() else { break };
         let known = present.iter().find(|known| known.name == model.name);
         let present = known.and_then(present_template).filter(|present| present.file == file);
         let is_tried = |text: &str| {
             known.is_some_and(|known| known.files == model.files())
                 && present.as_ref().is_some_and(|present| present.text == text)
         };
-        let checked = match read(&file) {
+        let checked = match text {
             Ok(text) if is_tried(&text) => Ok(text),
             Ok(text) => check(Some(&model.path), &file, text).await,
             Err(error) => Err(error),
@@ -71,8 +74,11 @@ pub(crate) async fn read_chat_templates(
 pub(crate) fn read_workers_chat_template(worker: &mut WorkerConfig) -> CliResult {
     if let Some(ChatTemplateSetting::File(file)) = &worker.chat_template {
         let file = file.clone();
-        let text = block_on(check(None, &file, read(&file)?))?;
-        worker.chat_template = Some(ChatTemplateSetting::Checked(CheckedChatTemplate { file, text }));
+        for text in read_texts(vec![file.clone()]) {
+            let text = block_on(check(None, &file, text?))?;
+            let template = CheckedChatTemplate { file: file.clone(), text };
+            worker.chat_template = Some(ChatTemplateSetting::Checked(template));
+        }
     }
     Ok(())
 }
@@ -84,15 +90,17 @@ fn present_template(known: &RecordedModel) -> Option<CheckedChatTemplate> {
     Some(CheckedChatTemplate { file: PathBuf::from(text("file")?), text: text("text")? })
 }
 
-fn read(file: &Path) -> CliResult<String> {
+fn read_texts(files: Vec<PathBuf>) -> Vec<CliResult<String>> {
+    // One byte more than allowed shows that a template is too long.
+    let read = read_files(files.clone(), text::MAX_TEMPLATE_BYTES as u64 + 1);
+    files.iter().zip(read).map(|(file, read)| text_of(file, read)).collect()
+}
+
+fn text_of(file: &Path, read: io::Result<Vec<u8>>) -> CliResult<String> {
     let refused = |exit, problem: &dyn std::fmt::Display| {
         CliError::new(exit, format!("cannot read the chat template {}: {problem}", file.display()))
     };
-    let mut bytes = Vec::new();
-    // One byte more than allowed shows that a template is too long.
-    let limit = text::MAX_TEMPLATE_BYTES as u64 + 1;
-    let read = File::open(file).and_then(|opened| opened.take(limit).read_to_end(&mut bytes));
-    read.map_err(|error| refused(exit_for_template(&error), &error))?;
+    let bytes = read.map_err(|error| refused(exit_for_template(&error), &error))?;
     if bytes.len() > text::MAX_TEMPLATE_BYTES {
         let problem = format!("it has more than {} bytes", text::MAX_TEMPLATE_BYTES);
         return Err(refused(Exit::ModelRefused, &problem));

@@ -10,6 +10,7 @@
 
 mod arguments;
 mod bench;
+mod bounded_read;
 mod chat;
 mod chat_templates;
 mod cli_error;

@@ -6,21 +6,15 @@
 //! workers. If a mount is away, it takes what its predecessor recorded, and the resident weights
 //! go on.
 
-use std::fs::File;
-use std::io::{self, Read};
-use std::path::{Path, PathBuf};
-use std::sync::mpsc;
-use std::time::Duration;
+use std::path::Path;
 
 use service::RuntimeDir;
 use supervisor::{RecordedModel, recorded_models};
 use toml::{Table, Value};
 
+use crate::bounded_read::read_files;
 use crate::fleet_config::FleetConfig;
-
-/// A file on a mount whose server is gone neither opens nor fails. Children wait 10 s for a
-/// successor.
-const READ_TIMEOUT: Duration = Duration::from_secs(3);
+use crate::model_config::FleetModelConfig;
 
 /// The recorded models that take the place of those whose files cannot be read.
 #[derive(Debug, Default)]
@@ -36,11 +30,18 @@ impl ResidentModels {
     pub(crate) fn find(config: &FleetConfig, directory: &RuntimeDir) -> Self {
         let recorded = recorded_models(directory);
         let mut found = Self::default();
-        for model in &config.models {
-            let Ok(path) = std::path::absolute(&model.path) else { continue };
-            let is_it = |recorded: &&RecordedModel| recorded.name == model.name && recorded.path == path;
-            let Some(known) = recorded.iter().find(is_it) else { continue };
-            if let Err(error) = read_first_byte(path) {
+        let known: Vec<(&FleetModelConfig, &RecordedModel)> = config
+            .models
+            .iter()
+            .filter_map(|model| {
+                let path = std::path::absolute(&model.path).ok()?;
+                let is_it = |recorded: &&RecordedModel| recorded.name == model.name && recorded.path == path;
+                Some((model, recorded.iter().find(is_it)?))
+            })
+            .collect();
+        let paths = known.iter().map(|(_, known)| known.path.clone()).collect();
+        for ((model, known), read) in known.into_iter().zip(read_files(paths, 1)) {
+            if let Err(error) = read {
                 tracing::error!(
                     model = known.name,
                     path = %known.path.display(),
@@ -91,14 +92,4 @@ impl ResidentModels {
 fn devices_of(config: &Path) -> Vec<Value> {
     let table: Table = service::config::load(config).unwrap_or_default();
     table.get("devices").and_then(Value::as_array).cloned().unwrap_or_default()
-}
-
-/// Reads on a thread of its own, which stays behind if the file does not answer.
-fn read_first_byte(path: PathBuf) -> io::Result<()> {
-    let (sender, outcome) = mpsc::channel();
-    std::thread::Builder::new().name("model-file".to_owned()).spawn(move || {
-        // After the timeout the outcome has no receiver.
-        let _ = sender.send(File::open(&path).and_then(|mut file| file.read(&mut [0]).map(drop)));
-    })?;
-    outcome.recv_timeout(READ_TIMEOUT).unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
 }

@@ -19,6 +19,8 @@ use std::time::{Duration, Instant};
 
 /// Timeout for anything that normally takes less than a second, for busy machines.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
+/// The same for a stream of some hundred tokens, which takes seconds on a free machine.
+pub(crate) const STREAM_TIMEOUT: Duration = Duration::from_secs(240);
 
 /// A path from the environment; by default the path that cargo set at build time. `scripts/gpu-run`
 /// sets it on machines without the build.
@@ -41,6 +43,15 @@ pub(crate) fn ballast() -> Command {
 /// "cuda:0".
 pub(crate) fn device() -> String {
     std::env::var("BALLAST_TEST_DEVICE").unwrap_or_else(|_| HOST.to_owned())
+}
+
+/// A `[[models]]` entry of `ballast.toml` with one worker, and further lines.
+pub(crate) fn model_table(name: &str, path: &Path, more: &str) -> String {
+    let device = device();
+    format!(
+        "[[models]]\nname = {name:?}\npath = {path:?}\ndevice = {device:?}\nworkers = 1\nthreads = 1\n\
+         kv-tokens = 1024\n{more}\n"
+    )
 }
 
 /// Returns false and prints a SKIPPED line if fleets run on a GPU.

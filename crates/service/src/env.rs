@@ -18,7 +18,7 @@ pub const WATCHDOG_USEC: &str = "WATCHDOG_USEC";
 pub const WATCHDOG_PID: &str = "WATCHDOG_PID";
 /// Log level, as `tracing` directives.
 pub const LOG: &str = "BALLAST_LOG";
-/// Format of log lines: `json`, or text.
+/// Format of log lines: `text` (default) or `json`.
 pub const LOG_FORMAT: &str = "BALLAST_LOG_FORMAT";
 
 /// Variables for this process alone. A process removes them from the environment of its own

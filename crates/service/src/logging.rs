@@ -67,6 +67,9 @@ pub fn init_without_thread(role: &str, default_level: Level) {
         .try_init();
     // Only a test harness that runs the code of several processes in one process calls this twice.
     drop(installed);
+    if let Some(unknown) = line_format::unknown_format() {
+        tracing::warn!(format = %unknown, "{} is neither \"text\" nor \"json\": lines are text", env::LOG_FORMAT);
+    }
 }
 
 /// Starts the thread that writes to stderr, unless it runs. Without a thread lines wait in the

@@ -15,6 +15,13 @@ use crate::env;
 /// Keys of every JSON line. A field of the same name gets an underscore.
 const OWN_KEYS: [&str; 4] = ["timestamp", "level", "process", "message"];
 
+/// The value of the environment variable, if it names no format.
+pub(super) fn unknown_format() -> Option<String> {
+    let format = std::env::var_os(env::LOG_FORMAT)?;
+    let is_known = ["", "text", "json"].iter().any(|known| format == *known);
+    (!is_known).then(|| format.to_string_lossy().into_owned())
+}
+
 /// The format of all lines of a process:
 ///
 /// - `   0.123s  INFO worker-0 text key=value`, with the time since the start;
