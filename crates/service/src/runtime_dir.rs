@@ -23,6 +23,7 @@ use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
 
@@ -39,6 +40,10 @@ const SOCKET_NAME_BYTES_MAX: usize = "notify-weight-server.sock".len() + 1;
 /// Access for the owner only: the directory protects every socket in it.
 const DIRECTORY_MODE: u32 = 0o700;
 const LOCK_FILE: &str = "supervisor.lock";
+/// How long a new supervisor waits for the lock. A supervisor that was killed holds it until the
+/// kernel has closed its files, and the last child of a dead one while it removes the directory.
+const LOCK_WAIT: Duration = Duration::from_secs(1);
+const LOCK_POLL: Duration = Duration::from_millis(20);
 /// Content of the lock file if a supervisor created the directory.
 const CREATED_MARKER: &str = "made by ballast\n";
 const FLEET_FILE_EXTENSIONS: [&str; 5] = ["sock", "toml", "pid", "partial", "turns"];
@@ -58,6 +63,18 @@ pub enum RuntimeDirError {
     InUse { path: PathBuf },
     #[error("cannot lock {}", path.display())]
     Lock { path: PathBuf, source: io::Error },
+}
+
+impl RuntimeDirError {
+    /// Whether the directory may be free a moment later: its supervisor is about to end, or it is
+    /// being removed.
+    fn may_pass(&self) -> bool {
+        match self {
+            RuntimeDirError::InUse { .. } => true,
+            RuntimeDirError::Lock { source, .. } => source.kind() == io::ErrorKind::NotFound,
+            _ => false,
+        }
+    }
 }
 
 impl HasExit for RuntimeDirError {
@@ -232,8 +249,8 @@ pub struct ClaimedRuntimeDir {
 }
 
 impl ClaimedRuntimeDir {
-    /// Creates or takes over the directory. Without a path, creates one for this process. Never
-    /// waits for the lock.
+    /// Creates or takes over the directory. Without a path, creates one for this process. Blocks for
+    /// at most [`LOCK_WAIT`].
     pub fn claim(path: Option<&Path>) -> Result<Self, RuntimeDirError> {
         let path = match path {
             Some(path) => std::path::absolute(path)
@@ -244,6 +261,19 @@ impl ClaimedRuntimeDir {
         if bytes > SOCKET_PATH_BYTES_MAX {
             return Err(RuntimeDirError::TooLong { path, bytes });
         }
+        let started = Instant::now();
+        loop {
+            match Self::claim_now(&path) {
+                Ok(claimed) if claimed.is_in_place().unwrap_or(false) => return Ok(claimed),
+                Err(error) if !error.may_pass() || started.elapsed() > LOCK_WAIT => return Err(error),
+                // The last child of a dead supervisor has removed the directory meanwhile.
+                Ok(_) | Err(_) => std::thread::sleep(LOCK_POLL),
+            }
+        }
+    }
+
+    fn claim_now(path: &Path) -> Result<Self, RuntimeDirError> {
+        let path = path.to_owned();
         let create = |source| RuntimeDirError::Create { path: path.clone(), source };
         let was_created = match DirBuilder::new().mode(DIRECTORY_MODE).create(&path) {
             Ok(()) => true,
@@ -411,6 +441,23 @@ mod tests {
         drop(first);
         assert!(!path.exists());
         drop(claim(&path).unwrap());
+    }
+
+    #[test]
+    fn a_new_supervisor_waits_for_one_that_is_about_to_end_and_for_a_directory_that_is_being_removed() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("fleet");
+        for _ in 0..3 {
+            let first = claim(&path).unwrap();
+            let ending = std::thread::spawn(move || {
+                std::thread::sleep(LOCK_WAIT / 4);
+                // Removes the files while it holds the lock, like the last child.
+                drop(first);
+            });
+            let next = claim(&path).unwrap();
+            ending.join().unwrap();
+            assert!(next.is_in_place().unwrap());
+        }
     }
 
     #[test]
