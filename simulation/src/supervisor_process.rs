@@ -187,7 +187,7 @@ impl Fleet {
         let now = self.instant();
         let Some(supervisor) = self.supervisor.as_mut() else { return };
         let deadlines = supervisor.children.iter().map(|(name, child)| (name, child.machine.deadline()));
-        let next = supervisor.deadlines.next_tick(now, deadlines);
+        let next = supervisor.deadlines.next_tick(deadlines);
         let after = next.saturating_duration_since(now).as_micros() as Micros;
         let at = self.net.now + after;
         if at < supervisor.tick_at {

@@ -48,14 +48,12 @@ impl ChildDeadlines {
 
     /// When to call [`Self::report_passed`] next, on the monotonic clock. `deadlines` are those of
     /// all children.
-    pub fn next_tick<'a>(
-        &self,
-        now: Instant,
-        deadlines: impl Iterator<Item = (&'a Arc<str>, Option<Instant>)>,
-    ) -> Instant {
+    pub fn next_tick<'a>(&self, deadlines: impl Iterator<Item = (&'a Arc<str>, Option<Instant>)>) -> Instant {
         let open = deadlines.filter(|(name, _)| !self.reported.contains(*name));
         let deadline = open.filter_map(|(_, deadline)| deadline).min();
-        let heartbeat = now + HEARTBEAT;
+        // From the last reading, not from now: frequent events that read no clock, such as queries of
+        // the status, would put it off for ever, and the time until then would count as a pause.
+        let heartbeat = self.clock.monotonic(self.clock.now()) + HEARTBEAT;
         deadline.map_or(heartbeat, |deadline| self.clock.monotonic(deadline).min(heartbeat))
     }
 
@@ -91,11 +89,20 @@ mod tests {
         let mut deadlines = ChildDeadlines::new(start);
         let (early, late): (Arc<str>, Arc<str>) = ("early".into(), "late".into());
         let of = [(&early, Some(start + PAUSE)), (&late, Some(start + 3 * PAUSE))];
-        assert_eq!(deadlines.next_tick(start, of.into_iter()), start + HEARTBEAT);
+        assert_eq!(deadlines.next_tick(of.into_iter()), start + HEARTBEAT);
         assert_eq!(deadlines.report_passed(start + PAUSE, of.into_iter()), from_ref(&early));
         assert!(deadlines.report_passed(start + PAUSE, of.into_iter()).is_empty());
         deadlines.clear_report("early");
         assert_eq!(deadlines.report_passed(start + PAUSE, of.into_iter()), from_ref(&early));
+    }
+
+    #[test]
+    fn the_heartbeat_comes_some_time_after_the_last_reading() {
+        let start = Instant::now();
+        let mut deadlines = ChildDeadlines::new(start);
+        deadlines.advance(start + 45 * PAUSE);
+        let no_deadlines = || std::iter::empty::<(&Arc<str>, Option<Instant>)>();
+        assert_eq!(deadlines.next_tick(no_deadlines()), start + 45 * PAUSE + HEARTBEAT);
     }
 
     #[test]

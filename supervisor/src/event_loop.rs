@@ -295,7 +295,7 @@ impl SupervisorLoop {
 
     fn next_tick(&self) -> Instant {
         let deadlines = self.children.iter().map(|(name, child)| (name, child.machine.deadline()));
-        self.deadlines.next_tick(Instant::now(), deadlines)
+        self.deadlines.next_tick(deadlines)
     }
 
     /// Reports passed deadlines. The event loop acts on them after the notifications that the
