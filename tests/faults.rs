@@ -5,7 +5,7 @@
 
 use crate::harness::admin::weight_server_status;
 use crate::harness::api::{Continuation, TestRequest, generate, generate_all, runtime};
-use crate::harness::{ServedFleet, demo_7m, demo_22m, device, eventually, proc, serve, synth, text};
+use crate::harness::{ServedFleet, TIMEOUT, demo_7m, demo_22m, device, eventually, proc, serve, synth, text};
 use std::time::{Duration, Instant};
 
 /// Tokens of a stream that is long enough for a fault in its middle.
@@ -253,7 +253,7 @@ fn without_a_successor_all_children_end_after_a_grace_period() {
 }
 
 /// Unloaded weights are freed as soon as the last worker has detached.
-const RELEASE_TIMEOUT: Duration = Duration::from_secs(15);
+const RELEASE_TIMEOUT: Duration = TIMEOUT;
 
 /// What the processes of a fleet hold together.
 #[derive(Debug)]

@@ -4,7 +4,7 @@
 //! disk. Logs are lost then, and nothing else.
 
 use crate::harness::http::HttpClient;
-use crate::harness::{ServedFleet, ballast, demo_7m, eventually, in_tree, proc, serve, text};
+use crate::harness::{ServedFleet, TIMEOUT, ballast, demo_7m, eventually, in_tree, proc, serve, text};
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{PipeReader, Read};
@@ -239,7 +239,7 @@ fn a_service_manager_that_does_not_read_does_not_end_the_fleet() {
     assert!(started.elapsed() < UNHINDERED, "`ballast ps` answered after {:?}", started.elapsed());
     assert_eq!(HttpClient::connect(&fleet).get("/health").0, 200);
     // A manager that reads again learns that the fleet is ready, and gets the descriptors in order.
-    manager.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    manager.set_read_timeout(Some(TIMEOUT)).unwrap();
     let mut datagram = [0; 256];
     let mut next = || {
         let bytes = manager.recv(&mut datagram).unwrap();

@@ -9,7 +9,7 @@ use proto::v1::inference_client::InferenceClient;
 use proto::v1::{GenerateFrame, GenerateRequest, Grammar, Sampling, TokenIds};
 use tonic::transport::Channel;
 
-use super::{ServedFleet, TIMEOUT};
+use super::{STREAM_TIMEOUT, ServedFleet, TIMEOUT};
 
 /// The output of one request, with its choices concatenated. Log probabilities are stored as bits,
 /// so that comparison is exact.
@@ -168,8 +168,8 @@ impl ServedFleet {
         tokio::task::block_in_place(inject_fault);
         let mut results = Vec::new();
         for task in tasks {
-            results
-                .push(tokio::time::timeout(TIMEOUT, task).await.expect("the stream ends in time").unwrap());
+            let result = tokio::time::timeout(STREAM_TIMEOUT, task).await;
+            results.push(result.expect("the stream ends in time").unwrap());
         }
         results
     }
