@@ -51,8 +51,8 @@ impl ChildDeadlines {
     pub fn next_tick<'a>(&self, deadlines: impl Iterator<Item = (&'a Arc<str>, Option<Instant>)>) -> Instant {
         let open = deadlines.filter(|(name, _)| !self.reported.contains(*name));
         let deadline = open.filter_map(|(_, deadline)| deadline).min();
-        // From the last reading, not from now: frequent events that read no clock, such as queries of
-        // the status, would put it off for ever, and the time until then would count as a pause.
+        // From the last reading, not from now: frequent events that read no clock, such as queries
+        // of the status, would put it off for ever, and the time until then would count as a pause.
         let heartbeat = self.clock.monotonic(self.clock.now()) + HEARTBEAT;
         deadline.map_or(heartbeat, |deadline| self.clock.monotonic(deadline).min(heartbeat))
     }

@@ -249,8 +249,8 @@ pub struct ClaimedRuntimeDir {
 }
 
 impl ClaimedRuntimeDir {
-    /// Creates or takes over the directory. Without a path, creates one for this process. Blocks for
-    /// at most [`LOCK_WAIT`].
+    /// Creates or takes over the directory. Without a path, creates one for this process. Blocks
+    /// for at most [`LOCK_WAIT`].
     pub fn claim(path: Option<&Path>) -> Result<Self, RuntimeDirError> {
         let path = match path {
             Some(path) => std::path::absolute(path)
