@@ -21,6 +21,7 @@ mod documents;
 mod double_death;
 mod exact;
 mod faults;
+mod fill_in_middle;
 mod fleet_commands;
 mod fuzzed_frames;
 mod golden;

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 use text::{
-    ChatInput, ChatTemplate, DetokenizeOptions, Detokenizer, EncodeError, EncodeOptions, LoadTemplateError,
-    LoadTokenizerError, RenderError, Tokenizer,
+    ChatInput, ChatTemplate, DetokenizeOptions, Detokenizer, EncodeError, EncodeMiddleError, EncodeOptions,
+    LoadTemplateError, LoadTokenizerError, MiddlePrefix, RenderError, Tokenizer,
 };
 
 use crate::chat_syntax::ChatSyntax;
@@ -84,6 +84,15 @@ pub(crate) enum EncodeTextError {
     NoTokenizer(#[from] NoTokenizerError),
     #[error(transparent)]
     Encode(#[from] EncodeError),
+}
+
+/// Why there is no prompt from which the model fills in the middle.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum MiddlePromptError {
+    #[error(transparent)]
+    NoTokenizer(#[from] NoTokenizerError),
+    #[error(transparent)]
+    Encode(#[from] EncodeMiddleError),
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -221,6 +230,17 @@ impl ModelText {
     pub(crate) fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, EncodeTextError> {
         // A raw prompt may contain control tokens, as in llama.cpp and vLLM.
         Ok(self.tokenizer()?.encode(text, EncodeOptions { add_special, parse_special: true })?)
+    }
+
+    /// The prompt for the text between `prefix` and `suffix`. Names of control tokens in both are
+    /// text, as in llama.cpp.
+    pub(crate) fn encode_middle(
+        &self,
+        prefix: MiddlePrefix<'_>,
+        suffix: &str,
+        add_special: bool,
+    ) -> Result<Vec<u32>, MiddlePromptError> {
+        Ok(self.tokenizer()?.encode_middle(prefix, suffix, add_special)?)
     }
 
     /// Renders a conversation and tokenizes the prompt.

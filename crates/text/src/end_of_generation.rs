@@ -18,6 +18,8 @@ const END_MARKERS: &[&str] = &[
     "<|endoftext|>",
     "<|end_of_text|>",
     "<EOT>",
+    // Code Llama.
+    "▁<EOT>",
     "[EOT]",
     "[EOS]",
     "</s>",
@@ -32,9 +34,16 @@ const END_MARKERS: &[&str] = &[
     "<end_of_utterance>",
     "<｜end▁of▁sentence｜>",
     "[e~[",
+    // Fill in the middle: padding, then the names of a repository and of the next file.
     "<|fim_pad|>",
+    "<fim_pad>",
+    "<fim-pad>",
+    "<PAD>",
+    "[PAD]",
     "<|repo_name|>",
     "<|fim_repo|>",
+    "<fim-repo>",
+    "<REPO>",
     "<reponame>",
     "<|file_sep|>",
 ];
@@ -99,6 +108,14 @@ mod tests {
             [1, 2],
             "a token that the file names by key counts, whatever its text"
         );
+    }
+
+    /// StarCoder and Granite name a padding and a repository, Code Llama an end of the middle.
+    #[test]
+    fn what_follows_a_filled_gap_ends_the_generation() {
+        let texts = ["<fim_pad>", "<reponame>", "\u{2581}<EOT>", "<fim_prefix>", "<fim_middle>"];
+        let tokens = texts.map(|text| (text, TokenKind::Control));
+        assert_eq!(ends(&tokens, None), [0, 1, 2]);
     }
 
     #[test]

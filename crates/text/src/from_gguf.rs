@@ -84,6 +84,9 @@ fn vocabulary(metadata: &Metadata) -> Result<RawVocabulary<'_>, LoadTokenizerErr
         eot: token_id(metadata, "tokenizer.ggml.eot_token_id")?,
         eom: token_id(metadata, "tokenizer.ggml.eom_token_id")?,
         unknown: token_id(metadata, "tokenizer.ggml.unknown_token_id")?,
+        fim_pre: middle_token_id(metadata, "fim_pre", "prefix")?,
+        fim_suf: middle_token_id(metadata, "fim_suf", "suffix")?,
+        fim_mid: middle_token_id(metadata, "fim_mid", "middle")?,
         fim_pad: token_id(metadata, "tokenizer.ggml.fim_pad_token_id")?,
         fim_rep: token_id(metadata, "tokenizer.ggml.fim_rep_token_id")?,
         fim_sep: token_id(metadata, "tokenizer.ggml.fim_sep_token_id")?,
@@ -96,6 +99,12 @@ fn vocabulary(metadata: &Metadata) -> Result<RawVocabulary<'_>, LoadTokenizerErr
 /// Converters write -1 if a model has no such token.
 fn token_id(metadata: &Metadata, key: &str) -> Result<Option<u32>, LoadTokenizerError> {
     Ok(metadata.get::<u32>(key)?.filter(|&id| id != u32::MAX))
+}
+
+/// A key has another name in files of 2023 and 2024.
+fn middle_token_id(metadata: &Metadata, name: &str, older: &str) -> Result<Option<u32>, LoadTokenizerError> {
+    let id = |name: &str| token_id(metadata, &format!("tokenizer.ggml.{name}_token_id"));
+    id(name)?.map_or_else(|| id(older), |id| Ok(Some(id)))
 }
 
 fn strings<'a>(

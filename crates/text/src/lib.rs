@@ -22,6 +22,7 @@ mod byte_level;
 mod chat;
 mod detokenizer;
 mod end_of_generation;
+mod fill_in_middle;
 mod from_gguf;
 mod merge;
 mod pretokenizers;
@@ -36,6 +37,7 @@ mod vocabulary;
 
 pub use chat::{ChatInput, ChatTemplate, LoadTemplateError, MAX_TEMPLATE_BYTES, RenderError};
 pub use detokenizer::{DetokenizeOptions, Detokenizer};
+pub use fill_in_middle::{EncodeMiddleError, MiddlePrefix};
 pub use from_gguf::{CHAT_TEMPLATE, end_of_generation_keys};
 pub use stop::{MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, StopMatcher, StopProgress, StopStringError};
 pub use tokenizer::{EncodeOptions, Tokenizer};

@@ -134,14 +134,16 @@ impl Sentencepiece {
         self.add_space_prefix
     }
 
-    /// Encodes the text between two special tokens, which is never empty.
+    /// Encodes the text between two special tokens, which is never empty. `space_prefix` puts the
+    /// space before it that the file may ask for.
     pub(crate) fn encode(
         &self,
         text: &str,
+        space_prefix: bool,
         merger: &mut Merger,
         out: &mut Vec<u32>,
     ) -> Result<(), EncodeError> {
-        let prefix = if self.add_space_prefix { SPACE_MARK } else { "" };
+        let prefix = if space_prefix && self.add_space_prefix { SPACE_MARK } else { "" };
         let text = format!("{prefix}{}", text.replace(' ', SPACE_MARK));
         if !self.split_newlines {
             return self.encode_words(&text, merger, out);
@@ -241,7 +243,7 @@ mod tests {
             RawVocabulary { model: "llama", tokens, scores, add_space_prefix, ..RawVocabulary::default() };
         let mut ids = vec![];
         let model = Sentencepiece::by_score(&vocabulary, &kinds).unwrap();
-        model.encode("a b b", &mut Merger::default(), &mut ids).unwrap();
+        model.encode("a b b", true, &mut Merger::default(), &mut ids).unwrap();
         assert_eq!(ids, [4, 3]);
     }
 

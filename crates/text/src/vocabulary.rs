@@ -50,6 +50,10 @@ pub struct RawVocabulary<'a> {
     pub eot: Option<u32>,
     pub eom: Option<u32>,
     pub unknown: Option<u32>,
+    /// Fill-in-the-middle tokens of prompts: before the prefix, the suffix and the middle.
+    pub fim_pre: Option<u32>,
+    pub fim_suf: Option<u32>,
+    pub fim_mid: Option<u32>,
     /// Fill-in-the-middle tokens that end a generation: padding, repository name, file separator.
     pub fim_pad: Option<u32>,
     pub fim_rep: Option<u32>,

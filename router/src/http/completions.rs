@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! `POST /v1/completions`: continues one or several prompts of text or token ids.
+//! `POST /v1/completions`: continues one or several prompts of text or token ids. With `suffix`, it
+//! fills in the text between prompt and suffix.
 
 use std::sync::Arc;
 
@@ -16,38 +17,32 @@ use super::request::{AppState, ReceivedBody, RequestMetadata, run_tokenizer};
 use super::response::{ChoiceFormat, GenerationResponse, stop_reason};
 use super::token_names::{TokenNames, token_id};
 use crate::choice::{FinishCause, OutputDelta};
-use crate::generate::{CHOICES_MAX, GenerationRequest, TokenizedPrompts};
-use crate::model::{EncodeTextError, ServedModel};
-use crate::params::{RequestParamError, RequestParams, token_ids};
+use crate::generate::{GenerationRequest, TokenizedPrompts};
+use crate::model::ServedModel;
+use crate::params::{RequestParamError, RequestParams};
 use crate::wire::Logprob;
 
 #[cfg(feature = "fuzzing")]
 pub(super) mod fuzzing;
+mod prompts;
+
+use prompts::{CompletionPrompts, PromptField};
 
 /// OpenAI's default.
 const MAX_TOKENS_DEFAULT: i64 = 16;
 
-const FIELDS: [&str; 5] = ["prompt", "echo", "logprobs", "best_of", "add_special_tokens"];
+const FIELDS: [&str; 6] = ["prompt", "suffix", "echo", "logprobs", "best_of", "add_special_tokens"];
 
 #[derive(Debug, Deserialize)]
 struct CompletionFields {
     prompt: PromptField,
+    /// The text after the completion. Empty: the prompt is continued.
+    #[serde(default)]
+    suffix: String,
     echo: Option<bool>,
     logprobs: Option<i64>,
     best_of: Option<i64>,
     add_special_tokens: Option<bool>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(
-    untagged,
-    expecting = "expected a string, an array of strings, an array of token ids, or an array of such arrays"
-)]
-enum PromptField {
-    Text(String),
-    Texts(Vec<String>),
-    Tokens(Vec<i64>),
-    ManyTokens(Vec<Vec<i64>>),
 }
 
 pub(crate) async fn post(
@@ -66,12 +61,10 @@ pub(crate) async fn post(
     let echo = endpoint.echo.unwrap_or(false);
     let echoed_logprobs = endpoint.logprobs.filter(|_| echo).and_then(|top| u32::try_from(top).ok());
     let add_special = endpoint.add_special_tokens.unwrap_or(true);
-    let prompt = endpoint.prompt;
+    let prompts = CompletionPrompts { field: endpoint.prompt, suffix: endpoint.suffix, add_special, echo };
     let tokenizing_model = model.clone();
-    let (tokens, echoes) = run_tokenizer(body.bytes.len(), move || {
-        tokenize_prompts(&tokenizing_model, prompt, add_special, echo)
-    })
-    .await?;
+    let (tokens, echoes) =
+        run_tokenizer(body.bytes.len(), move || prompts.tokenize(&tokenizing_model)).await?;
     drop(body);
     metadata.origin.keep_bytes(&tokens, &params);
     let prompts = TokenizedPrompts { param: "prompt", tokens, at_text_start: false };
@@ -133,7 +126,24 @@ fn completion_params(
         let message = "`echo` cannot be used together with `truncate_prompt_tokens`";
         return Err(ApiError::invalid(Some("echo"), message));
     }
+    if !fields.suffix.is_empty() {
+        check_suffix(&params, echo && fields.logprobs.is_some())?;
+    }
     Ok((params, is_without_output))
+}
+
+/// Refuses what does not fit a prompt of a prefix and a suffix.
+fn check_suffix(params: &RequestParams, echoes_logprobs: bool) -> Result<(), ApiError> {
+    let message = match (params.truncate_prompt_tokens, echoes_logprobs) {
+        (Some(_), _) => {
+            "`suffix` cannot be used together with `truncate_prompt_tokens`, which would cut the begin \
+             of the prompt"
+        }
+        // The prompt's tokens are those of prefix and suffix, and its text is the prefix.
+        (None, true) => "`suffix` cannot be used together with `echo` and `logprobs`; use `prompt_logprobs`",
+        (None, false) => return Ok(()),
+    };
+    Err(ApiError::invalid(Some("suffix"), message))
 }
 
 /// Names the parameter as this endpoint does: `logprobs`.
@@ -144,42 +154,6 @@ fn rename_top_logprobs(error: RequestParamError) -> RequestParamError {
         }
         other => other,
     }
-}
-
-/// Token ids of each prompt and, for `echo`, its text.
-fn tokenize_prompts(
-    model: &ServedModel,
-    prompt: PromptField,
-    add_special: bool,
-    echo: bool,
-) -> Result<(Vec<Vec<u32>>, Vec<String>), ApiError> {
-    let (texts, tokens) = match prompt {
-        PromptField::Text(text) => (vec![text], vec![]),
-        PromptField::Texts(texts) => (texts, vec![]),
-        PromptField::Tokens(tokens) => (vec![], vec![tokens]),
-        PromptField::ManyTokens(many) => (vec![], many),
-    };
-    let count = texts.len() + tokens.len();
-    if count > CHOICES_MAX {
-        return Err(RequestParamError::TooManyEntries { param: "prompt", count, max: CHOICES_MAX }.into());
-    }
-    let invalid = |error: EncodeTextError| ApiError::invalid(Some("prompt"), error.to_string());
-    let mut encoded = Vec::with_capacity(count);
-    for text in &texts {
-        encoded.push(model.text.encode(text, add_special).map_err(invalid)?);
-    }
-    for ids in &tokens {
-        encoded.push(token_ids("prompt", ids, model.limits())?);
-    }
-    let echoes = match (echo, texts.is_empty()) {
-        (false, _) => vec![],
-        (true, false) => texts,
-        (true, true) => {
-            let texts: Result<_, _> = encoded.iter().map(|ids| model.text.decode(ids)).collect();
-            texts.map_err(|error| ApiError::invalid(Some("echo"), format!("`echo`: {error}")))?
-        }
-    };
-    Ok((encoded, echoes))
 }
 
 struct CompletionFormat {

@@ -115,7 +115,6 @@ fn is_text_only(value: &Value) -> bool {
 }
 
 const UNSUPPORTED_FIELDS: [UnsupportedField; 21] = [
-    unsupported("suffix", is_empty),
     unsupported("tools", is_empty),
     unsupported("tool_choice", is_without_tools),
     unsupported("functions", is_empty),
@@ -124,6 +123,7 @@ const UNSUPPORTED_FIELDS: [UnsupportedField; 21] = [
     unsupported("audio", never),
     unsupported("web_search_options", never),
     // Supported by completions only.
+    unsupported("suffix", is_empty),
     unsupported("best_of", is_one),
     unsupported("use_beam_search", is_false),
     unsupported("length_penalty", is_one),

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
-use text::{DetokenizeOptions, Detokenizer, EncodeOptions, RawVocabulary, TokenKind, Tokenizer};
+use text::{DetokenizeOptions, Detokenizer, EncodeOptions, MiddlePrefix, RawVocabulary, TokenKind, Tokenizer};
 
 #[derive(Arbitrary, Debug)]
 enum TokenizerModel {
@@ -96,6 +96,9 @@ fuzz_target!(|input: Input<'_>| {
         eot: id(2),
         eom: id(3),
         unknown: id(4),
+        fim_pre: id(5),
+        fim_suf: id(6),
+        fim_mid: id(7),
         fim_pad: id(5),
         fim_rep: id(6),
         fim_sep: id(7),
@@ -110,6 +113,9 @@ fuzz_target!(|input: Input<'_>| {
     let Ok(ids) = tokenizer.encode(input.text, options) else { return };
     assert!(ids.iter().all(|&id| tokenizer.token_bytes(id).is_some()));
     let _ = tokenizer.encode_chat(input.text);
+    if let Ok(ids) = tokenizer.encode_middle(MiddlePrefix::Text(input.text), input.text, true) {
+        assert!(ids.iter().all(|&id| tokenizer.token_bytes(id).is_some()));
+    }
     let detokenize = DetokenizeOptions { skip_special: input.options.0, at_text_start: input.options.1 };
     let mut detokenizer = Detokenizer::new(tokenizer.clone(), detokenize);
     let mut text: String = ids.iter().map(|&id| detokenizer.push(id)).collect();

@@ -6,6 +6,7 @@
 use std::fmt;
 
 use crate::byte_level::ByteLevel;
+use crate::fill_in_middle::MiddleTokens;
 use crate::merge::Merger;
 use crate::sentencepiece::Sentencepiece;
 use crate::special::{Fragment, SpecialTokens};
@@ -36,11 +37,13 @@ pub struct Tokenizer {
     pub(super) kinds: Vec<TokenKind>,
     pub(super) special: SpecialTokens,
     pub(super) model: TokenizerModel,
-    pub(super) bos: Option<u32>,
+    pub(crate) bos: Option<u32>,
     pub(super) eos: Option<u32>,
-    pub(super) add_bos: bool,
+    pub(crate) add_bos: bool,
     pub(super) add_eos: bool,
     pub(super) end_of_generation: Vec<u32>,
+    /// `None` if the model cannot fill in the middle.
+    pub(crate) middle_tokens: Option<MiddleTokens>,
 }
 
 impl fmt::Debug for Tokenizer {
@@ -51,26 +54,42 @@ impl fmt::Debug for Tokenizer {
 
 impl Tokenizer {
     pub fn encode(&self, text: &str, options: EncodeOptions) -> Result<Vec<u32>, EncodeError> {
-        if text.len() > MAX_INPUT_BYTES {
-            return Err(EncodeError::TooLong { bytes: text.len() });
-        }
         // Most languages have about four bytes per token.
         let mut ids = Vec::with_capacity(text.len() / 4 + 8);
         ids.extend(self.bos.filter(|_| options.add_special && self.add_bos));
+        self.encode_part(text, options.parse_special, true, &mut ids)?;
+        ids.extend(self.eos.filter(|_| options.add_special && self.add_eos));
+        Ok(ids)
+    }
+
+    /// Appends the ids of a text, without BOS and EOS. `space_prefix` puts the space before the
+    /// text that the file may ask for.
+    pub(crate) fn encode_part(
+        &self,
+        text: &str,
+        parse_special: bool,
+        space_prefix: bool,
+        ids: &mut Vec<u32>,
+    ) -> Result<(), EncodeError> {
+        if text.len() > MAX_INPUT_BYTES {
+            return Err(EncodeError::TooLong { bytes: text.len() });
+        }
         let mut merger = Merger::default();
-        for fragment in self.special.split(text, options.parse_special) {
+        // After a special token, the file's rule holds again.
+        let mut space_prefix = space_prefix;
+        for fragment in self.special.split(text, parse_special) {
             match (fragment, &self.model) {
                 (Fragment::Token(id), _) => ids.push(id),
                 (Fragment::Text(text), TokenizerModel::ByteLevel(model)) => {
-                    model.encode(text, &self.bytes, &mut merger, &mut ids)?;
+                    model.encode(text, &self.bytes, &mut merger, ids)?;
                 }
                 (Fragment::Text(text), TokenizerModel::Sentencepiece(model)) => {
-                    model.encode(text, &mut merger, &mut ids)?
+                    model.encode(text, space_prefix, &mut merger, ids)?;
                 }
             }
+            space_prefix = true;
         }
-        ids.extend(self.eos.filter(|_| options.add_special && self.add_eos));
-        Ok(ids)
+        Ok(())
     }
 
     /// Encodes a rendered chat template. Parses control tokens, and adds BOS only if the template

@@ -4,6 +4,7 @@
 
 use crate::byte_alphabet::decode_into;
 use crate::byte_level::ByteLevel;
+use crate::fill_in_middle::MiddleTokens;
 use crate::sentencepiece::{SPACE_MARK, Sentencepiece, byte_of};
 use crate::special::SpecialTokens;
 use crate::token_table::{StringArena, TokenIndex};
@@ -74,6 +75,7 @@ impl Tokenizer {
             }
         }
         Ok(Self {
+            middle_tokens: MiddleTokens::find(vocabulary, &kinds),
             end_of_generation: end_of_generation::tokens(vocabulary, &kinds),
             bytes,
             kinds,
@@ -95,6 +97,9 @@ fn check_ids(vocabulary: &RawVocabulary<'_>) -> Result<(), LoadTokenizerError> {
         ("tokenizer.ggml.eot_token_id", vocabulary.eot),
         ("tokenizer.ggml.eom_token_id", vocabulary.eom),
         ("tokenizer.ggml.unknown_token_id", vocabulary.unknown),
+        ("tokenizer.ggml.fim_pre_token_id", vocabulary.fim_pre),
+        ("tokenizer.ggml.fim_suf_token_id", vocabulary.fim_suf),
+        ("tokenizer.ggml.fim_mid_token_id", vocabulary.fim_mid),
         ("tokenizer.ggml.fim_pad_token_id", vocabulary.fim_pad),
         ("tokenizer.ggml.fim_rep_token_id", vocabulary.fim_rep),
         ("tokenizer.ggml.fim_sep_token_id", vocabulary.fim_sep),

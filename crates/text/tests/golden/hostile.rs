@@ -8,7 +8,8 @@ use proptest::prelude::*;
 
 use crate::files::{file_metadata, tree_data};
 use text::{
-    EncodeError, EncodeOptions, LoadTokenizerError, MAX_INPUT_BYTES, RawVocabulary, TokenKind, Tokenizer,
+    EncodeError, EncodeOptions, LoadTokenizerError, MAX_INPUT_BYTES, MiddlePrefix, RawVocabulary, TokenKind,
+    Tokenizer,
 };
 
 fn tokenizer(name: &str) -> Tokenizer {
@@ -150,6 +151,7 @@ proptest! {
             scores: scores[..tokens.len()].to_vec(),
             merges: merges.iter().map(String::as_str).collect(),
             bos: ids[0], eos: ids[1], eot: ids[2], eom: ids[3], unknown: ids[4],
+            fim_pre: ids[5], fim_suf: ids[6], fim_mid: ids[7],
             fim_pad: ids[5], fim_rep: ids[6], fim_sep: ids[7],
             add_bos: flags[0], add_eos: flags[1], add_space_prefix: flags[2],
         };
@@ -158,6 +160,9 @@ proptest! {
             if let Ok(ids) = tokenizer.encode(&text, options) {
                 prop_assert!(ids.iter().all(|&id| tokenizer.token_bytes(id).is_some()));
                 tokenizer.decode_bytes(&ids);
+            }
+            if let Ok(ids) = tokenizer.encode_middle(MiddlePrefix::Text(&text), &text, true) {
+                prop_assert!(ids.iter().all(|&id| tokenizer.token_bytes(id).is_some()));
             }
         }
     }

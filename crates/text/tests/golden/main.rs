@@ -6,6 +6,7 @@
 #![expect(clippy::unwrap_used, reason = "functions shared by tests are tests too")]
 
 mod files;
+mod fill_in_middle;
 mod from_gguf;
 mod hostile;
 mod ids;

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use super::{CompletionFields, FIELDS, completion_params, rename_top_logprobs, tokenize_prompts};
+use super::{CompletionFields, CompletionPrompts, FIELDS, completion_params, rename_top_logprobs};
 use crate::fuzzing::check_calls;
 use crate::generate::{GenerationRequest, TokenizedPrompts};
 use crate::http::error::ApiError;
@@ -22,7 +22,8 @@ pub(in crate::http) fn check_completion(
         parse_body::<CompletionFields>(body, &FIELDS, UnknownFields::Ignore)?;
     let (params, _) = completion_params(sampling.params()?, &endpoint, response.options()?)?;
     let (add_special, echo) = (endpoint.add_special_tokens.unwrap_or(true), endpoint.echo.unwrap_or(false));
-    let (tokens, _) = tokenize_prompts(model, endpoint.prompt, add_special, echo)?;
+    let prompts = CompletionPrompts { field: endpoint.prompt, suffix: endpoint.suffix, add_special, echo };
+    let (tokens, _) = prompts.tokenize(model)?;
     let prompts = TokenizedPrompts { param: "prompt", tokens, at_text_start: false };
     let request = GenerationRequest::new(model.clone(), prompts, params, metadata.origin.clone())
         .map_err(rename_top_logprobs)?;
