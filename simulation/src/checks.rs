@@ -15,7 +15,7 @@ use crate::fleet::Fleet;
 use crate::network::{Micros, SECOND, SimPid};
 use crate::streams::SimRequest;
 use crate::weights::source_of;
-use crate::worker_process::SimLease;
+use crate::worker_process::{MappedWeights, SimLease, SimWorker};
 
 /// A process that was stopped within this time may have missed a deadline.
 const AFTER_STOP: Micros = 40 * SECOND;
@@ -92,6 +92,32 @@ impl Fleet {
             && state.leases().all(|lease| state.generation(lease.generation).is_some());
         if orphaned > 0 || !is_complete {
             self.break_invariant(|| "I4: the ledger has a hole".to_owned());
+        }
+    }
+
+    /// I4: no worker gets a lease while the ledger does not count what another one has reserved.
+    /// Not promised for workers that were stopped.
+    pub(crate) fn check_new_lease(&mut self, id: u64) {
+        let Some(server) = self.weight_server.as_ref().and_then(|server| server.running.as_ref()) else {
+            return;
+        };
+        let state = &server.state;
+        let is_new = state.lease(id).is_some_and(|lease| matches!(lease.phase, LeasePhase::Storing { .. }));
+        let is_unknown = |pid: SimPid, worker: &SimWorker| {
+            let is_counted = |weights: &MappedWeights| {
+                state.lease(weights.lease).is_some_and(|lease| lease.worker.pid == pid.cast_signed())
+            };
+            worker.weights.as_ref().is_some_and(|weights| !is_counted(weights))
+                && !matches!(worker.lease, SimLease::Lost)
+                && !self.was_stopped(pid)
+                && self.processes.get(&pid).is_some_and(|process| !process.is_exiting)
+        };
+        let mut workers = self.workers.iter();
+        let unknown = workers.find(|(pid, worker)| is_new && is_unknown(**pid, worker)).map(|(pid, _)| *pid);
+        if let Some(pid) = unknown {
+            self.break_invariant(|| {
+                format!("I4: lease {id} is granted, and the ledger does not count worker {pid}")
+            });
         }
     }
 

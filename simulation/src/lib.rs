@@ -30,7 +30,8 @@
 //! 2. I4: no loader fills memory with a file that is in memory already. Not promised, and counted:
 //!    every holder was stopped, and the weight-server has waited for it.
 //! 3. I4: each generation and each lease has exactly one row in the ledger, and a worker that runs
-//!    does not lose its lease.
+//!    does not lose its lease. No lease is granted while the ledger does not count the memory of a
+//!    worker that runs.
 //! 4. I6: every token of a stream is the next one of the one right output. A stream is complete, or
 //!    ends with an error, or with the connection of a router that died.
 //! 5. I7: the router's requests and the FD store stay within their bounds.

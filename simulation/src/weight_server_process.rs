@@ -261,6 +261,7 @@ impl Fleet {
         use WeightServerAction as Action;
         match action {
             Action::StoreLease { lease, record, .. } => {
+                self.check_new_lease(lease);
                 let is_alive = self.is_alive(record.pid.cast_unsigned());
                 self.running_server()?.leases.insert(lease, record.clone());
                 self.write_fds(FdJob::StoreLease { record });

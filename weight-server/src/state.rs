@@ -61,6 +61,11 @@ pub const PROGRESS_TIMEOUT: Duration = Duration::from_secs(30);
 /// Workers retry every second.
 pub const RECLAIM_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// How long new leases wait for workers whose reservations are not known. A worker that runs claims
+/// its leases within two seconds. One that is stopped delays others no longer than this, which is
+/// less than the 30 s for which a worker repeats its attach request.
+pub const UNKNOWN_RESERVATIONS_WAIT: Duration = Duration::from_secs(10);
+
 /// Loads that run or wait. Each is a model of gigabytes.
 pub const MAX_PENDING_LOADS: usize = 64;
 
@@ -123,7 +128,7 @@ impl WeightServerState {
             tokens: TokenRegistry::default(),
             uids: limits.uids,
             host_capacity_is_measured: limits.host_capacity_is_measured,
-            returns: GenerationReturns::awaiting(&awaited, now + RECLAIM_TIMEOUT),
+            returns: GenerationReturns::awaiting(&awaited, now),
             next_generation: first_id.max(1),
             next_lease: first_id.max(1),
             shutting_down: false,

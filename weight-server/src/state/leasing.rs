@@ -45,6 +45,11 @@ impl WeightServerState {
                 held: generation.key.layout,
             });
         }
+        if self.returns.are_reservations_unknown(peer.pid, self.now) {
+            return Err(AttachRefusal::NotYet {
+                what: "other workers have not told yet what they have reserved",
+            });
+        }
         let lease = LeaseEntry {
             id: self.next_lease,
             generation: generation.id,

@@ -17,6 +17,8 @@
 //! ```
 //! Until every living worker has claimed its leases, attached, or exited, loads and unloads wait:
 //! what they would load may be resident. A worker that is stopped is awaited for a bounded time.
+//! New leases wait too, for a shorter time: the ledger does not count yet what these workers
+//! reserve.
 //!
 //! Whom to trust: a worker that returns a generation needs an allowed user id and, where tokens are
 //! in use, a registered token. Host memory comes sealed, with the sizes and inodes of its manifest;
@@ -28,7 +30,9 @@ use std::time::Duration;
 use handoff::fd_batches::MAX_HANDOFF_FDS;
 use memory::manifest::HOST_DEVICE;
 
-use super::{MAX_CLIENTS, MAX_LEASES_PER_PROCESS, WeightServerState};
+use super::{
+    MAX_CLIENTS, MAX_LEASES_PER_PROCESS, RECLAIM_TIMEOUT, UNKNOWN_RESERVATIONS_WAIT, WeightServerState,
+};
 use crate::catalog::{GenerationContents, GenerationIntegrity, GenerationPhase, LoadKey};
 use crate::events::{AdoptedGeneration, ChangeNotice, WeightServerAction};
 use crate::ids::ConnectionId;
@@ -57,6 +61,8 @@ struct PendingReturn {
 pub(super) struct GenerationReturns {
     /// Until then a supervisor may not have registered all tokens yet.
     tokens_until: Duration,
+    /// Until then new leases wait for the workers below.
+    reservations_until: Duration,
     /// By process id, until when the worker is awaited.
     awaited: BTreeMap<i32, Duration>,
     /// By generation.
@@ -64,9 +70,17 @@ pub(super) struct GenerationReturns {
 }
 
 impl GenerationReturns {
-    pub(super) fn awaiting(workers: &[WorkerProcess], until: Duration) -> Self {
+    pub(super) fn awaiting(workers: &[WorkerProcess], now: Duration) -> Self {
+        let until = now + RECLAIM_TIMEOUT;
         let awaited = workers.iter().map(|worker| (worker.pid, until)).collect();
-        Self { tokens_until: until, awaited, pending: BTreeMap::new() }
+        let reservations_until = now + UNKNOWN_RESERVATIONS_WAIT;
+        Self { tokens_until: until, reservations_until, awaited, pending: BTreeMap::new() }
+    }
+
+    /// Whether workers other than this one may hold memory that the ledger does not count.
+    pub(super) fn are_reservations_unknown(&self, pid: i32, now: Duration) -> bool {
+        let returning = self.pending.values().map(|pending| pending.peer.pid);
+        now < self.reservations_until && self.awaited.keys().copied().chain(returning).any(|of| of != pid)
     }
 
     /// The worker has exited.

@@ -99,6 +99,34 @@ fn loads_wait_for_awaited_workers_and_for_those_alone() {
 }
 
 #[test]
+fn new_leases_wait_until_the_ledger_counts_what_other_workers_reserve() {
+    let is_refused =
+        |actions: &[WeightServerAction]| matches!(refusals(actions)[..], [AttachRefusal::NotYet { .. }]);
+    let returned_to = |state: &mut WeightServerState| {
+        state.handle(reclaim(1, 1), at(1));
+        state.handle(returned(1, 1, "a", 1), at(1));
+        state.handle(WeightServerEvent::LeaseStored { lease: 1 }, at(1));
+    };
+    let mut state = awaiting();
+    returned_to(&mut state);
+    assert!(is_refused(&state.handle(attach(3, "a"), at(1))), "process 2 has told nothing");
+    state.handle(reclaim(2, 2), at(1));
+    assert!(is_refused(&state.handle(attach(3, "a"), at(2))), "it may claim another lease");
+    state.handle(WeightServerEvent::Tick, at(4));
+    assert!(refusals(&state.handle(attach(3, "a"), at(4))).is_empty());
+    assert_eq!(state.leases().count(), 3);
+    check_integrity(&state);
+
+    // A stopped worker delays others for a bounded time.
+    let mut state = awaiting();
+    returned_to(&mut state);
+    state.handle(WeightServerEvent::Tick, at(9));
+    assert!(is_refused(&state.handle(attach(3, "a"), at(9))));
+    assert!(refusals(&state.handle(attach(3, "a"), UNKNOWN_RESERVATIONS_WAIT)).is_empty());
+    check_integrity(&state);
+}
+
+#[test]
 fn a_worker_that_dies_while_it_returns_is_followed_by_the_next_one() {
     let mut state = awaiting();
     assert!(requested(&state.handle(reclaim(1, 1), at(1))));
