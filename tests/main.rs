@@ -52,6 +52,7 @@ mod swap;
 mod systemd;
 mod systemd_split;
 mod takeover;
+mod tls;
 mod tools;
 mod unload;
 mod unusable_directory;

@@ -136,6 +136,7 @@ impl FleetArguments {
             gpu: GpuSharingConfig::default(),
             router: router::RouterLimits::default(),
             access: router::AccessConfig::default(),
+            tls: None,
             supervision: supervisor::SupervisionConfig::default(),
             models: std::iter::once(self.worker.model(model, self.workers))
                 .chain(self.worker.draft_model())

@@ -57,6 +57,8 @@ pub(crate) struct FleetConfig {
     /// Who may call the API over TCP.
     #[serde(default)]
     pub(crate) access: router::AccessConfig,
+    /// TLS of the TCP address. If absent, it speaks plain HTTP.
+    pub(crate) tls: Option<router::TlsConfig>,
     /// When the supervisor replaces a process.
     #[serde(default)]
     pub(crate) supervision: SupervisionConfig,
@@ -96,12 +98,14 @@ impl FleetConfig {
         }
         config.access.keys = config.access.keys.take().map(|keys| base.join(keys));
         config.access.usage_log = config.access.usage_log.take().map(|file| base.join(file));
+        config.tls = config.tls.map(|tls| tls.below(base));
         let invalid = |error: &dyn std::fmt::Display| {
             CliError::new(Exit::Usage, format!("configuration {}: {error}", path.display()))
         };
         config.admission.check().map_err(|error| invalid(&error))?;
         config.router.check().map_err(|error| invalid(&error))?;
         config.access.check()?;
+        config.tls.as_ref().map_or(Ok(()), router::TlsConfig::check)?;
         config.supervision.check().map_err(|error| invalid(&error))?;
         if let Some(short) = config.models.iter().find(|model| model.step_timeout < STEP_TIMEOUT_MIN) {
             let (name, timeout) = (&short.name, short.step_timeout);
@@ -212,6 +216,7 @@ impl FleetConfig {
         router.routing = self.routing;
         router.limits = self.router.clone();
         router.access = self.access.absolute();
+        router.tls = self.tls.as_ref().map(router::TlsConfig::absolute);
         router
     }
 
@@ -417,6 +422,7 @@ mod tests {
             gpu: GpuSharingConfig::default(),
             router: router::RouterLimits::default(),
             access: router::AccessConfig::default(),
+            tls: None,
             supervision: SupervisionConfig::default(),
             models: Vec::new(),
             source: None,

@@ -93,11 +93,12 @@ pub(crate) fn run(arguments: ServeArguments) -> CliResult {
     // `report` prints the errors of children as text.
     service::logging::init("supervisor", Level::ERROR);
     let (json, drain) = (arguments.json, config.router.drain);
+    let scheme = if config.tls.is_some() { "https" } else { "http" };
     foreground(&config, Level::ERROR, async |fleet| {
         fleet.ready().await?;
         tokio::spawn(report(fleet.fleet.events()));
         tokio::spawn(report_stop(fleet.shutdown.requested(), drain));
-        tokio::spawn(announce(announcement(fleet, json).await?));
+        tokio::spawn(announce(announcement(fleet, scheme, json).await?));
         Ok(())
     })
 }
@@ -201,9 +202,9 @@ async fn announce(text: String) {
 }
 
 /// The text that says where to send requests.
-async fn announcement(fleet: &RunningFleet, json: bool) -> CliResult<String> {
+async fn announcement(fleet: &RunningFleet, scheme: &str, json: bool) -> CliResult<String> {
     let status = fleet.status().await?;
-    let url = format!("http://{}", status.http_address);
+    let url = format!("{scheme}://{}", status.http_address);
     let models: Vec<String> = status.models.iter().map(|m| m.name.clone()).collect();
     let workers = status.children.iter().filter(|c| c.role == ChildRole::Worker).count();
     let runtime_dir = fleet.directory().path().display().to_string();

@@ -13,6 +13,7 @@ use crate::admission::AdmissionLimits;
 use crate::http::{AllowedOrigins, OriginError};
 use crate::limits::RouterLimits;
 pub use crate::routing::RoutingMode;
+use crate::tls::TlsConfig;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -35,6 +36,9 @@ pub struct RouterConfig {
     /// Who may call the API over TCP.
     #[serde(default)]
     pub access: AccessConfig,
+    /// If absent, the TCP address speaks plain HTTP. `router.sock` and `health-listen` always do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tls: Option<TlsConfig>,
 }
 
 impl RouterConfig {
@@ -42,7 +46,7 @@ impl RouterConfig {
     pub fn new(listen: Option<SocketAddr>, runtime_dir: PathBuf) -> Self {
         let (admission, limits) = (AdmissionConfig::default(), RouterLimits::default());
         let (routing, access) = (RoutingConfig::default(), AccessConfig::default());
-        Self { listen, runtime_dir, admission, routing, limits, access }
+        Self { listen, runtime_dir, admission, routing, limits, access, tls: None }
     }
 }
 

@@ -13,6 +13,7 @@ use crate::access::KeyFileError;
 use crate::config::AdmissionConfigError;
 use crate::http::OriginError;
 use crate::limits::RouterLimitsError;
+use crate::tls::TlsFileError;
 
 #[derive(Debug, thiserror::Error)]
 pub enum RouterError {
@@ -36,6 +37,10 @@ pub enum RouterError {
     Inherited(#[source] io::Error),
     #[error("cannot start the thread of the usage log")]
     UsageLog(#[source] io::Error),
+    #[error(transparent)]
+    TlsFile(#[from] TlsFileError),
+    #[error("cannot start the thread of the TLS files")]
+    TlsThread(#[source] io::Error),
     #[error("cannot listen on {address}{}", address_in_use_hint(.address, .source))]
     Listen { address: SocketAddr, source: io::Error },
     #[error(transparent)]
@@ -76,11 +81,13 @@ impl HasExit for RouterError {
             | RouterError::Admission(_)
             | RouterError::Limits(_)
             | RouterError::Keys(_)
+            | RouterError::TlsFile(_)
             | RouterError::Origins(_) => Exit::Usage,
             RouterError::Listen { source, .. }
             | RouterError::Runtime(source)
             | RouterError::Signals(source)
             | RouterError::UsageLog(source)
+            | RouterError::TlsThread(source)
             | RouterError::Inherited(source) => exit_for_io_error(source),
             RouterError::Notify(error) => error.exit(),
             RouterError::Inherit(error) => error.exit(),

@@ -9,6 +9,7 @@
 //!
 //! ```text
 //! server -- listener     accepts connections
+//!       \-- tls/         handshakes; certificates from files
 //!       \-- intake/      limits connections and request bodies (pure)
 //!       \-- access_control  runs access (pure): who may call, and how much
 //!       \-- http/ (OpenAI)      -\
@@ -77,6 +78,7 @@ mod scoring;
 mod server;
 mod tenant;
 mod text_stream;
+mod tls;
 mod usage;
 mod usage_log;
 mod wire;
@@ -93,3 +95,4 @@ pub use http::OriginError;
 pub use limits::{RouterLimits, RouterLimitsError};
 pub use run::run;
 pub use server::Router;
+pub use tls::{TlsConfig, TlsFileError};

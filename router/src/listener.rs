@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Accepts TCP connections and serves HTTP/1.1 and HTTP/2 on them.
+//! Accepts TCP connections and serves HTTP/1.1 and HTTP/2 on them, with or without TLS.
 //!
 //! [`OpenConnections`] decides which connections stay open. On a stop, idle connections close at
 //! once and busy ones after their last response.
 
 use std::convert::Infallible;
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,12 +17,15 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::server::TlsStream;
+use tokio_util::either::Either;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tower::ServiceExt;
 
 use crate::intake::ConnectionLimits;
 use crate::open_connections::{OpenConnection, OpenConnections, ResponseBody};
+use crate::tls::{HandshakeError, PublicTls};
 
 /// A client that answers no ping is gone. TCP alone may not notice.
 const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(20);
@@ -50,9 +54,22 @@ pub(crate) struct ListenerLimits {
     pub(crate) http2_streams_max: u32,
 }
 
+type ClientStream = Either<TcpStream, TlsStream<TcpStream>>;
+
+#[derive(Debug, thiserror::Error)]
+enum ConnectionError {
+    #[error("cannot set an option of the socket")]
+    Socket(#[from] io::Error),
+    #[error(transparent)]
+    Handshake(#[from] HandshakeError),
+    #[error(transparent)]
+    Http(#[from] Box<dyn std::error::Error + Send + Sync>),
+}
+
 /// Serves until `stop`. Returns when every connection has ended.
 pub(crate) async fn serve(
     listener: TcpListener,
+    tls: Option<Arc<PublicTls>>,
     app: axum::Router,
     limits: ListenerLimits,
     stop: CancellationToken,
@@ -80,10 +97,17 @@ pub(crate) async fn serve(
             tracing::debug!(%address, "connection refused: its address is at its limit");
             continue;
         };
-        let (app, stop) = (app.clone(), stop.clone());
+        let (app, tls, stop) = (app.clone(), tls.clone(), stop.clone());
         tasks.spawn(async move {
-            if let Err(error) = serve_connection(stream, app, Arc::new(connection), limits, stop).await {
-                tracing::debug!(%error, "connection ended");
+            let served = async {
+                match open_stream(stream, tls.as_deref(), &connection, &stop).await? {
+                    Some(stream) => serve_connection(stream, app, Arc::new(connection), limits, stop).await,
+                    None => Ok(()),
+                }
+            };
+            if let Err(error) = served.await {
+                let error = service::exit::one_line(&error);
+                tracing::debug!(error, %address, "connection ended");
             }
         });
     }
@@ -92,15 +116,31 @@ pub(crate) async fn serve(
     tasks.wait().await;
 }
 
-async fn serve_connection(
+/// The stream for HTTP, which begins after the handshake of TLS. `None` if the connection is to be
+/// closed before.
+async fn open_stream(
     stream: TcpStream,
+    tls: Option<&PublicTls>,
+    connection: &OpenConnection,
+    stop: &CancellationToken,
+) -> Result<Option<ClientStream>, ConnectionError> {
+    // Sends each small token frame at once.
+    stream.set_nodelay(true)?;
+    let Some(tls) = tls else { return Ok(Some(Either::Left(stream))) };
+    tokio::select! {
+        accepted = tls.accept(stream) => Ok(Some(Either::Right(accepted?))),
+        () = connection.close.cancelled() => Ok(None),
+        () = stop.cancelled() => Ok(None),
+    }
+}
+
+async fn serve_connection(
+    stream: ClientStream,
     app: axum::Router,
     connection: Arc<OpenConnection>,
     limits: ListenerLimits,
     stop: CancellationToken,
-) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    // Sends each small token frame at once.
-    stream.set_nodelay(true)?;
+) -> Result<(), ConnectionError> {
     let of_service = connection.clone();
     let service = service_fn(move |request: Request<Incoming>| {
         let (app, running) = (app.clone(), of_service.begin_request());
@@ -121,14 +161,14 @@ async fn serve_connection(
         }
     };
     tokio::select! {
-        ended = &mut served => return ended,
+        ended = &mut served => return Ok(ended?),
         // Dropping the connection closes it.
         () = connection.close.cancelled() => return Ok(()),
         () = no_request => return Ok(()),
         () = stop.cancelled() => served.as_mut().graceful_shutdown(),
     }
     tokio::select! {
-        ended = &mut served => ended,
+        ended = &mut served => Ok(ended?),
         () = connection.close.cancelled() => Ok(()),
     }
 }

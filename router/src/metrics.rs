@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use metrics::{counter, histogram};
+use metrics::{counter, gauge, histogram};
 
 use crate::admission::PriorityClass;
 
@@ -90,4 +90,14 @@ pub(crate) fn record_lost_usage_line() {
 /// A request was put into quarantine.
 pub(crate) fn record_quarantine(model: &str) {
     counter!("ballast:requests_quarantined_total", "model_name" => model.to_owned()).increment(1);
+}
+
+/// A client's TLS handshake failed or took too long.
+pub(crate) fn record_failed_handshake(reason: &'static str) {
+    counter!("ballast:tls_handshake_failures_total", "reason" => reason).increment(1);
+}
+
+/// The end of the validity of the TLS certificate in use, in seconds since 1970.
+pub(crate) fn record_certificate_expiry(not_after: u64) {
+    gauge!("ballast:tls_certificate_expiry_timestamp_seconds").set(not_after as f64);
 }

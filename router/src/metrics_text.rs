@@ -8,7 +8,7 @@ use std::collections::HashSet;
 const PREFIX: &str = "ballast:";
 
 /// Names without prefix, and what they measure.
-const HELP: [(&str, &str); 44] = [
+const HELP: [(&str, &str); 46] = [
     ("num_streams", "Streams that run or wait, of all models."),
     ("request_bytes", "Bytes that requests hold."),
     ("num_contents_quarantined", "Contents of requests that are refused because they crashed workers."),
@@ -52,6 +52,8 @@ const HELP: [(&str, &str); 44] = [
     ("key_prompt_tokens_total", "Prompt tokens of an API key."),
     ("key_generation_tokens_total", "Output tokens of an API key."),
     ("usage_lines_lost_total", "Lines that the usage log did not take."),
+    ("tls_handshake_failures_total", "TLS handshakes that failed or took too long."),
+    ("tls_certificate_expiry_timestamp_seconds", "End of the TLS certificate, in seconds since 1970."),
     ("requests_quarantined_total", "Requests that were put into quarantine."),
 ];
 

@@ -40,8 +40,9 @@ pub fn run(config: RouterConfig) -> Result<(), RouterError> {
         if let Some(socket) = router.public_socket().map_err(RouterError::Inherited)? {
             tokio::spawn(hand_over_socket(socket, is_inherited, supervisor, notify.clone()));
         }
+        let scheme = router.scheme();
         let address =
-            router.address().map_or("router.sock".to_owned(), |address| format!("http://{address}"));
+            router.address().map_or("router.sock".to_owned(), |address| format!("{scheme}://{address}"));
         tracing::info!(%address, "listening");
         if let Some(health) = router.health_address() {
             tracing::info!(address = %format!("http://{health}"), "listening for health and metrics");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The listening sockets: TCP for HTTP/1.1 and HTTP/2 (OpenAI routes and gRPC), `router.sock` for
-//! gRPC, and a TCP address for health and metrics if one is configured.
+//! The listening sockets: TCP, perhaps with TLS, for HTTP/1.1 and HTTP/2 (OpenAI routes and gRPC),
+//! `router.sock` for gRPC, and a TCP address for health and metrics if one is configured.
 
 use std::io;
 use std::net::SocketAddr;
@@ -35,6 +35,7 @@ use crate::listener::{self, ListenerLimits};
 use crate::quarantine_control::QuarantineController;
 use crate::registry::WorkerRegistry;
 use crate::tenant::TenantResolver;
+use crate::tls::PublicTls;
 use crate::usage_log::UsageLog;
 
 /// The length prefix of a gRPC message, which counts in the body of a call.
@@ -51,6 +52,7 @@ pub struct Router {
     socket: UdsListener,
     generator: Generator,
     access: Option<Arc<AccessController>>,
+    tls: Option<Arc<PublicTls>>,
     origins: AllowedOrigins,
     metrics: Metrics,
 }
@@ -66,6 +68,7 @@ impl Router {
         config.limits.check()?;
         let access = config.access.keys.clone().map(AccessController::load).transpose()?;
         let origins = AllowedOrigins::new(&config.access.origins)?;
+        let tls = config.tls.clone().map(PublicTls::start).transpose()?;
         let tcp = match inherited {
             Some(listener) => Some(to_tokio_listener(listener).map_err(RouterError::Inherited)?),
             None => listen(config.listen).await?,
@@ -88,7 +91,12 @@ impl Router {
             request_timeout: config.limits.request_timeout,
             usage_log: usage_log.map_err(RouterError::UsageLog)?,
         };
-        Ok(Self { config, tcp, health, socket, generator, access, origins, metrics })
+        Ok(Self { config, tcp, health, socket, generator, access, tls, origins, metrics })
+    }
+
+    /// The scheme of the TCP address in URLs.
+    pub(crate) fn scheme(&self) -> &'static str {
+        if self.tls.is_some() { "https" } else { "http" }
     }
 
     /// The TCP address. If the configured port is 0, it has the port that the kernel chose.
@@ -116,7 +124,7 @@ impl Router {
 
     /// Serves until a stop is requested and all streams have ended, or the drain time is over.
     pub async fn serve(self, shutdown: &Shutdown) -> Result<(), RouterError> {
-        let Router { config, tcp, health: health_tcp, socket, generator, access, origins, metrics } = self;
+        let Router { config, tcp, health, socket, generator, access, tls, origins, metrics } = self;
         // Links to workers stay until the last stream has ended: a draining router still fails
         // over.
         let links = CancellationToken::new();
@@ -133,9 +141,9 @@ impl Router {
             links.clone(),
         ));
         let admission = tokio::spawn(generator.admission.clone().run(links.clone()));
-        let (health, health_service) = service::grpc::health();
-        health.set_service_status(HEALTH_SERVICE, tonic_health::ServingStatus::NotServing).await;
-        let reporter = tokio::spawn(report_health(generator.registry.clone(), health));
+        let (health_status, health_service) = service::grpc::health();
+        health_status.set_service_status(HEALTH_SERVICE, tonic_health::ServingStatus::NotServing).await;
+        let reporter = tokio::spawn(report_health(generator.registry.clone(), health_status));
         let limits = config.limits;
         let message_max = limits.body_max.0 as usize;
         let inference = InferenceServer::new(InferenceService { generator: generator.clone() })
@@ -171,8 +179,8 @@ impl Router {
             reloads = Some(tokio::spawn(access.clone().reload_on_change(links.clone())));
             all_routes = all_routes.layer(middleware::from_fn_with_state(access, require_key));
         }
-        let on_tcp = serve_on(tcp, open_to_pages(all_routes, origins), limits.listener(), shutdown);
-        let on_health = serve_on(health_tcp, health_routes, limits.health_listener(), shutdown);
+        let on_tcp = serve_on(tcp, tls, open_to_pages(all_routes, origins), limits.listener(), shutdown);
+        let on_health = serve_on(health, None, health_routes, limits.health_listener(), shutdown);
         let drained = async {
             shutdown.requested().await;
             tokio::time::sleep(limits.drain).await;
@@ -215,12 +223,13 @@ async fn listen(address: Option<SocketAddr>) -> Result<Option<TcpListener>, Rout
 /// Cannot fail. The result is that of the other server.
 async fn serve_on(
     listener: Option<TcpListener>,
+    tls: Option<Arc<PublicTls>>,
     app: axum::Router,
     limits: ListenerLimits,
     shutdown: &Shutdown,
 ) -> Result<(), tonic::transport::Error> {
     if let Some(listener) = listener {
-        listener::serve(listener, app, limits, shutdown.token().clone()).await;
+        listener::serve(listener, tls, app, limits, shutdown.token().clone()).await;
     }
     Ok(())
 }
