@@ -7,7 +7,9 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use crate::harness::http::HttpClient;
-use crate::harness::{ServedFleet, ballast, demo_7m, demo_22m, device, eventually, serve_config, text};
+use crate::harness::{
+    ServedFleet, ballast, demo_7m, demo_22m, device, eventually, proc, serve, serve_config, text,
+};
 
 fn load(fleet: &ServedFleet, model: &Path, more: &[&str]) {
     let device = device();
@@ -145,4 +147,40 @@ fn each_command_is_in_the_log_with_user_and_process_of_its_caller() {
         });
     }
     fleet.stop();
+}
+
+#[test]
+fn of_several_fleets_each_is_listed_with_its_supervisor_and_its_models() {
+    let parent = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let start = |number: u32, name: &str| {
+        // Looks like a fleet without `--runtime-dir` if this is XDG_RUNTIME_DIR.
+        let directory = parent.path().join(format!("ballast-{number}"));
+        let command = serve(&directory, &demo_7m(), &["--workers", "1", "--threads", "1", "--name", name]);
+        ServedFleet::start_command(tempfile::tempdir().unwrap(), command)
+    };
+    let (first, second) = (start(1, "first"), start(2, "second"));
+    let ps = || ballast().arg("ps").env("XDG_RUNTIME_DIR", parent.path()).output().unwrap();
+    let fleet = |fleet: &ServedFleet, state: &str| {
+        format!("{} (supervisor {}, {state})", fleet.runtime_dir().display(), fleet.supervisor.id())
+    };
+    // A supervisor has a second to answer. On a busy machine it may need more.
+    let is_listed = |second_state: &str| {
+        let expected = format!(
+            "several fleets are running: choose one with --runtime-dir: {}; {}",
+            fleet(&first, "model first"),
+            fleet(&second, second_state)
+        );
+        (0..60).any(|_| {
+            let output = ps();
+            output.status.code() == Some(2) && text(&output).1.contains(&expected)
+        })
+    };
+    assert!(is_listed("model second"), "{}", text(&ps()).1);
+    proc::send_signal(second.supervisor.id(), "STOP");
+    let is_listed_as_silent = is_listed("does not answer");
+    // Also if the test fails: cleaning up asks the supervisor.
+    proc::send_signal(second.supervisor.id(), "CONT");
+    assert!(is_listed_as_silent);
+    first.stop();
+    second.stop();
 }

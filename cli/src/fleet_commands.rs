@@ -21,9 +21,10 @@ use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::DeviceOption;
 use crate::devices::GpuInventory;
 use crate::fleet_arguments::{ChatTemplateArgument, WorkerArguments, model_name};
+use crate::fleet_choice::find_fleet;
 use crate::fleet_config::{check_names, devices_for};
 use crate::ps;
-use crate::running_fleet::{block_on, find_fleet};
+use crate::running_fleet::block_on;
 use crate::sized_model::SizedModel;
 
 #[derive(clap::Args)]
@@ -116,7 +117,7 @@ pub(crate) fn call_supervisor(
     give: impl AsyncFnOnce(&mut SupervisorClient) -> Result<(), tonic::Status>,
 ) -> CliResult {
     block_on(async {
-        let mut client = ps::connect(&find_fleet(place.runtime_dir.as_deref())?).await?;
+        let mut client = ps::connect(&find_fleet(place.runtime_dir.as_deref()).await?).await?;
         give(&mut client).await.map_err(|status| CliError::from_status(what, &status))
     })
 }
@@ -173,8 +174,8 @@ pub(crate) fn load_request(model: ModelSpec) -> wire::LoadModelRequest {
 
 /// Keeps only the GPUs that are in the ledger of the fleet's weight-server.
 pub(crate) fn known_to_fleet(mut seen: GpuInventory, place: &FleetSelector) -> CliResult<GpuInventory> {
-    let directory = find_fleet(place.runtime_dir.as_deref())?;
     let status = block_on(async {
+        let directory = find_fleet(place.runtime_dir.as_deref()).await?;
         let channel = service::grpc::connect(&directory.weights_admin_socket()).await?;
         let status = WeightServerClient::new(channel).get_status(GetStatusRequest {}).await;
         Ok(status.map_err(|status| CliError::from_status("the weight-server", &status))?.into_inner())
@@ -224,7 +225,7 @@ pub(crate) fn reload(arguments: ReloadArguments) -> CliResult {
 
 /// Asks every worker, and says which of them did not.
 pub(crate) fn reset_prefix_cache(place: FleetSelector) -> CliResult {
-    let directory = find_fleet(place.runtime_dir.as_deref())?;
+    let directory = block_on(find_fleet(place.runtime_dir.as_deref()))?;
     let sockets =
         directory.worker_sockets().with_context(|| format!("cannot list {}", directory.path().display()))?;
     block_on(async {

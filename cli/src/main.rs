@@ -22,6 +22,7 @@ mod doctor;
 mod eval;
 mod file_tools;
 mod fleet_arguments;
+mod fleet_choice;
 mod fleet_commands;
 mod fleet_config;
 mod generate;

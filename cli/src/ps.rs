@@ -21,7 +21,8 @@ use service::{ByteSize, RuntimeDir};
 use tonic::transport::Channel;
 
 use crate::cli_error::{CliError, CliResult};
-use crate::running_fleet::{block_on, find_fleet};
+use crate::fleet_choice::find_fleet;
+use crate::running_fleet::block_on;
 use crate::terminal::print_stdout;
 
 /// How long to wait for a process's figures.
@@ -39,7 +40,7 @@ pub(crate) struct PsArguments {
 
 pub(crate) fn run(arguments: PsArguments) -> CliResult {
     block_on(async {
-        let directory = find_fleet(arguments.runtime_dir.as_deref())?;
+        let directory = find_fleet(arguments.runtime_dir.as_deref()).await?;
         let mut client = connect(&directory).await?;
         let status = client
             .get_status(GetStatusRequest { memory: true })

@@ -4,7 +4,6 @@
 //! it, and stops it.
 
 use std::collections::HashMap;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use proto::v1::inference_client::InferenceClient;
@@ -256,27 +255,5 @@ fn last_end_words(last_termination: &supervisor::LastTermination) -> String {
         }
         "" => last_termination.termination.to_string(),
         words => words.to_owned(),
-    }
-}
-
-/// Finds the runtime directory of the fleet that a command talks to: the given one, or that of the
-/// only running fleet.
-pub(crate) fn find_fleet(runtime_dir: Option<&Path>) -> CliResult<RuntimeDir> {
-    if let Some(path) = runtime_dir {
-        return Ok(RuntimeDir::at(path));
-    }
-    let mut running = service::runtime_dir::running_fleets();
-    match running.len() {
-        1 => Ok(running.remove(0)),
-        0 => Err(CliError::new(
-            Exit::PeerLost,
-            "no fleet of this user is running; start one with `ballast serve MODEL`",
-        )),
-        _ => {
-            let paths: Vec<String> = running.iter().map(|d| d.path().display().to_string()).collect();
-            let text =
-                format!("several fleets are running: choose one with --runtime-dir: {}", paths.join(" "));
-            Err(CliError::new(Exit::Usage, text))
-        }
     }
 }

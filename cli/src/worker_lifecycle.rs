@@ -15,8 +15,9 @@ use service::{Exit, RuntimeDir};
 use tonic::transport::Channel;
 
 use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::fleet_choice::find_fleet;
 use crate::ps;
-use crate::running_fleet::{block_on, find_fleet};
+use crate::running_fleet::block_on;
 use crate::served_workers::served_workers;
 
 /// How long a restarted worker may take until the router uses it. Loading kernels and capturing
@@ -72,7 +73,7 @@ type SupervisorClient = proto::fleet::v1::fleet_client::FleetClient<Channel>;
 pub(crate) fn drain(arguments: DrainArguments) -> CliResult {
     let DrainArguments { name, common } = arguments;
     block_on(async {
-        let mut client = ps::connect(&find_fleet(common.runtime_dir.as_deref())?).await?;
+        let mut client = ps::connect(&find_fleet(common.runtime_dir.as_deref()).await?).await?;
         let request = wire::DrainWorkerRequest { name: name.clone(), grace_ms: common.grace_ms() };
         let drained = client.drain_worker(request).await;
         drained.map(drop).map_err(|status| CliError::from_status(&format!("cannot drain {name}"), &status))
@@ -82,7 +83,7 @@ pub(crate) fn drain(arguments: DrainArguments) -> CliResult {
 pub(crate) fn restart(arguments: RestartArguments) -> CliResult {
     let RestartArguments { name, rolling: _, model, common } = arguments;
     block_on(async {
-        let directory = find_fleet(common.runtime_dir.as_deref())?;
+        let directory = find_fleet(common.runtime_dir.as_deref()).await?;
         let client = ps::connect(&directory).await?;
         let router = service::grpc::connect_lazy(&directory.router_socket())?;
         let mut fleet = RestartedFleet { client, router: InferenceClient::new(router), directory };
