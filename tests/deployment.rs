@@ -137,7 +137,9 @@ fn installed_files_are_removed_again_but_for_the_configuration() {
         "opt/b/lib/systemd/system/ballast-router.socket",
         "opt/b/lib/sysusers.d/ballast.conf",
         "opt/b/lib/tmpfiles.d/ballast.conf",
+        "opt/b/share/bash-completion/completions/ballast",
         "opt/b/share/doc/ballast/OPERATING.md",
+        "opt/b/share/man/man1/ballast-serve.1",
         "opt/b/share/doc/ballast/examples/split/router.toml",
     ] {
         assert!(first.contains(expected), "{expected} is not in {first:?}");
@@ -161,17 +163,27 @@ fn installed_files_are_removed_again_but_for_the_configuration() {
     }
 }
 
-/// The files of the .deb, as `cargo deb` reads them from the manifest.
-fn packaged() -> BTreeSet<String> {
+/// The files of the .deb, as `cargo deb` reads them from the manifest. `made` is what
+/// `scripts/package` writes to `target/package`.
+fn packaged(made: &Path) -> BTreeSet<String> {
     let manifest: Table = std::fs::read_to_string(in_tree("cli/Cargo.toml")).unwrap().parse().unwrap();
     let assets = manifest["package"]["metadata"]["deb"]["assets"].as_array().unwrap().clone();
     let place = |asset: Value| {
         let text = |index: usize| asset[index].as_str().unwrap().to_owned();
-        let (source, target) = (in_tree("cli").join(text(0)), text(1));
+        let source = match text(0).strip_prefix("../target/package/") {
+            Some(name) => made.join(name),
+            None => in_tree("cli").join(text(0)),
+        };
+        let target = text(1);
         let pattern = source.file_name().unwrap().to_str().unwrap().to_owned();
         let names = match pattern.strip_prefix("*.") {
             Some(extension) => files(source.parent().unwrap(), &[extension]),
-            None => vec![source],
+            // cargo-deb replaces this prefix.
+            None if text(0).starts_with("target/release/") => vec![source],
+            None => {
+                assert!(source.exists(), "{} is missing", source.display());
+                vec![source]
+            }
         };
         let is_folder = target.ends_with('/');
         let named = move |file: PathBuf| match is_folder {
@@ -183,11 +195,18 @@ fn packaged() -> BTreeSet<String> {
     assets.into_iter().flat_map(place).collect()
 }
 
+/// The place of an installed file in the package. Debian's zsh looks elsewhere below `/usr`.
+fn in_package(file: &str) -> String {
+    file.replace("opt/b/", "usr/").replace("zsh/site-functions", "zsh/vendor-completions")
+}
+
 #[test]
 fn package_has_the_files_of_an_installation() {
     let root = tempfile::tempdir().unwrap();
     script("install", &[executable().as_os_str()], root.path());
     let expected: BTreeSet<String> =
-        installed(root.path()).into_iter().map(|file| file.replace("opt/b/", "usr/")).collect();
-    assert_eq!(packaged(), expected);
+        installed(root.path()).into_iter().map(|file| in_package(&file)).collect();
+    let made = tempfile::tempdir().unwrap();
+    script("shell-files", &[executable().as_os_str(), made.path().as_os_str()], root.path());
+    assert_eq!(packaged(made.path()), expected);
 }

@@ -42,6 +42,7 @@ mod reload;
 mod routing;
 mod sampling_defaults;
 mod shared_weights;
+mod shell_files;
 mod slow_readers;
 mod soak;
 mod storms;

@@ -6,7 +6,7 @@ use clap::{Parser, Subcommand};
 
 use crate::{
     bench, chat, devices, doctor, eval, file_tools, fleet_commands, generate, inspect, key, plan, process,
-    ps, serve, swap, tokenize, worker_lifecycle,
+    ps, serve, shell_files, swap, tokenize, worker_lifecycle,
 };
 
 /// Serve GGUF models: one copy of the weights in shared memory, many worker processes
@@ -67,6 +67,10 @@ pub(crate) enum CliCommand {
     Reload(fleet_commands::ReloadArguments),
     /// Empty the prefix caches of all workers of a running fleet
     ResetPrefixCache(fleet_commands::FleetSelector),
+    /// Print a shell's completion script for this command line
+    Completions(shell_files::CompletionsArguments),
+    /// Write the manual pages
+    Man(shell_files::ManArguments),
     /// Run the process that holds the weights (started by the supervisor)
     WeightServer(process::ProcessArguments),
     /// Read a model file into memory (started by the weight-server)

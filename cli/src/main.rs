@@ -40,6 +40,7 @@ mod resident_models;
 mod running_fleet;
 mod serve;
 mod served_workers;
+mod shell_files;
 mod sized_model;
 mod summary;
 mod swap;
@@ -100,6 +101,8 @@ fn run(command: CliCommand) -> CliResult {
         CliCommand::Key(arguments) => key::run(arguments),
         CliCommand::Reload(arguments) => fleet_commands::reload(arguments),
         CliCommand::ResetPrefixCache(place) => fleet_commands::reset_prefix_cache(place),
+        CliCommand::Completions(arguments) => shell_files::completions(arguments),
+        CliCommand::Man(arguments) => shell_files::man(arguments),
         CliCommand::WeightServer(arguments) => process::weight_server(arguments),
         CliCommand::Loader => process::loader(),
         CliCommand::Worker(arguments) => process::worker(arguments),
