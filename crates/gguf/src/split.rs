@@ -86,6 +86,10 @@ impl GgufModel {
     /// The files are closed again.
     pub fn open(path: &Path) -> Result<Self, OpenError> {
         Self::open_with(path, |path| {
+            // To open a FIFO would wait for a writer.
+            if !std::fs::metadata(path)?.is_file() {
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"));
+            }
             let file = File::open(path)?;
             let len = file.metadata()?.len();
             Ok((file, len))

@@ -6,7 +6,8 @@
 //! Structs carry `#[serde(deny_unknown_fields, rename_all = "kebab-case")]`. Sizes are
 //! [`crate::ByteSize`], durations use `#[serde(with = "service::duration")]`.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -21,8 +22,8 @@ pub const CONFIG_BYTES_MAX: u64 = 1 << 20;
 pub enum ConfigFileError {
     #[error("cannot read configuration {}", path.display())]
     Read { path: PathBuf, source: io::Error },
-    #[error("configuration {} has {bytes} bytes, more than {CONFIG_BYTES_MAX}", path.display())]
-    TooLarge { path: PathBuf, bytes: u64 },
+    #[error("configuration {} has more than {CONFIG_BYTES_MAX} bytes", path.display())]
+    TooLarge { path: PathBuf },
     #[error("configuration {}, line {line}, key `{key}`: {reason}", path.display())]
     Key { path: PathBuf, line: usize, key: String, reason: String },
     #[error("configuration {}, line {line}: {reason}", path.display())]
@@ -45,11 +46,16 @@ impl HasExit for ConfigFileError {
 /// Reads `path` into `T`.
 pub fn load<T: DeserializeOwned>(path: &Path) -> Result<T, ConfigFileError> {
     let read = |source| ConfigFileError::Read { path: path.to_owned(), source };
-    let bytes = std::fs::metadata(path).map_err(read)?.len();
-    if bytes > CONFIG_BYTES_MAX {
-        return Err(ConfigFileError::TooLarge { path: path.to_owned(), bytes });
+    // A pipe or a device has no length that could be checked before.
+    let mut file = File::open(path).map_err(read)?.take(CONFIG_BYTES_MAX + 1);
+    let mut text = Vec::new();
+    file.read_to_end(&mut text).map_err(read)?;
+    if text.len() as u64 > CONFIG_BYTES_MAX {
+        return Err(ConfigFileError::TooLarge { path: path.to_owned() });
     }
-    parse(&std::fs::read_to_string(path).map_err(read)?, path)
+    let text =
+        String::from_utf8(text).map_err(|error| read(io::Error::new(io::ErrorKind::InvalidData, error)))?;
+    parse(&text, path)
 }
 
 /// Parses text as [`load`] does. Only error messages use `path`.
