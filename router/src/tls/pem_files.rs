@@ -26,6 +26,9 @@ use super::TlsConfig;
 /// The roots of a whole operating system have a quarter of it.
 const PEM_BYTES_MAX: u64 = 1 << 20;
 
+/// Clients of rustls refuse a handshake message above 64 KiB, those of OpenSSL one above 100 KiB.
+const CHAIN_BYTES_MAX: usize = 60_000;
+
 const CERTIFICATE: &str = "tls.certificate";
 const KEY: &str = "tls.key";
 const CLIENT_CA: &str = "tls.client-ca";
@@ -38,6 +41,12 @@ pub enum TlsFileError {
     Kind { setting: &'static str, path: PathBuf },
     #[error("`{setting}` {} has more than {PEM_BYTES_MAX} bytes; leave only what is needed in it", path.display())]
     TooLarge { setting: &'static str, path: PathBuf },
+    #[error(
+        "the certificates in `{CERTIFICATE}` {} have {bytes} bytes, and clients take {CHAIN_BYTES_MAX}; leave \
+         only the server's certificate and those up to its root",
+        path.display()
+    )]
+    ChainTooLong { path: PathBuf, bytes: usize },
     #[error("`{setting}` {} is not valid PEM, {reason}; write it again", path.display())]
     Pem { setting: &'static str, path: PathBuf, reason: &'static str },
     #[error("`{setting}` {} has no certificate; one begins with -----BEGIN CERTIFICATE-----", path.display())]
@@ -81,6 +90,10 @@ pub(super) struct LoadedTls {
 pub(super) fn load(config: &TlsConfig) -> Result<LoadedTls, TlsFileError> {
     let provider = Arc::new(ring::default_provider());
     let chain = read_certificates(CERTIFICATE, &config.certificate)?;
+    let bytes = chain.iter().map(|certificate| certificate.len()).sum();
+    if bytes > CHAIN_BYTES_MAX {
+        return Err(TlsFileError::ChainTooLong { path: config.certificate.clone(), bytes });
+    }
     let not_after = chain.first().and_then(not_after);
     let key = read_key(&config.key)?;
     let signing_key = provider
@@ -222,6 +235,7 @@ mod tests {
             path
         };
         let certificate = std::fs::read(test_file("server.pem")).unwrap();
+        let long = file("long.pem", &certificate.repeat(CHAIN_BYTES_MAX / 420 + 1));
         let cut = file("cut.pem", &certificate[..certificate.len() / 2]);
         let wrong_der = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
         let wrong_der = file("der.pem", wrong_der.as_bytes());
@@ -241,6 +255,7 @@ mod tests {
             (certificate(&missing), "cannot read `tls.certificate`", "missing.pem"),
             (certificate(directory.path()), "not a regular file", "tls.certificate"),
             (certificate(&cut), "END line", "cut.pem"),
+            (certificate(&long), "clients take 60000", "long.pem"),
             (certificate(&wrong_der), "not valid", "`tls.certificate`"),
             (certificate(&test_file("server.key")), "no certificate", "server.key"),
             (certificate(&test_file("client.pem")), "is not that of `tls.key`", "client.pem"),
