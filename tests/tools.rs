@@ -210,3 +210,9 @@ fn nightly_the_openai_python_client_calls_tools() {
 fn nightly_the_anthropic_python_client_calls_tools() {
     run_python_client("anthropic==2.12.0", "anthropic_client.py");
 }
+
+#[test]
+#[ignore = "nightly: installs the package instructor"]
+fn nightly_instructor_gets_typed_answers() {
+    run_python_client("instructor==1.17.0", "instructor_client.py");
+}
