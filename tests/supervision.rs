@@ -281,6 +281,28 @@ fn deleted_sockets_and_a_deleted_runtime_directory_come_back() {
 }
 
 #[test]
+fn a_weight_server_that_starts_while_the_supervisor_dies_is_adopted_or_ends() {
+    let config = config(1, "");
+    let mut fleet = ServedFleet::start_config(&config);
+    for wait in 0..8 {
+        proc::send_signal(fleet.only_process("weight-server").pid, "KILL");
+        // The supervisor starts another one at some moment of this time.
+        std::thread::sleep(Duration::from_micros(700 * wait));
+        let mut kill = fleet.supervisor.kill();
+        kill = kill.and_then(|()| fleet.supervisor.wait().map(drop));
+        kill.unwrap();
+        let mut successor = serve_config(fleet.runtime_dir(), &config).spawn().unwrap();
+        first_json_line(&mut successor);
+        fleet.supervisor = successor;
+        let server = eventually("a weight-server is ready", || {
+            fleet.try_processes()?.into_iter().find(|p| p.role == "weight-server" && p.state == "ready")
+        });
+        assert!(server.restarts <= 1, "{server:?}: another one held its socket");
+    }
+    fleet.stop();
+}
+
+#[test]
 fn a_start_that_fails_leaves_no_directory() {
     let directory = tempfile::tempdir().unwrap();
     let run = directory.path().join("run");

@@ -60,7 +60,8 @@ impl ChildProcess {
         let mut command = Command::new("/proc/self/exe");
         command
             .arg0("ballast")
-            .args([shim::SUBCOMMAND, shim::OOM_SCORE_ADJ, &spec.role.oom_score_adj().to_string()])
+            .args([shim::SUBCOMMAND, shim::SUPERVISOR, &std::process::id().to_string()])
+            .args([shim::OOM_SCORE_ADJ, &spec.role.oom_score_adj().to_string()])
             .arg(spec.role.subcommand())
             .arg("--config")
             .arg(options.config)

@@ -219,10 +219,14 @@ impl ServedFleet {
         self.processes().into_iter().filter(|process| process.role == role).collect()
     }
 
+    /// The running process with this role.
+    #[track_caller]
     pub(crate) fn only_process(&self, role: &str) -> FleetProcess {
-        let mut found = self.processes_by_role(role);
-        assert_eq!(found.len(), 1, "{role}: {found:?}");
-        found.remove(0)
+        eventually(&format!("the {role} runs"), || {
+            let mut found = self.processes_by_role(role);
+            assert_eq!(found.len(), 1, "{role}: {found:?}");
+            Some(found.remove(0)).filter(|process| process.pid != 0)
+        })
     }
 
     /// Stops the fleet as Ctrl-C does, and checks that no process and no socket is left.
@@ -249,7 +253,8 @@ impl Drop for ServedFleet {
         let pids: Vec<u32> = self.try_processes().unwrap_or_default().iter().map(|p| p.pid).collect();
         proc::send_signal(self.supervisor.id(), "KILL");
         let _ = self.supervisor.wait();
-        for pid in pids {
+        // Process id 0 is that of a child that does not run.
+        for pid in pids.into_iter().filter(|pid| *pid != 0) {
             proc::send_signal(pid, "KILL");
         }
     }

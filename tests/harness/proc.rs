@@ -13,7 +13,10 @@ const MEMFD: &str = "/memfd:";
 /// Unit of st_blocks.
 const BLOCK_BYTES: u64 = 512;
 
+#[track_caller]
 pub(crate) fn send_signal(pid: u32, name: &str) {
+    // Process id 0 is that of a child that does not run. kill(1) would signal the tests themselves.
+    assert_ne!(pid, 0, "no process to send {name} to");
     let _ = Command::new("kill")
         .args([&format!("-{name}"), &pid.to_string()])
         .stderr(std::process::Stdio::null())
@@ -22,6 +25,7 @@ pub(crate) fn send_signal(pid: u32, name: &str) {
 
 /// Ends the process by the signal. Rust's handler takes a first SIGSEGV for a stack overflow that
 /// did not happen, and restores the default action for the second.
+#[track_caller]
 pub(crate) fn end_by_signal(pid: u32, name: &str) {
     send_signal(pid, name);
     for _ in 0..100 {

@@ -165,10 +165,16 @@ impl RuntimeDir {
     }
 
     /// Records a running child, so that a successor and a later cleanup can check whether the child
-    /// is alive.
+    /// is alive. The supervisor and the child both do: a reader finds a whole record or none.
     pub fn record_child(&self, child: &str, pid: u32) -> io::Result<()> {
         let started = process_start_ticks(pid).unwrap_or(0);
-        fs::write(self.pid_record(child), format!("{pid} {started}\n"))
+        let partial = self.path.join(format!("{child}.{}.partial", std::process::id()));
+        let written = fs::write(&partial, format!("{pid} {started}\n"))
+            .and_then(|()| fs::rename(&partial, self.pid_record(child)));
+        written.inspect_err(|_| {
+            // The error that is returned is the first one.
+            let _: io::Result<()> = fs::remove_file(&partial);
+        })
     }
 
     /// Removes the record of a child that has ended.
@@ -367,16 +373,26 @@ fn default_path() -> PathBuf {
     }
 }
 
+/// The runtime directory and the name of this process, if it is a child of a supervisor. The path
+/// of the notify socket contains both.
+fn this_child() -> Option<(RuntimeDir, String)> {
+    std::env::var_os(crate::env::LIVENESS_FD)?;
+    let socket = PathBuf::from(std::env::var_os(crate::env::NOTIFY_SOCKET)?);
+    let name = socket.file_stem()?.to_str()?.strip_prefix("notify-")?.to_owned();
+    Some((RuntimeDir::at(socket.parent()?), name))
+}
+
+/// A child calls this first, before it takes anything that another process would need: a supervisor
+/// may die between the start of a child and its own record of it.
+pub fn record_this_child() -> io::Result<()> {
+    this_child().map_or(Ok(()), |(directory, name)| directory.record_child(&name, std::process::id()))
+}
+
 /// A child calls this last: if its supervisor and all other children are dead, it removes the
-/// runtime directory. The path of the notify socket contains the directory and the child's name.
+/// runtime directory.
 pub fn remove_dir_if_last_child() {
-    if std::env::var_os(crate::env::LIVENESS_FD).is_none() {
-        return;
-    }
-    let Some(socket) = std::env::var_os(crate::env::NOTIFY_SOCKET).map(PathBuf::from) else { return };
-    let child = socket.file_stem().and_then(|s| s.to_str()).and_then(|s| s.strip_prefix("notify-"));
-    if let (Some(directory), Some(child)) = (socket.parent(), child) {
-        RuntimeDir::at(directory).remove_child_and_dir_if_last(child);
+    if let Some((directory, name)) = this_child() {
+        directory.remove_child_and_dir_if_last(&name);
     }
 }
 
