@@ -38,7 +38,12 @@ impl CliError {
             tonic::Code::Unavailable | tonic::Code::Aborted | tonic::Code::DeadlineExceeded => Exit::PeerLost,
             _ => Exit::Internal,
         };
-        Self::new(exit, format!("{what}: {}", status.message()))
+        match is_silent(status) {
+            true => {
+                Self::new(exit, format!("{what}: the process does not answer, it is stopped or overloaded"))
+            }
+            false => Self::new(exit, format!("{what}: {}", status.message())),
+        }
     }
 
     pub(crate) fn print(&self) {
@@ -56,6 +61,19 @@ impl CliError {
     pub(crate) fn message(&self) -> &str {
         &self.message
     }
+}
+
+/// Whether the call ended because the other process has not answered a ping of HTTP/2. hyper has no
+/// type for that in its public API.
+fn is_silent(status: &tonic::Status) -> bool {
+    let mut cause = std::error::Error::source(status);
+    while let Some(error) = cause {
+        if error.to_string().contains("keep-alive timed out") {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
 }
 
 /// Errors of this workspace's crates say what failed, why, and what to do.

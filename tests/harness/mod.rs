@@ -250,6 +250,8 @@ impl ServedFleet {
 
 impl Drop for ServedFleet {
     fn drop(&mut self) {
+        // A test may have failed while its supervisor was stopped.
+        proc::send_signal(self.supervisor.id(), "CONT");
         let pids: Vec<u32> = self.try_processes().unwrap_or_default().iter().map(|p| p.pid).collect();
         proc::send_signal(self.supervisor.id(), "KILL");
         let _ = self.supervisor.wait();
