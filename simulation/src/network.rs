@@ -163,7 +163,8 @@ impl Network {
             held.sort_by_key(|entry| !entry.is_timer);
         }
         for entry in held {
-            self.push(self.now, pid, entry.is_timer, entry.message);
+            // Before all that is under way: on the same connection, that was sent later.
+            self.push(0, pid, entry.is_timer, entry.message);
         }
     }
 

@@ -80,8 +80,10 @@ fn each_known_fault_is_found_without_its_cure() {
 }
 
 /// Seeds that nightly runs have found, each with what failed.
-const FOUND: [(u64, &str); 1] =
-    [(1_003_930, "a worker returned weights after the leftovers of a takeover were unloaded")];
+const FOUND: [(u64, &str); 2] = [
+    (1_003_930, "a worker returned weights after the leftovers of a takeover were unloaded"),
+    (1_014_935, "the simulator let a message overtake those that a stopped process had not read"),
+];
 
 #[test]
 fn seeds_that_once_failed_pass() {
