@@ -9,7 +9,7 @@ use supervisor::ChildState;
 use weight_server::catalog::GenerationPhase;
 use weight_server::lease_table::LeasePhase;
 use weight_server::ledger::ReservationKey;
-use weight_server::state::RECLAIM_TIMEOUT;
+use weight_server::state::{RECLAIM_TIMEOUT, UNKNOWN_RESERVATIONS_WAIT};
 
 use crate::fleet::Fleet;
 use crate::network::{Micros, SECOND, SimPid};
@@ -96,11 +96,15 @@ impl Fleet {
     }
 
     /// I4: no worker gets a lease while the ledger does not count what another one has reserved.
-    /// Not promised for workers that were stopped.
+    /// Not promised for workers that were stopped, nor once the weight-server has waited: a stopped
+    /// supervisor keeps workers from claiming, since it registers no tokens.
     pub(crate) fn check_new_lease(&mut self, id: u64) {
         let Some(server) = self.weight_server.as_ref().and_then(|server| server.running.as_ref()) else {
             return;
         };
+        if server.uptime() >= UNKNOWN_RESERVATIONS_WAIT {
+            return;
+        }
         let state = &server.state;
         let is_new = state.lease(id).is_some_and(|lease| matches!(lease.phase, LeasePhase::Storing { .. }));
         let is_unknown = |pid: SimPid, worker: &SimWorker| {
