@@ -71,6 +71,13 @@ struct LegacyQuant {
         }
     }
 
+    // The scale of one block, for types without a minimum.
+    static __device__ float scale(const uint8_t *tile, int row, int block) {
+        static_assert(!MINIMUM);
+        return half_to_float(*reinterpret_cast<const uint16_t *>(tile + SCALES + row * 16 + block * 2)) *
+               UNIT;
+    }
+
     static __device__ uint32_t load_high_bits(const uint8_t *tile, int row, int block) {
         if constexpr (BITS != 5) return 0;
         return *reinterpret_cast<const uint32_t *>(tile + HIGH_BITS + plane_offset<32>(row, block / 4) +

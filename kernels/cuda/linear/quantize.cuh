@@ -155,7 +155,7 @@ struct RoundTo16 {
         uint32_t words[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) words[i] = round(v[2 * i]) | uint32_t(round(v[2 * i + 1])) << 16;
-        *reinterpret_cast<uint4 *>(row.act_tile + act16_tile_offset(row.token, threadIdx.x % 32)) = {
+        *reinterpret_cast<uint4 *>(row.act_tile + act_tile_offset(row.token, threadIdx.x % 32)) = {
             words[0], words[1], words[2], words[3]};
     }
 };

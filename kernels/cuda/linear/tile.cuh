@@ -33,13 +33,13 @@ enum class ActivationFormat { Q8_0, Q8_1, Q8_K, F16, BF16 };
 
 // An activation tile:
 //
-//   quants     8 tokens, 256 bytes each; vector p of token n is at place p ^ n
+//   quants     [2 units of 128 columns][8 tokens][128 bytes]; vector p of token n is at place p ^ n,
+//              as wgmma and ldmatrix read it
 //     Q8_0     then scales f32[8 blocks][8 tokens]
 //     Q8_1     the same, then scaled sums f32[8 blocks][8 tokens]
 //     Q8_K     then scales f32[8 tokens], sums i16[8 tokens][16]
 //
-//   F16, BF16  [4 units of 64 columns][8 tokens][128 bytes]; vector p of token n is at place p ^ n,
-//              as wgmma and ldmatrix read it
+//   F16, BF16  [4 units of 64 columns][8 tokens][128 bytes], with the same order of vectors
 //
 // F16 quants: the quants of Q8_K as f16 integers, for products on wgmma. They are written beside
 // the activation tiles.
@@ -49,7 +49,7 @@ enum class ActivationFormat { Q8_0, Q8_1, Q8_K, F16, BF16 };
 //              vector 2 c holds columns 16 c + 0, 2, ... 14, vector 2 c + 1 the odd ones
 //   sums       [column tile][groups of 8 tokens][288 bytes]: the 16 sums as f16, sums 0 to 7 of 8
 //              tokens, then sums 8 to 15, 16 bytes per token; then scales f32[8 tokens]
-constexpr int ACT_TILE_QUANT_BYTES = ACT_TILE_TOKENS * TILE_COLS;
+constexpr int ACT_TILE_QUANT_BYTES = ACT_TILE_TOKENS * TILE_COLS, ACT_UNIT_BYTES = ACT_TILE_TOKENS * 128;
 __host__ __device__ constexpr int act_tile_bytes(ActivationFormat format) {
     return format == ActivationFormat::Q8_0   ? ACT_TILE_QUANT_BYTES + 256
            : format == ActivationFormat::Q8_1 ? ACT_TILE_QUANT_BYTES + 512
@@ -57,11 +57,9 @@ __host__ __device__ constexpr int act_tile_bytes(ActivationFormat format) {
                                               : ACT_TILE_QUANT_BYTES * 2;
 }
 
-// Offset of vector `p` of a token's quants in an activation tile; below, of its 16-bit floats.
-__device__ inline int act_tile_offset(int token, int p) { return token * TILE_COLS + ((p ^ token) * 16); }
-
-__device__ inline int act16_tile_offset(int token, int p) {
-    return p / 8 * 1024 + token * 128 + ((p % 8 ^ token) * 16);
+// Offset of vector `p` of a token in an activation tile.
+__device__ inline int act_tile_offset(int token, int p) {
+    return p / 8 * ACT_UNIT_BYTES + token * 128 + ((p % 8 ^ token) * 16);
 }
 
 // An activation row: one token's part of an activation tile, as matvec.cuh keeps it in shared

@@ -14,15 +14,16 @@ use quant::layout::{TILE_COLS, TILE_ROWS, Tiles};
 use super::abi::float_linear::FloatMatmul;
 use super::abi::linear::{
     LINEAR_F32_TOKENS, LINEAR_F32_WARPS, LinearF32, LinearMatmul, LinearMatvec, LinearParams, LinearWgmma,
-    MATVEC_TILES_PER_STAGE, MATVEC_WARPS, Q4K_WGMMA_ROWS, Q4K_WGMMA_SHARED_BYTES, Q4K_WGMMA_THREADS,
+    MATVEC_TILES_PER_STAGE, MATVEC_WARPS, WGMMA_SHARED_BYTES, WGMMA_THREADS,
 };
 pub use super::abi::linear::{MATRICES_MAX, MatmulShape};
-use super::archs::has_wgmma;
 use super::error::device_error;
 use super::float_linear::{FloatShape, STAGES_MIN, float_kernel_name, float_maps};
 use super::launch::{KernelName, kernel_name, launch_kernel};
 use super::module::image;
 use super::quantize::{QuantizedActivations, activation_bytes};
+pub use super::wgmma_linear::{WgmmaShape, has_kernels as has_wgmma_kernels, takes_f16_quants};
+use super::wgmma_linear::{f16_quants, wgmma_name};
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
 const OP: &str = "linear";
@@ -46,8 +47,8 @@ pub enum LinearMethod {
     Matvec(usize),
     /// linear/matmul.cuh, on the tensor cores.
     Matmul(MatmulShape),
-    /// linear/q4_k_wgmma.cuh, for Q4_K and many tokens, on GPUs with wgmma. The activations have
-    /// f16 quants.
+    /// linear/wgmma_product.cuh, for many tokens and some types, on GPUs with wgmma. For Q4_K, the
+    /// activations have f16 quants.
     Wgmma(WgmmaShape),
     /// linear/float_matmul.cuh, for weights of 16-bit floats.
     FloatMatmul(FloatShape),
@@ -124,13 +125,8 @@ impl LinearKernels {
             return LinearMethod::Matvec(tokens);
         }
         let multiprocessors = self.device.multiprocessors() as usize;
-        if takes_f16_quants(&self.device, dtype, tokens) {
-            let shape = WgmmaShape::fastest(multiprocessors, row_tiles, tokens);
-            if shape.column_tile_time(multiprocessors, row_tiles, tokens)
-                < matmul_column_tile_time(row_tiles, tokens)
-            {
-                return LinearMethod::Wgmma(shape);
-            }
+        if let Some(shape) = WgmmaShape::fastest(&self.device, dtype, row_tiles, tokens) {
+            return LinearMethod::Wgmma(shape);
         }
         let [narrow @ .., wide, large] = &MatmulShape::QUANTS;
         // A large block does the most work per byte that it loads. Large blocks are faster if at
@@ -240,24 +236,18 @@ impl LinearKernels {
         products: &[MatrixProduct<'_>],
     ) -> Result<(), OpError> {
         let dtype = products[0].shape.dtype();
-        let quants = x.layout.quants(x.data.address(), x.tokens, x.cols);
-        let Some(quants) = quants.filter(|_| dtype == DType::Q4_K) else {
+        let Some(quants) = f16_quants(dtype, &x) else {
             return Err(OpError::Type { op: OP, dtype });
         };
-        let name = match (shape.tokens, shape.split) {
-            (64, 1) => kernel_name!("linear_q4_k", "wgmma_q4_k_64_1"),
-            (64, 2) => kernel_name!("linear_q4_k", "wgmma_q4_k_64_2"),
-            (128, 1) => kernel_name!("linear_q4_k", "wgmma_q4_k_128_1"),
-            (tokens, _) => return Err(no_kernel(tokens)),
-        };
+        let name = wgmma_name(dtype, shape).ok_or_else(|| no_kernel(shape.tokens))?;
         let row_tiles = products.iter().map(|product| product.shape.row_tiles());
         let blocks: usize = row_tiles.map(|tiles| shape.blocks(tiles, x.tokens)).sum();
-        let (warps, shared_bytes) = (Q4K_WGMMA_THREADS / 32, Q4K_WGMMA_SHARED_BYTES as u32);
+        let (warps, shared_bytes) = (WGMMA_THREADS / 32, WGMMA_SHARED_BYTES as u32);
         let mut launch =
             self.persistent_launch(family, name, blocks, warps, shared_bytes).map_err(device_error(OP))?;
         // Whole clusters.
         launch.grid.0 = (launch.grid.0 / shape.split as u32).max(1) * shape.split as u32;
-        // SAFETY: as in `launch_with`, for linear/q4_k_wgmma.cuh. The f16 quants have room for
+        // SAFETY: as in `launch_with`, for linear/wgmma_product.cuh. The f16 quants have room for
         // whole blocks of tokens, and `check_products` compared the length of the activations.
         unsafe { launch_kernel(family, name, stream, launch, &LinearWgmma { params, quants }) }
             .map_err(device_error(OP))
@@ -383,66 +373,6 @@ fn linear_params(x: QuantizedActivations<'_>, products: &[MatrixProduct<'_>]) ->
         params.rows[at] = product.shape.rows() as i32;
     }
     params
-}
-
-/// Products of more tokens than this may use wgmma. Below, half of a block would be empty.
-const WGMMA_TOKENS_MIN: usize = 32;
-/// The shape of a launch of linear/q4_k_wgmma.cuh.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WgmmaShape {
-    /// Tokens of a block.
-    pub tokens: usize,
-    /// Blocks of a cluster, which divide the columns.
-    pub split: usize,
-}
-
-impl WgmmaShape {
-    pub fn all() -> [Self; 3] {
-        [(64, 1), (64, 2), (128, 1)].map(|(tokens, split)| Self { tokens, split })
-    }
-
-    /// Thread blocks of a product with `row_tiles` tiles of 16 rows.
-    fn blocks(&self, row_tiles: usize, tokens: usize) -> usize {
-        row_tiles.div_ceil(Q4K_WGMMA_ROWS / TILE_ROWS) * tokens.div_ceil(self.tokens) * self.split
-    }
-
-    /// Microseconds of a product per 256 columns, measured on an H200. Blocks that find no
-    /// multiprocessor run after the first ones.
-    fn column_tile_time(&self, multiprocessors: usize, row_tiles: usize, tokens: usize) -> f64 {
-        let block_time = match (self.tokens, self.split) {
-            (64, 1) => 1.65,
-            (64, _) => 2.2,
-            _ => 2.35,
-        };
-        let waves = self.blocks(row_tiles, tokens).div_ceil(multiprocessors / self.split * self.split);
-        waves as f64 * block_time / self.split as f64
-    }
-
-    fn fastest(multiprocessors: usize, row_tiles: usize, tokens: usize) -> Self {
-        let time = |shape: &Self| shape.column_tile_time(multiprocessors, row_tiles, tokens);
-        let faster = |a: Self, b: Self| if time(&b) < time(&a) { b } else { a };
-        let [first, rest @ ..] = Self::all();
-        rest.into_iter().fold(first, faster)
-    }
-}
-
-/// Microseconds of a Q4_K product per 256 columns with the 8-bit kernel and blocks of 32 tokens,
-/// measured on an H200: its small blocks share multiprocessors evenly.
-fn matmul_column_tile_time(row_tiles: usize, tokens: usize) -> f64 {
-    let shape = MatmulShape::QUANTS[2];
-    0.0031 * (row_tiles.div_ceil(shape.row_tiles()) * tokens.div_ceil(shape.tokens())) as f64
-}
-
-/// Whether products of these weights with this many tokens are computed from f16 quants, if the
-/// device has wgmma.
-pub(super) fn can_take_f16_quants(dtype: DType, tokens: usize) -> bool {
-    dtype == DType::Q4_K && tokens > WGMMA_TOKENS_MIN
-}
-
-/// Whether the device computes such products from f16 quants.
-pub fn takes_f16_quants(device: &Device, dtype: DType, tokens: usize) -> bool {
-    let (major, minor) = device.capability();
-    can_take_f16_quants(dtype, tokens) && has_wgmma(10 * major + minor)
 }
 
 fn is_float16(dtype: DType) -> bool {

@@ -6,7 +6,7 @@ use anyhow::{Context, ensure};
 use kernels::cuda::embed::EmbedKernels;
 use kernels::cuda::float_linear::FloatShape;
 use kernels::cuda::linear::{
-    LinearKernels, LinearMethod, MatmulShape, MatrixProduct, WgmmaShape, takes_f16_quants,
+    LinearKernels, LinearMethod, MatmulShape, MatrixProduct, WgmmaShape, has_wgmma_kernels, takes_f16_quants,
 };
 use kernels::cuda::naive::NaiveKernels;
 use kernels::cuda::quantize::{ActivationLayout, QuantizeKernels};
@@ -45,7 +45,7 @@ fn methods(gpu: &TestGpu, dtype: DType, tokens: usize) -> Vec<LinearMethod> {
         DType::F16 | DType::BF16 => FloatShape::all().map(LinearMethod::FloatMatmul).to_vec(),
         _ => {
             let vector = (tokens <= 4).then_some(LinearMethod::Matvec(tokens));
-            let wgmma = layout_of(gpu, dtype).is_ok_and(|layout| layout.f16_quants);
+            let wgmma = has_wgmma_kernels(&gpu.device, dtype);
             let tensor_cores = MatmulShape::all().map(LinearMethod::Matmul);
             vector
                 .into_iter()

@@ -118,7 +118,9 @@ fn panels(format: DType, x: &[f32], tokens: usize, cols: usize) -> anyhow::Resul
             let panel = (token / ACT_TILE_TOKENS * col_tiles + value / 256) * panel_bytes;
             out[panel + at..panel + at + bytes.len()].copy_from_slice(bytes);
         };
-        let quant_at = |value: usize| slot * 256 + ((value % 256 / 16) ^ slot) * 16 + value % 16;
+        let quant_at = |value: usize| {
+            value % 256 / 128 * 1024 + slot * 128 + ((value % 128 / 16) ^ slot) * 16 + value % 16
+        };
         let scale_at = |block: usize| 2048 + (block % 8 * 8 + slot) * 4;
         match format {
             DType::Q8_0 => {

@@ -169,7 +169,42 @@ struct MeasuredModel<'a> {
     logits: Vec<f32>,
 }
 
-fn run(gpu: &TestGpu, preset: &ModelPreset, mix: QuantMix, name: &str) -> Result<()> {
+/// Runs a step of each kind once, for a profiler such as `ncu --graph-profiling node`.
+pub(crate) fn profiled(gpu: &TestGpu) -> Result<()> {
+    for (preset, mix, name) in [
+        (&MODEL_PRESETS[0], QuantMix::Q4KM, "qwen3-8b Q4_K_M"),
+        (&MODEL_PRESETS[0], QuantMix::Q80, "qwen3-8b Q8_0"),
+        (&MODEL_PRESETS[2], QuantMix::Q4KM, "qwen3-30b-a3b Q4_K_M"),
+    ] {
+        let mut model = measured_model(gpu, preset, mix, name)?;
+        let tables = batch_tables();
+        let context = STEP_TOKENS / BATCH_SEQUENCES;
+        let prompts: Vec<_> = tables.iter().map(|table| (table, 0, context)).collect();
+        model.step(&prompts, StepOutput::Nothing)?;
+        for rows in [64, 8, 1] {
+            let parts: Vec<_> = tables[..rows].iter().map(|table| (table, context, 1)).collect();
+            model.step(&parts, StepOutput::Best)?;
+        }
+    }
+    Ok(())
+}
+
+/// The KV blocks of [`BATCH_SEQUENCES`] sequences.
+fn batch_tables() -> Vec<Vec<u32>> {
+    (0..BATCH_SEQUENCES)
+        .map(|sequence| {
+            let blocks = 0..BATCH_CONTEXT / BLOCK_TOKENS;
+            blocks.map(|i| (1 + i * BATCH_SEQUENCES + sequence) as u32).collect()
+        })
+        .collect()
+}
+
+fn measured_model<'a>(
+    gpu: &TestGpu,
+    preset: &ModelPreset,
+    mix: QuantMix,
+    name: &'a str,
+) -> Result<MeasuredModel<'a>> {
     let started = Instant::now();
     let mut cuda = Cuda::new(&gpu.device)?;
     let limits = ForwardLimits { rows_max: STEP_TOKENS, outputs_max: 64 };
@@ -180,7 +215,11 @@ fn run(gpu: &TestGpu, preset: &ModelPreset, mix: QuantMix, name: &str) -> Result
     let layers = model.kv_layers(&KvTypes::default());
     let kv = cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers })?;
     println!("{name}: built in {:.1} s", started.elapsed().as_secs_f32());
-    let mut measured = MeasuredModel { name, cuda, model, kv, logits };
+    Ok(MeasuredModel { name, cuda, model, kv, logits })
+}
+
+fn run(gpu: &TestGpu, preset: &ModelPreset, mix: QuantMix, name: &str) -> Result<()> {
+    let mut measured = measured_model(gpu, preset, mix, name)?;
     measured.measure_prompts()?;
     measured.measure_decodes()?;
     if preset.experts == 0 {
@@ -217,12 +256,7 @@ impl MeasuredModel<'_> {
 
     /// Decode steps of several sequences with a context of 512 tokens.
     fn measure_decodes(&mut self) -> Result<()> {
-        let tables: Vec<Vec<u32>> = (0..BATCH_SEQUENCES)
-            .map(|sequence| {
-                let blocks = 0..BATCH_CONTEXT / BLOCK_TOKENS;
-                blocks.map(|i| (1 + i * BATCH_SEQUENCES + sequence) as u32).collect()
-            })
-            .collect();
+        let tables = batch_tables();
         let chunk = STEP_TOKENS / BATCH_SEQUENCES;
         for start in (0..512).step_by(chunk) {
             let parts: Vec<_> = tables.iter().map(|table| (table, start, chunk)).collect();

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Compares linear/q4_k_wgmma.cuh with the 8-bit products at the limits of exact sums.
+//! Compares linear/wgmma_product.cuh with the 8-bit products at the limits of exact sums.
 
 use kernels::cuda::Buffer;
-use kernels::cuda::linear::{LinearKernels, LinearMethod, MatmulShape, WgmmaShape, takes_f16_quants};
+use kernels::cuda::linear::{LinearKernels, LinearMethod, MatmulShape, WgmmaShape, has_wgmma_kernels};
 use quant::DType;
 use quant::layout::Tiles;
 
@@ -11,44 +11,106 @@ use crate::TestGpu;
 use crate::linear::{LinearCase, LinearInput, ensure_bits};
 use crate::random::TestRng;
 
-/// Compares wgmma with the 8-bit products for blocks whose sums are as large as they can be, sparse
-/// or of any bits.
-pub(crate) fn extreme_q4_k_blocks_give_the_same_bits_on_wgmma(gpu: &TestGpu) -> anyhow::Result<()> {
-    if !takes_f16_quants(&gpu.device, DType::Q4_K, usize::MAX) {
-        println!("SKIPPED: this GPU or build has no wgmma");
-        return Ok(());
-    }
-    const BLOCK: usize = 144;
-    let linear = LinearKernels::new(&gpu.device);
-    let mut random = TestRng::new(16);
-    for (cols, rows, tokens) in
-        [(256, 16, 1), (512, 145, 70), (1024, 1040, 128), (1280, 17_000, 40), (4096, 515, 300)]
-    {
-        for kind in 0..4 {
-            let shape = Tiles::new(DType::Q4_K, cols, rows)?;
-            let mut raw = random.bytes(shape.raw_bytes());
-            for block in raw.chunks_exact_mut(BLOCK) {
-                let sign = if random.bits().is_multiple_of(2) { 1.0 } else { -1.0 };
-                block[..2].copy_from_slice(&half::f16::from_f32(sign * 1.5e-3).to_le_bytes());
-                block[2..4].copy_from_slice(&half::f16::from_f32(7.5e-4).to_le_bytes());
+/// How blocks of a type are filled.
+struct BlockBytes {
+    dtype: DType,
+    /// Where the f16 scales are.
+    halves: &'static [usize],
+    /// Sub-scales, which are filled with `scales`.
+    sub_scales: std::ops::Range<usize>,
+    scales: [u8; 2],
+    /// Quants of the largest magnitude, then quants of the largest magnitudes of both signs.
+    quants: [u8; 4],
+}
+
+const BLOCKS: [BlockBytes; 5] = [
+    BlockBytes {
+        dtype: DType::Q4_K,
+        halves: &[0, 2],
+        sub_scales: 4..16,
+        scales: [0xFF, 0xFF],
+        quants: [0xFF, 0x0F, 0xF0, 0],
+    },
+    BlockBytes {
+        dtype: DType::Q6_K,
+        halves: &[208],
+        sub_scales: 192..208,
+        scales: [0x80, 0x7F],
+        quants: [0, 0x0F, 0xF0, 0xFF],
+    },
+    BlockBytes {
+        dtype: DType::Q8_0,
+        halves: &[0],
+        sub_scales: 0..0,
+        scales: [0; 2],
+        quants: [0x80, 0x7F, 0x81, 0x80],
+    },
+    BlockBytes {
+        dtype: DType::Q4_0,
+        halves: &[0],
+        sub_scales: 0..0,
+        scales: [0; 2],
+        quants: [0, 0x0F, 0xF0, 0xFF],
+    },
+    BlockBytes {
+        dtype: DType::Q5_0,
+        halves: &[0],
+        sub_scales: 0..0,
+        scales: [0; 2],
+        quants: [0, 0x0F, 0xF0, 0xFF],
+    },
+];
+/// Kinds of weights: the largest quants and sub-scales; 1 byte of 16 is not zero; the largest ones
+/// with random signs; and random bytes.
+const KINDS: usize = 4;
+
+impl BlockBytes {
+    fn fill(&self, random: &mut TestRng, kind: usize, raw: &mut [u8]) {
+        for block in raw.chunks_exact_mut(self.dtype.block_bytes()) {
+            for (at, byte) in block.iter_mut().enumerate() {
+                let draw = random.bits() as usize;
+                let is_scale = self.sub_scales.contains(&at);
                 match kind {
-                    // The largest scales, minimums and quants.
-                    0 => block[4..].fill(0xFF),
-                    1 => block[4..].iter_mut().for_each(|byte| {
-                        *byte = if random.bits().is_multiple_of(16) { *byte } else { 0 };
-                    }),
-                    // The largest scales with quants of 0 and 15.
-                    2 => {
-                        block[4..16].fill(0xFF);
-                        block[16..]
-                            .iter_mut()
-                            .for_each(|byte| *byte = [0, 0x0F, 0xF0, 0xFF][*byte as usize % 4]);
-                    }
+                    0 => *byte = if is_scale { self.scales[0] } else { self.quants[0] },
+                    1 if !draw.is_multiple_of(16) => *byte = 0,
+                    2 => *byte = if is_scale { self.scales[draw % 2] } else { self.quants[draw % 4] },
                     _ => {}
                 }
             }
+            let sign = if random.bits().is_multiple_of(2) { 1.0 } else { -1.0 };
+            for (&at, value) in self.halves.iter().zip([sign * 1.5e-3, 7.5e-4]) {
+                block[at..at + 2].copy_from_slice(&half::f16::from_f32(value).to_le_bytes());
+            }
+        }
+    }
+}
+
+/// Compares wgmma with the 8-bit products for blocks whose sums are as large as they can be, sparse
+/// or of any bits.
+pub(crate) fn extreme_blocks_give_the_same_bits_on_wgmma(gpu: &TestGpu) -> anyhow::Result<()> {
+    if !has_wgmma_kernels(&gpu.device, DType::Q4_K) {
+        println!("SKIPPED: this GPU or build has no wgmma");
+        return Ok(());
+    }
+    for blocks in &BLOCKS {
+        compare(gpu, blocks)?;
+    }
+    Ok(())
+}
+
+fn compare(gpu: &TestGpu, blocks: &BlockBytes) -> anyhow::Result<()> {
+    let linear = LinearKernels::new(&gpu.device);
+    let mut random = TestRng::new(16);
+    let dtype = blocks.dtype;
+    for (cols, rows, tokens) in
+        [(256, 16, 1), (512, 145, 70), (1024, 1040, 128), (1280, 17_000, 40), (4096, 515, 300)]
+    {
+        for kind in 0..KINDS {
+            let shape = Tiles::new(dtype, cols, rows)?;
+            let mut raw = random.bytes(shape.raw_bytes());
+            blocks.fill(&mut random, kind, &mut raw);
             let case = LinearCase::from_raw(gpu, shape, raw, random.values(rows))?;
-            let mut input = LinearInput::new(gpu, &mut random, DType::Q4_K, tokens, cols)?;
+            let mut input = LinearInput::new(gpu, &mut random, dtype, tokens, cols)?;
             let mut x = input.x.clone();
             for (at, x) in x.iter_mut().enumerate().filter(|_| kind != 3) {
                 let positive = if at / cols % 2 == 0 { true } else { random.bits().is_multiple_of(2) };
@@ -64,7 +126,7 @@ pub(crate) fn extreme_q4_k_blocks_give_the_same_bits_on_wgmma(gpu: &TestGpu) -> 
                 outs.push(out.to_host(&gpu.stream)?);
             }
             for (found, block) in outs[1..].iter().zip(WgmmaShape::all()) {
-                let what = format!("kind {kind}, {cols} x {rows}, {tokens} tokens by {block:?}");
+                let what = format!("{dtype}, kind {kind}, {cols} x {rows}, {tokens} tokens by {block:?}");
                 ensure_bits(&what, found, &outs[0])?;
             }
         }

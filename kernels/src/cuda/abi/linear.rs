@@ -22,14 +22,12 @@ abi! {
         const LINEAR_F32_WARPS: usize = 8;
         /// Tokens of a block of linear_f32.cu.
         const LINEAR_F32_TOKENS: usize = 4;
-        /// A block of linear/q4_k_wgmma.cuh: its weight rows, its tokens (at most) and threads, the
-        /// stages of its rings, and its bytes of shared memory.
-        const Q4K_WGMMA_ROWS: usize = 128;
-        const Q4K_WGMMA_TOKENS: usize = 128;
-        const Q4K_WGMMA_THREADS: usize = 384;
-        const Q4K_WGMMA_STAGES: usize = 3;
-        const Q4K_WGMMA_UNIT_STAGES: usize = 7;
-        const Q4K_WGMMA_SHARED_BYTES: usize = 208 << 10;
+        /// A block of linear/wgmma_product.cuh: its weight rows, its tokens (at most), its threads, and
+        /// its bytes of shared memory, of a multiprocessor's 227 KiB.
+        const WGMMA_ROWS: usize = 128;
+        const WGMMA_TOKENS: usize = 128;
+        const WGMMA_THREADS: usize = 384;
+        const WGMMA_SHARED_BYTES: usize = 216 << 10;
     }
     structs {
         /// Up to four matrices of one type that share their input.

@@ -46,10 +46,15 @@ fn wgmma_instructions() -> String {
     for tokens in REGISTER_TOKENS {
         out += &with_rows_in_registers(tokens);
     }
+    out += "\ntemplate <int N, bool SIGNED>\nstruct WgmmaIntegers;\n";
+    for tokens in BLOCK_TOKENS {
+        out += &of_integers(tokens, true);
+        out += &of_integers(tokens, false);
+    }
     out
 }
 
-/// Token counts of the products of linear/q4_k_wgmma.cuh: all tokens of a block, and a slice.
+/// Token counts of the products of linear/wgmma_product.cuh: all tokens of a block, and a slice.
 #[allow(dead_code, reason = "for build.rs")]
 const REGISTER_TOKENS: [usize; 3] = [128, 64, 32];
 
@@ -71,5 +76,31 @@ fn with_rows_in_registers(tokens: usize) -> String {
         list(&|i| format!("%{i}")),
         registers + 4,
         list(&|i| format!("\"+f\"(sums[{i}])")),
+    )
+}
+
+/// Token counts of the blocks of linear/wgmma_product.cuh.
+#[allow(dead_code, reason = "for build.rs")]
+const BLOCK_TOKENS: [usize; 2] = [128, 64];
+
+/// Returns `WgmmaIntegers<N, SIGNED>::run<ACCUMULATE>(sums, a, b)`: 64 rows of signed or unsigned
+/// bytes in registers by N tokens of signed bytes over 32 columns.
+#[allow(dead_code, reason = "for build.rs")]
+fn of_integers(tokens: usize, signed: bool) -> String {
+    let registers = tokens / 2;
+    let list = |text: &dyn Fn(usize) -> String| (0..registers).map(text).collect::<Vec<_>>().join(", ");
+    let rows = (0..4).map(|i| format!("%{}", registers + i)).collect::<Vec<_>>().join(", ");
+    let kind = if signed { "s8" } else { "u8" };
+    format!(
+        "\ntemplate <>\nstruct WgmmaIntegers<{tokens}, {signed}> {{\n    \
+         template <int ACCUMULATE>\n    \
+         static __device__ __forceinline__ void run(int (&sums)[{registers}], const uint32_t (&a)[4], uint64_t b) {{\n        \
+         asm volatile(\"{{\\n.reg .pred accumulate;\\nsetp.ne.b32 accumulate, %{}, 0;\\n\"\n            \
+         \"wgmma.mma_async.sync.aligned.m64n{tokens}k32.s32.{kind}.s8 {{{}}}, {{{rows}}}, %{}, accumulate;\\n}}\"\n            \
+         : {} : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b), \"n\"(ACCUMULATE));\n    }}\n}};\n",
+        registers + 5,
+        list(&|i| format!("%{i}")),
+        registers + 4,
+        list(&|i| format!("\"+r\"(sums[{i}])")),
     )
 }

@@ -9,8 +9,8 @@ use super::experts::{PAIRS_MAX, scratch_bytes};
 use super::plan::PARTIALS_MAX;
 use super::recorder::GRAPHS_MAX;
 use crate::cuda::experts::PairGrouping;
-use crate::cuda::linear::can_take_f16_quants;
 use crate::cuda::quantize::ActivationLayout;
+use crate::cuda::wgmma_linear::can_take_f16_quants;
 
 /// Bytes of a launch in a graph (measured on an H200).
 const GRAPH_LAUNCH_BYTES: u64 = 512;

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Which products linear/wgmma_product.cuh computes, and with which blocks.
+
+use quant::DType;
+use quant::layout::TILE_ROWS;
+
+use super::Device;
+use super::abi::linear::{LinearWgmma, MatmulShape, WGMMA_ROWS};
+use super::abi::tiles::F16Quants;
+use super::archs::has_wgmma;
+use super::launch::{KernelName, kernel_name};
+use super::quantize::QuantizedActivations;
+
+/// Products of more tokens than this may use wgmma. Below, half of a block would be empty.
+const WGMMA_TOKENS_MIN: usize = 32;
+
+/// The shape of a launch of linear/wgmma_product.cuh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WgmmaShape {
+    /// Tokens of a block.
+    pub tokens: usize,
+    /// Blocks of a cluster, which divide the columns.
+    pub split: usize,
+}
+
+/// Times of a weight type, measured on an H200.
+struct Times {
+    /// Microseconds of a block per 256 columns, by shape as in [`WgmmaShape::ALL`].
+    blocks: [f64; 3],
+    /// Microseconds per 256 columns that the 8-bit kernel adds to a product for each of its blocks
+    /// of 32 tokens. These blocks share multiprocessors evenly.
+    matmul_block: f64,
+}
+
+fn times(dtype: DType) -> Option<Times> {
+    match dtype {
+        DType::Q4_K => Some(Times { blocks: [1.65, 2.2, 2.35], matmul_block: 0.0031 }),
+        DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => {
+            Some(Times { blocks: [1.8, 2.25, 3.4], matmul_block: 0.0036 })
+        }
+        DType::Q6_K => Some(Times { blocks: [1.65, 2.2, 2.3], matmul_block: 0.0043 }),
+        _ => None,
+    }
+}
+
+/// Whether the products of a type are computed from f16 quants, not from activation tiles.
+fn is_f16_product(dtype: DType) -> bool {
+    dtype == DType::Q4_K
+}
+
+impl WgmmaShape {
+    const ALL: [Self; 3] =
+        [Self { tokens: 64, split: 1 }, Self { tokens: 64, split: 2 }, Self { tokens: 128, split: 1 }];
+
+    pub fn all() -> [Self; 3] {
+        Self::ALL
+    }
+
+    /// Thread blocks of a product with `row_tiles` tiles of 16 rows.
+    pub(super) fn blocks(&self, row_tiles: usize, tokens: usize) -> usize {
+        row_tiles.div_ceil(WGMMA_ROWS / TILE_ROWS) * tokens.div_ceil(self.tokens) * self.split
+    }
+
+    /// Microseconds of a product per 256 columns. Blocks that find no multiprocessor run after the
+    /// first ones.
+    fn column_tile_time(
+        &self,
+        block_time: f64,
+        multiprocessors: usize,
+        row_tiles: usize,
+        tokens: usize,
+    ) -> f64 {
+        let waves = self.blocks(row_tiles, tokens).div_ceil(multiprocessors / self.split * self.split);
+        waves as f64 * block_time / self.split as f64
+    }
+
+    /// The fastest shape, if the device has wgmma and it is faster than the 8-bit kernel.
+    pub(super) fn fastest(device: &Device, dtype: DType, row_tiles: usize, tokens: usize) -> Option<Self> {
+        let times = times(dtype).filter(|_| tokens > WGMMA_TOKENS_MIN && is_on(device))?;
+        let multiprocessors = device.multiprocessors() as usize;
+        let shapes = Self::ALL.into_iter().zip(times.blocks).map(|(shape, block_time)| {
+            (shape.column_tile_time(block_time, multiprocessors, row_tiles, tokens), shape)
+        });
+        let (time, shape) = shapes.min_by(|a, b| a.0.total_cmp(&b.0))?;
+        let matmul = MatmulShape::QUANTS[2];
+        let matmul_blocks = row_tiles.div_ceil(matmul.row_tiles()) * tokens.div_ceil(matmul.tokens());
+        (time < times.matmul_block * matmul_blocks as f64).then_some(shape)
+    }
+}
+
+fn is_on(device: &Device) -> bool {
+    let (major, minor) = device.capability();
+    has_wgmma(10 * major + minor)
+}
+
+/// Whether the device has kernels of linear/wgmma_product.cuh for these weights.
+pub fn has_kernels(device: &Device, dtype: DType) -> bool {
+    times(dtype).is_some() && is_on(device)
+}
+
+/// Whether products of these weights with this many tokens are computed from f16 quants, if the
+/// device has wgmma.
+pub(super) fn can_take_f16_quants(dtype: DType, tokens: usize) -> bool {
+    times(dtype).is_some() && is_f16_product(dtype) && tokens > WGMMA_TOKENS_MIN
+}
+
+/// Whether the device computes such products from f16 quants.
+pub fn takes_f16_quants(device: &Device, dtype: DType, tokens: usize) -> bool {
+    can_take_f16_quants(dtype, tokens) && is_on(device)
+}
+
+/// The f16 quants of `x` for a kernel: none for a type that is computed from activation tiles. None
+/// if `x` lacks what the type needs.
+pub(super) fn f16_quants(dtype: DType, x: &QuantizedActivations<'_>) -> Option<F16Quants> {
+    if is_f16_product(dtype) {
+        return x.layout.quants(x.data.address(), x.tokens, x.cols);
+    }
+    Some(F16Quants { units: 0, sums: 0, groups: 0 })
+}
+
+pub(super) fn wgmma_name(dtype: DType, shape: WgmmaShape) -> Option<KernelName<LinearWgmma>> {
+    macro_rules! names {
+        ($($dtype:ident = $type:literal),*) => {
+            match (dtype, shape.tokens, shape.split) {
+                $(
+                    (DType::$dtype, 64, 1) => Some(names!(@of $type "_64_1")),
+                    (DType::$dtype, 64, 2) => Some(names!(@of $type "_64_2")),
+                    (DType::$dtype, 128, 1) => Some(names!(@of $type "_128_1")),
+                )*
+                _ => None,
+            }
+        };
+        (@of $type:literal $shape:literal) => {
+            kernel_name!(concat!("linear_", $type), concat!("wgmma_", $type, $shape))
+        };
+    }
+    names!(Q4_K = "q4_k", Q6_K = "q6_k", Q8_0 = "q8_0", Q4_0 = "q4_0", Q5_0 = "q5_0")
+}
