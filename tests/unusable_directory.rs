@@ -8,6 +8,7 @@ use std::process::{Command, Output, Stdio};
 
 const INTERNAL: i32 = 1;
 const OUT_OF_RESOURCES: i32 = 4;
+const ADDRESS_IN_USE: i32 = 6;
 /// What the script ends with if something is left in the directory.
 const LEFT: i32 = 99;
 
@@ -88,4 +89,19 @@ fn descriptors_that_were_inherited_are_not_blamed_on_the_model() {
         let output = command.env("XDG_RUNTIME_DIR", directory.path()).stdin(Stdio::null()).output().unwrap();
         check(&output, OUT_OF_RESOURCES, &["RLIMIT_NOFILE"]);
     }
+}
+
+#[test]
+fn a_lock_that_never_is_in_place_is_refused_after_a_bounded_time() {
+    if !runs_on_host("a_lock_that_never_is_in_place_is_refused_after_a_bounded_time") {
+        return;
+    }
+    let (directory, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::NamedTempFile::new().unwrap());
+    // The path leads to the symbolic link, and the descriptor to its target.
+    std::os::unix::fs::symlink(elsewhere.path(), directory.path().join("supervisor.lock")).unwrap();
+    let mut command = Command::new("timeout");
+    command.args(["--signal=KILL", "20"]).arg(executable()).arg("serve").arg(demo_7m());
+    command.args(["--device", "host", "--listen", "127.0.0.1:0", "--runtime-dir"]).arg(directory.path());
+    let output = command.stdin(Stdio::null()).output().unwrap();
+    check(&output, ADDRESS_IN_USE, &["runtime directory", "in use"]);
 }

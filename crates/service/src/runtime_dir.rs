@@ -269,12 +269,16 @@ impl ClaimedRuntimeDir {
         }
         let started = Instant::now();
         loop {
-            match Self::claim_now(&path) {
+            let error = match Self::claim_now(&path) {
                 Ok(claimed) if claimed.is_in_place().unwrap_or(false) => return Ok(claimed),
-                Err(error) if !error.may_pass() || started.elapsed() > LOCK_WAIT => return Err(error),
                 // The last child of a dead supervisor has removed the directory meanwhile.
-                Ok(_) | Err(_) => std::thread::sleep(LOCK_POLL),
+                Ok(_) => RuntimeDirError::InUse { path: path.clone() },
+                Err(error) => error,
+            };
+            if !error.may_pass() || started.elapsed() > LOCK_WAIT {
+                return Err(error);
             }
+            std::thread::sleep(LOCK_POLL);
         }
     }
 
