@@ -13,8 +13,8 @@ use serde_json::Value;
 use crate::harness::api::{Continuation, TestRequest, generate_all, runtime};
 use crate::harness::http::HttpClient;
 use crate::harness::{
-    FleetProcess, ServedFleet, demo_7m, device, eventually, executable, first_json_line, proc, runs_on_host,
-    serve, serve_config, synth, text,
+    FleetProcess, ServedFleet, ballast, demo_7m, device, eventually, executable, first_json_line, proc,
+    runs_on_host, serve, serve_config, synth, text,
 };
 
 /// A running child that is silent for this long is replaced.
@@ -300,6 +300,21 @@ fn a_weight_server_that_starts_while_the_supervisor_dies_is_adopted_or_ends() {
         assert!(server.restarts <= 1, "{server:?}: another one held its socket");
     }
     fleet.stop();
+}
+
+/// The supervisor of this child is process 1, which is not its parent: it is an orphan.
+#[test]
+fn a_child_that_starts_after_its_supervisor_leaves_the_record_of_a_successors_child() {
+    let directory = tempfile::tempdir().unwrap();
+    let record = directory.path().join("worker-0.pid");
+    std::fs::write(&record, "7 7\n").unwrap();
+    let mut command = ballast();
+    command.args(["exec-shim", "--supervisor", "1", "--oom-score-adj", "0", "worker"]);
+    command.env("BALLAST_LIVENESS_FD", "0");
+    command.env("NOTIFY_SOCKET", directory.path().join("notify-worker-0.sock"));
+    let output = command.output().unwrap();
+    assert!(text(&output).1.contains("the supervisor ended before its child"), "{}", text(&output).1);
+    assert_eq!(std::fs::read_to_string(&record).unwrap(), "7 7\n");
 }
 
 #[test]

@@ -45,12 +45,18 @@ pub fn exec(mut arguments: impl Iterator<Item = OsString>) -> ShimError {
         return ShimError::Arguments;
     };
     let Some(role) = arguments.next() else { return ShimError::Arguments };
+    // The parent of an orphan is another process.
+    let is_orphan = || supervisor != parent_id().to_string().as_str();
+    // The record of this name may be that of a successor's child already.
+    if is_orphan() {
+        return ShimError::SupervisorGone { role };
+    }
     // Failures are ignored. The supervisor writes the same record, and warns if it cannot. A child
     // with a worse OOM score or fewer descriptors still works, and reports a shortage when it has
     // one.
     let _: io::Result<()> = service::runtime_dir::record_this_child();
-    // The parent of an orphan is another process.
-    if supervisor != parent_id().to_string().as_str() {
+    // A successor that started before the record does not know this child.
+    if is_orphan() {
         return ShimError::SupervisorGone { role };
     }
     let _: io::Result<()> = std::fs::write("/proc/self/oom_score_adj", adjustment.as_encoded_bytes());
