@@ -74,10 +74,9 @@ pub(crate) async fn read_chat_templates(
 pub(crate) fn read_workers_chat_template(worker: &mut WorkerConfig) -> CliResult {
     if let Some(ChatTemplateSetting::File(file)) = &worker.chat_template {
         let file = file.clone();
-        for text in read_texts(vec![file.clone()]) {
+        if let Some(text) = read_texts(vec![file.clone()]).pop() {
             let text = block_on(check(None, &file, text?))?;
-            let template = CheckedChatTemplate { file: file.clone(), text };
-            worker.chat_template = Some(ChatTemplateSetting::Checked(template));
+            worker.chat_template = Some(ChatTemplateSetting::Checked(CheckedChatTemplate { file, text }));
         }
     }
     Ok(())
