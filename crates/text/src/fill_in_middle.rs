@@ -8,8 +8,7 @@
 //!
 //! This is the order prefix, suffix, middle of llama.cpp's `/infill`, of Code Llama, StarCoder,
 //! Qwen and DeepSeek. A file names the three tokens by key. For files without keys, this module
-//! knows the texts of those families that
-//! llama.cpp knows.
+//! knows the texts of those families that llama.cpp knows.
 
 use crate::tokenizer::Tokenizer;
 use crate::tokenizer_error::EncodeError;
