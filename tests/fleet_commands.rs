@@ -184,3 +184,18 @@ fn of_several_fleets_each_is_listed_with_its_supervisor_and_its_models() {
     first.stop();
     second.stop();
 }
+
+// As documented in docs/OPERATING.md.
+const PEER_LOST: i32 = 5;
+const SILENT: &str = "the process does not answer, it is stopped or overloaded";
+
+#[test]
+fn a_command_says_that_its_supervisor_does_not_answer() {
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    proc::send_signal(fleet.supervisor.id(), "STOP");
+    let output = fleet.run_command(&["ps"]);
+    proc::send_signal(fleet.supervisor.id(), "CONT");
+    assert_eq!(output.status.code(), Some(PEER_LOST));
+    assert_eq!(text(&output).1, format!("ballast: the supervisor: {SILENT}\n"));
+    fleet.stop();
+}

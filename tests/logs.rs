@@ -106,6 +106,17 @@ fn with_json_each_line_is_an_object_and_names_the_request() {
 }
 
 #[test]
+fn an_unknown_format_is_named_and_lines_are_text() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut command = serve(directory.path(), &in_tree("README.md"), &ONE_WORKER);
+    command.envs([("BALLAST_LOG", "warn"), ("BALLAST_LOG_FORMAT", "xml")]).stderr(Stdio::piped());
+    let (_, log) = text(&command.output().unwrap());
+    let warning =
+        " WARN supervisor BALLAST_LOG_FORMAT is neither \"text\" nor \"json\": lines are text format=xml";
+    assert!(log.lines().next().is_some_and(|line| line.ends_with(warning)), "{log}");
+}
+
+#[test]
 fn a_fleet_whose_announcement_cannot_be_written_serves() {
     let directory = tempfile::tempdir().unwrap();
     let (reader, writer) = std::io::pipe().unwrap();
