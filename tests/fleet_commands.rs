@@ -2,13 +2,18 @@
 
 //! Commands to a running fleet: load, unload, and reset-prefix-cache.
 
+use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::process::Command;
 
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
+};
 use serde_json::{Value, json};
 
 use crate::harness::http::HttpClient;
 use crate::harness::{
-    ServedFleet, ballast, demo_7m, demo_22m, device, eventually, proc, serve, serve_config, text,
+    ServedFleet, ballast, demo_7m, demo_22m, device, eventually, executable, proc, serve, serve_config, text,
 };
 
 fn load(fleet: &ServedFleet, model: &Path, more: &[&str]) {
@@ -197,5 +202,47 @@ fn a_command_says_that_its_supervisor_does_not_answer() {
     proc::send_signal(fleet.supervisor.id(), "CONT");
     assert_eq!(output.status.code(), Some(PEER_LOST));
     assert_eq!(text(&output).1, format!("ballast: the supervisor: {SILENT}\n"));
+    fleet.stop();
+}
+
+/// Connects until the queue of the listener is full.
+fn fill_queue(socket: &Path) -> Vec<OwnedFd> {
+    let address = SocketAddrUnix::new(socket).unwrap();
+    let connect_one = || {
+        let client =
+            socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::NONBLOCK, None).unwrap();
+        connect(&client, &address).map(|()| client)
+    };
+    std::iter::from_fn(|| connect_one().ok()).collect()
+}
+
+#[test]
+fn a_supervisor_that_accepts_no_connection_holds_up_no_command() {
+    let parent = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    // Looks like the fleet of a stopped supervisor whose queue is short.
+    let silent = parent.path().join("ballast-1");
+    std::fs::create_dir(&silent).unwrap();
+    let socket = silent.join("supervisor.sock");
+    let listener = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+    bind(&listener, &SocketAddrUnix::new(&socket).unwrap()).unwrap();
+    listen(&listener, 0).unwrap();
+    let _clients = fill_queue(&socket);
+    let ps = || {
+        let mut command = Command::new("timeout");
+        command.args(["--signal=KILL", "20"]).arg(executable()).arg("ps");
+        command.env("XDG_RUNTIME_DIR", parent.path()).output().unwrap()
+    };
+    let output = ps();
+    assert_eq!(output.status.code(), Some(PEER_LOST), "{}", text(&output).1);
+    let expected = format!("ballast: cannot connect to {}: {SILENT}\n", socket.display());
+    assert_eq!(text(&output).1, expected);
+
+    let directory = parent.path().join("ballast-2");
+    let command = serve(&directory, &demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let fleet = ServedFleet::start_command(tempfile::tempdir().unwrap(), command);
+    let output = ps();
+    let expected = format!("several fleets are running: choose one with --runtime-dir: {}", silent.display());
+    assert!(text(&output).1.contains(&expected), "{}", text(&output).1);
+    assert!(text(&output).1.contains("(does not answer)"), "{}", text(&output).1);
     fleet.stop();
 }

@@ -3,9 +3,9 @@
 //! gRPC over Unix sockets, for the services between the processes of a fleet.
 
 use std::collections::BTreeSet;
+use std::error::Error;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::os::unix::net::UnixStream as StdUnixStream;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -21,6 +21,7 @@ use tonic_health::server::HealthReporter;
 
 use crate::exit::{Exit, HasExit, exit_for_io_error};
 use crate::runtime_dir::SOCKET_PATH_BYTES_MAX;
+use crate::socket_probe::probe_listener;
 use crate::user::UserId;
 
 /// Largest message that a service receives or sends. Vocabularies and logits are sent as streams of
@@ -165,7 +166,7 @@ pub fn clear_dead_socket(path: &Path) -> Result<(), BindError> {
         return Err(BindError::PathTooLong { path: path.to_owned() });
     }
     let failed = |source| BindError::Bind { path: path.to_owned(), source };
-    match StdUnixStream::connect(path) {
+    match probe_listener(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         // Either a socket without a listener, or a file of another kind, which stays.
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
@@ -236,10 +237,28 @@ fn check_peer(connection: &UnixStream, users: &BTreeSet<UserId>) -> bool {
 
 /// Why a peer cannot be reached.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot connect to {}", path.display())]
-pub struct ConnectError {
-    path: PathBuf,
-    source: tonic::transport::Error,
+pub enum ConnectError {
+    #[error("cannot connect to {}", path.display())]
+    Unreachable { path: PathBuf, source: tonic::transport::Error },
+    #[error("cannot connect to {}: the process does not answer, it is stopped or overloaded", path.display())]
+    FullQueue { path: PathBuf },
+}
+
+impl ConnectError {
+    fn new(path: &Path, source: tonic::transport::Error) -> Self {
+        let path = path.to_owned();
+        match has_full_queue(&source) {
+            true => Self::FullQueue { path },
+            false => Self::Unreachable { path, source },
+        }
+    }
+}
+
+/// Whether the queue of the listener has no room (EAGAIN, see unix(7)).
+fn has_full_queue(error: &tonic::transport::Error) -> bool {
+    std::iter::successors(error.source(), |&cause| cause.source())
+        .filter_map(|cause| cause.downcast_ref::<io::Error>())
+        .any(|cause| cause.kind() == io::ErrorKind::WouldBlock)
 }
 
 impl HasExit for ConnectError {
@@ -249,7 +268,7 @@ impl HasExit for ConnectError {
 }
 
 fn endpoint(path: &Path) -> Result<Endpoint, ConnectError> {
-    let failed = |source| ConnectError { path: path.to_owned(), source };
+    let failed = |source| ConnectError::new(path, source);
     let endpoint = Endpoint::from_shared(format!("unix://{}", path.display())).map_err(failed)?;
     Ok(endpoint
         .connect_timeout(CONNECT_TIMEOUT)
@@ -261,9 +280,7 @@ fn endpoint(path: &Path) -> Result<Endpoint, ConnectError> {
 
 /// Connects to the service at `path`. Fails if no process listens.
 pub fn connect(path: &Path) -> ConnectFuture<'_> {
-    Box::pin(async move {
-        endpoint(path)?.connect().await.map_err(|source| ConnectError { path: path.to_owned(), source })
-    })
+    Box::pin(async move { endpoint(path)?.connect().await.map_err(|source| ConnectError::new(path, source)) })
 }
 
 /// Connects at the first call, and again after the peer has restarted.

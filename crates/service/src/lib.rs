@@ -40,6 +40,7 @@ pub mod runtime_dir;
 pub mod shutdown;
 pub mod size;
 pub mod smaps;
+mod socket_probe;
 pub mod supervision;
 pub mod user;
 

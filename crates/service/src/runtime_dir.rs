@@ -28,6 +28,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 
 use crate::exit::{Exit, HasExit, exit_for_io_error};
+use crate::socket_probe::probe_listener;
 
 /// Workers of one fleet. The router keeps a connection to each, asks each for its load four times a
 /// second, and tries each of a model in turn. More than 256 processes on one machine share too few
@@ -413,10 +414,11 @@ fn default_directories() -> Vec<(RuntimeDir, u32)> {
     entries.filter_map(Result::ok).filter_map(found).collect()
 }
 
-/// The fleets of this user in default directories whose supervisors accept connections.
+/// The fleets of this user in default directories whose supervisors listen, also while those are
+/// stopped. Does not wait for them.
 pub fn running_fleets() -> Vec<RuntimeDir> {
     let directories = default_directories().into_iter().map(|(directory, _)| directory);
-    directories.filter(|d| std::os::unix::net::UnixStream::connect(d.supervisor_socket()).is_ok()).collect()
+    directories.filter(|directory| probe_listener(&directory.supervisor_socket()).is_ok()).collect()
 }
 
 /// Removes the default directories of dead fleets: their lock is free, and no recorded child is
