@@ -3,8 +3,11 @@
 //! What a successor of the supervisor goes on with: the public socket, a rolling restart, and a
 //! fleet whose executable has been replaced.
 
+use std::fs::File;
 use std::io::ErrorKind;
 use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -74,6 +77,36 @@ fn a_router_that_restarts_under_a_successor_refuses_no_connection() {
         assert_eq!(found[0].as_ref().unwrap().tokens.len(), 8);
     }
     fleet.stop();
+}
+
+#[test]
+fn a_router_offers_its_socket_until_the_supervisor_takes_it() {
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let [notify, config, log] = ["notify.sock", "router.toml", "log"].map(|name| directory.path().join(name));
+    std::fs::write(&config, format!("listen = \"127.0.0.1:0\"\nruntime-dir = {:?}\n", directory.path()))
+        .unwrap();
+    // The test is the supervisor. Its queue is full from the start.
+    let supervisor = UnixDatagram::bind(&notify).unwrap();
+    supervisor.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+    let filler = UnixDatagram::unbound().unwrap();
+    filler.set_nonblocking(true).unwrap();
+    while filler.send_to(b"X=1", &notify).is_ok() {}
+    let (_liveness, of_router) = UnixStream::pair().unwrap();
+    let mut command = Command::new("sh");
+    command.args(["-c", "exec 3<&0 </dev/null; exec \"$@\"", "sh"]).arg(executable());
+    command.args(["router", "--config"]).arg(&config).stdin(OwnedFd::from(of_router));
+    command.envs([("BALLAST_LIVENESS_FD", "3"), ("BALLAST_LOG", "warn")]).env("NOTIFY_SOCKET", &notify);
+    let mut router = command.stderr(File::create(&log).unwrap()).spawn().unwrap();
+    eventually("the supervisor does not take the socket", || {
+        std::fs::read_to_string(&log).unwrap().contains("does not take the public socket").then_some(())
+    });
+    eventually("the supervisor gets the socket", || {
+        let mut message = [0; 4096];
+        let bytes = supervisor.recv(&mut message).ok()?;
+        message[..bytes].starts_with(b"FDSTORE=1\nFDNAME=http\n").then_some(())
+    });
+    router.kill().unwrap();
+    router.wait().unwrap();
 }
 
 /// The stop grace of the supervisor is 20 s, and the setting says 300 s.

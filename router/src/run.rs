@@ -21,6 +21,10 @@ use crate::server::Router;
 /// How much longer a router that drains may take at a time. One that hangs is killed after it.
 const STOP_EXTENSION: Duration = Duration::from_secs(20);
 
+/// When the public socket is offered again to a supervisor that did not take it. An attempt is one
+/// system call; a router that dies meanwhile takes its socket along.
+const HAND_OVER_RETRY: Duration = Duration::from_millis(100);
+
 /// Runs the router until it has drained.
 pub fn run(config: RouterConfig) -> Result<(), RouterError> {
     service::logging::init("router", tracing::Level::INFO);
@@ -92,27 +96,32 @@ async fn extend_stop(shutdown: Shutdown, notify: Notify) {
 }
 
 /// Gives the public socket to each supervisor that does not have it: connections then wait in its
-/// queue while this process restarts.
+/// queue while this process restarts. A supervisor whose queue is full gets the socket later.
 async fn hand_over_socket(
     socket: OwnedFd,
     is_inherited: bool,
     mut supervisor: watch::Receiver<SupervisorState>,
     notify: Notify,
 ) {
-    let socket = Arc::new(socket);
+    let mut is_reported = false;
     loop {
         let state = *supervisor.borrow_and_update();
-        let is_new = matches!(state, SupervisorState::Present { epoch } if epoch > 0 || !is_inherited);
-        if is_new {
-            let (socket, notify) = (socket.clone(), notify.clone());
-            let stored =
-                tokio::task::spawn_blocking(move || notify.fdstore(HTTP_SOCKET_NAME, &[socket.as_fd()]));
-            if let Ok(Err(error)) = stored.await {
-                tracing::warn!(%error, "the supervisor does not take the public socket");
-            }
+        let lacks_socket = matches!(state, SupervisorState::Present { epoch } if epoch > 0 || !is_inherited);
+        let stored = match lacks_socket {
+            true => notify.try_fdstore(HTTP_SOCKET_NAME, socket.as_fd()),
+            false => Ok(()),
+        };
+        if let Err(error) = &stored
+            && !std::mem::replace(&mut is_reported, true)
+        {
+            tracing::warn!(%error, "the supervisor does not take the public socket, trying again");
         }
-        if supervisor.changed().await.is_err() {
-            return;
+        tokio::select! {
+            changed = supervisor.changed() => match changed {
+                Ok(()) => is_reported = false,
+                Err(_) => return,
+            },
+            () = tokio::time::sleep(HAND_OVER_RETRY), if stored.is_err() => {}
         }
     }
 }

@@ -188,11 +188,14 @@ impl Notify {
     /// Sends descriptors to the FD store under one name. They are stored when [`Notify::barrier`]
     /// returns.
     pub fn fdstore(&self, name: &str, fds: &[BorrowedFd<'_>]) -> Result<(), NotifyError> {
-        check_fd_name(name)?;
-        let numbers: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
-        // FDPOLL=0: the store must keep a device file even if poll(2) reports an error condition on
-        // it.
-        self.send(&format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0"), &numbers)
+        let (message, numbers) = fdstore_message(name, fds)?;
+        self.send(&message, &numbers)
+    }
+
+    /// The same for one descriptor. Fails at once if the parent's queue is full.
+    pub fn try_fdstore(&self, name: &str, fd: BorrowedFd<'_>) -> Result<(), NotifyError> {
+        let (message, numbers) = fdstore_message(name, &[fd])?;
+        self.try_send(&message, &numbers)
     }
 
     /// Removes all descriptors under this name from the FD store.
@@ -330,6 +333,13 @@ impl NotifyParent {
             }
         }
     }
+}
+
+fn fdstore_message(name: &str, fds: &[BorrowedFd<'_>]) -> Result<(String, Vec<RawFd>), NotifyError> {
+    check_fd_name(name)?;
+    // FDPOLL=0: the store must keep a device file even if poll(2) reports an error condition on it.
+    let message = format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0");
+    Ok((message, fds.iter().map(AsRawFd::as_raw_fd).collect()))
 }
 
 fn check_fd_name(name: &str) -> Result<(), NotifyError> {
