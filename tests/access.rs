@@ -3,18 +3,23 @@
 //! API keys: who may call, which models, and how much. Which web pages may call.
 
 use std::fmt::Write as _;
-use std::os::unix::fs::PermissionsExt;
+use std::fs::File;
+use std::io::Write as _;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
 
 use proto::v1::ListModelsRequest;
 use proto::v1::inference_client::InferenceClient;
 use reqwest::header::HeaderMap;
+use rustix::fs::OFlags;
 use serde_json::{Value, json};
 use tonic::{Code, Request};
 
 use crate::harness::api::connect;
 use crate::harness::http::HttpClient;
-use crate::harness::{ServedFleet, ballast, demo_7m, eventually, text};
+use crate::harness::{ServedFleet, ballast, demo_7m, eventually, serve, text};
 
 // As documented in docs/OPERATING.md.
 const USAGE: i32 = 2;
@@ -196,6 +201,48 @@ fn a_changed_key_file_is_used_and_a_wrong_one_changes_nothing() {
     let removed = with_key(&fleet, &first);
     eventually("the removed key is refused", || (removed.get("/v1/models").0 == 401).then_some(()));
     assert_eq!(client.get("/v1/models").0, 200);
+    fleet.stop();
+}
+
+/// A router that is not held up answers within milliseconds.
+const UNHINDERED: Duration = Duration::from_secs(10);
+
+#[test]
+fn a_key_file_that_does_not_answer_holds_up_no_request() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("keys.toml");
+    let first = add_key(&file, "first", "");
+    let runtime_dir = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let keys = ["--workers", "1", "--threads", "1", "--name", "m", "--keys", file.to_str().unwrap()];
+    let mut command = serve(runtime_dir.path(), &demo_7m(), &keys);
+    // A read on a thread of the runtime would take the only one.
+    command.env("TOKIO_WORKER_THREADS", "1");
+    let fleet = ServedFleet::start_command(runtime_dir, command);
+    let router = fleet.only_process("router").pid;
+
+    let next = directory.path().join("next.toml");
+    let second = add_key(&next, "second", "");
+    let pipe = directory.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    std::fs::rename(&pipe, &file).unwrap();
+    // Succeeds as soon as the router has opened the other end, where it waits for text.
+    let mut writer = eventually("the router reads", || {
+        let flags = OFlags::NONBLOCK.bits().cast_signed();
+        File::options().write(true).custom_flags(flags).open(&file).ok()
+    });
+    let client = with_key(&fleet, &first);
+    for _ in 0..10 {
+        let reply = client.runtime.block_on(async {
+            let request = client.client.get(format!("{}/v1/models", client.url)).timeout(UNHINDERED);
+            request.send().await.expect("the router answers")
+        });
+        assert_eq!(reply.status().as_u16(), 200);
+    }
+    writer.write_all(&std::fs::read(&next).unwrap()).unwrap();
+    drop(writer);
+    eventually("the old key is refused", || (client.get("/v1/models").0 == 401).then_some(()));
+    assert_eq!(with_key(&fleet, &second).get("/v1/models").0, 200);
+    assert_eq!(fleet.only_process("router").pid, router, "the router was replaced");
     fleet.stop();
 }
 

@@ -5,21 +5,20 @@
 //! A small lock guards the policy. It is held for a hash and a few comparisons, never across an
 //! await.
 
-use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use tokio::time::{Instant, MissedTickBehavior};
-use tokio_util::sync::CancellationToken;
+use tokio::time::Instant;
 use tonic::Status;
 
-use crate::access::{AccessPolicy, AccessRefusal, AccessTime, ApiKey, KeyFileError, ModelAccess, read_keys};
+use crate::access::{AccessPolicy, AccessRefusal, AccessTime, ApiKey, ModelAccess, read_keys};
+use crate::error::RouterError;
 use crate::http::{ApiError, is_grpc};
 use crate::metrics;
 use crate::tenant;
@@ -81,42 +80,53 @@ impl KeyedRequest {
 }
 
 /// When a file was last changed: a new file, or new content.
-fn version(file: &Metadata) -> (u64, u64, i64, i64) {
-    (file.ino(), file.len(), file.mtime(), file.mtime_nsec())
+type FileVersion = (u64, u64, i64, i64);
+
+/// `None` if the file is missing.
+fn version(path: &Path) -> Option<FileVersion> {
+    let file = std::fs::metadata(path).ok()?;
+    Some((file.ino(), file.len(), file.mtime(), file.mtime_nsec()))
+}
+
+/// Reads the key file again whenever it has changed, until the router is gone. `read` is what it
+/// was before it was read first.
+fn reload_on_change(watched: &Weak<AccessController>, mut read: Option<FileVersion>) {
+    loop {
+        std::thread::sleep(RELOAD_INTERVAL);
+        let Some(access) = watched.upgrade() else { return };
+        let found = version(&access.path);
+        if found != read {
+            read = found;
+            access.reload();
+        }
+    }
 }
 
 impl AccessController {
-    pub(crate) fn load(path: PathBuf) -> Result<Arc<Self>, KeyFileError> {
+    /// Reads the key file, and starts the thread that looks for a new one.
+    pub(crate) fn start(path: PathBuf) -> Result<Arc<Self>, RouterError> {
+        // Found before the file is read: what changes in between is read again.
+        let found = version(&path);
         let mut policy = AccessPolicy::default();
         policy.replace_keys(read_keys(&path)?);
-        Ok(Arc::new(Self { start: Instant::now(), path, policy: policy.into() }))
+        let access = Arc::new(Self { start: Instant::now(), path, policy: policy.into() });
+        let watched = Arc::downgrade(&access);
+        // A file system that does not answer stops this thread and nothing else.
+        let thread = std::thread::Builder::new().name("key-file".to_owned());
+        thread.spawn(move || reload_on_change(&watched, found)).map_err(RouterError::KeyFileThread)?;
+        Ok(access)
     }
 
-    /// Reads the key file again whenever it has changed, until `stop`. A file that is not valid
-    /// changes nothing and is reported.
-    pub(crate) async fn reload_on_change(self: Arc<Self>, stop: CancellationToken) {
-        let mut ticks = tokio::time::interval(RELOAD_INTERVAL);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut read = None;
-        loop {
-            tokio::select! {
-                () = stop.cancelled() => return,
-                _ = ticks.tick() => {}
+    /// A file that is not valid changes nothing and is reported.
+    fn reload(&self) {
+        match read_keys(&self.path) {
+            Ok(keys) => {
+                tracing::info!(keys = keys.len(), "read the key file");
+                self.lock().replace_keys(keys);
             }
-            let found = std::fs::metadata(&self.path).ok().as_ref().map(version);
-            if found == read {
-                continue;
-            }
-            read = found;
-            match read_keys(&self.path) {
-                Ok(keys) => {
-                    tracing::info!(keys = keys.len(), "read the key file");
-                    self.lock().replace_keys(keys);
-                }
-                Err(error) => {
-                    let error = service::exit::one_line(&error);
-                    tracing::error!(error, "the keys stay as they were");
-                }
+            Err(error) => {
+                let error = service::exit::one_line(&error);
+                tracing::error!(error, "the keys stay as they were");
             }
         }
     }

@@ -55,6 +55,8 @@ pub enum RouterError {
     Limits(#[from] RouterLimitsError),
     #[error(transparent)]
     Keys(#[from] KeyFileError),
+    #[error("cannot start the thread of the key file")]
+    KeyFileThread(#[source] io::Error),
     #[error(transparent)]
     Origins(#[from] OriginError),
     #[error("the gRPC server on router.sock failed")]
@@ -88,6 +90,7 @@ impl HasExit for RouterError {
             | RouterError::Signals(source)
             | RouterError::UsageLog(source)
             | RouterError::TlsThread(source)
+            | RouterError::KeyFileThread(source)
             | RouterError::Inherited(source) => exit_for_io_error(source),
             RouterError::Notify(error) => error.exit(),
             RouterError::Inherit(error) => error.exit(),

@@ -66,7 +66,7 @@ impl Router {
     ) -> Result<Self, RouterError> {
         config.admission.check()?;
         config.limits.check()?;
-        let access = config.access.keys.clone().map(AccessController::load).transpose()?;
+        let access = config.access.keys.clone().map(AccessController::start).transpose()?;
         let origins = AllowedOrigins::new(&config.access.origins)?;
         let tls = config.tls.clone().map(PublicTls::start).transpose()?;
         let tcp = match inherited {
@@ -174,9 +174,7 @@ impl Router {
         let grpc_server = service::grpc::server().add_routes(Routes::from(grpc.clone()));
         let on_socket = service::grpc::serve(grpc_server, socket, shutdown.requested());
         let mut all_routes = http_routes.merge(grpc);
-        let mut reloads = None;
         if let Some(access) = access {
-            reloads = Some(tokio::spawn(access.clone().reload_on_change(links.clone())));
             all_routes = all_routes.layer(middleware::from_fn_with_state(access, require_key));
         }
         let on_tcp = serve_on(tcp, tls, open_to_pages(all_routes, origins), limits.listener(), shutdown);
@@ -198,9 +196,6 @@ impl Router {
         drop(discovery.await);
         drop(watched.await);
         drop(admission.await);
-        if let Some(reloads) = reloads {
-            drop(reloads.await);
-        }
         served
     }
 }
