@@ -2,26 +2,10 @@
 
 //! The time of day jumps while streams run (clock_jumps.c): nothing depends on it but timestamps.
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
-
 use crate::harness::api::{TestRequest, generate_all, runtime};
-use crate::harness::{ServedFleet, demo_7m, eventually, in_tree, proc, serve};
+use crate::harness::{ServedFleet, demo_7m, eventually, preload_library, proc, serve};
 
 const DAY_SECONDS: i64 = 24 * 60 * 60;
-
-fn library(folder: &Path) -> PathBuf {
-    let library = folder.join("clock_jumps.so");
-    let status = Command::new("cc")
-        .args(["-O2", "-shared", "-fPIC", "-o"])
-        .arg(&library)
-        .arg(in_tree("tests/clock_jumps.c"))
-        .arg("-ldl")
-        .status()
-        .unwrap();
-    assert!(status.success(), "cc: {status}");
-    library
-}
 
 #[test]
 fn jumps_of_the_clock_disturb_no_stream_and_restart_no_process() {
@@ -35,7 +19,9 @@ fn jumps_of_the_clock_disturb_no_stream_and_restart_no_process() {
     };
     let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
     let mut command = serve(directory.path(), &demo_7m(), &["--workers", "2", "--threads", "1"]);
-    command.env("LD_PRELOAD", library(folder.path())).env("BALLAST_TEST_CLOCK_OFFSET", &offset);
+    command
+        .env("LD_PRELOAD", preload_library("clock_jumps", folder.path()))
+        .env("BALLAST_TEST_CLOCK_OFFSET", &offset);
     let fleet = ServedFleet::start_command(directory, command);
     let requests: Vec<_> = (0..4)
         .map(|seed| TestRequest {

@@ -5,7 +5,7 @@
 
 use crate::harness::api::{Continuation, TestRequest, generate, generate_all, runtime};
 use crate::harness::http::HttpClient;
-use crate::harness::{ServedFleet, demo_7m, eventually, in_tree, serve};
+use crate::harness::{ServedFleet, demo_7m, eventually, preload_library, serve};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -39,7 +39,9 @@ impl CrashingFleet {
         let log = folder.path().join("log");
         let arguments = [&["--workers", "4", "--threads", "1"], arguments].concat();
         let mut command = serve(directory.path(), &demo_7m(), &arguments);
-        command.env("LD_PRELOAD", library(folder.path())).env("BALLAST_TEST_CRASH_ON", CRASH_ON);
+        command
+            .env("LD_PRELOAD", preload_library("crash_on_request", folder.path()))
+            .env("BALLAST_TEST_CRASH_ON", CRASH_ON);
         prepare(&mut command, folder.path());
         command.stderr(Stdio::from(std::fs::File::create(&log).unwrap()));
         Self { fleet: ServedFleet::start_command(directory, command), log, _folder: folder }
@@ -61,19 +63,6 @@ impl CrashingFleet {
             workers.iter().all(|worker| worker.state == "ready").then_some(())
         });
     }
-}
-
-fn library(folder: &Path) -> PathBuf {
-    let library = folder.join("crash_on_request.so");
-    let status = Command::new("cc")
-        .args(["-O2", "-shared", "-fPIC", "-o"])
-        .arg(&library)
-        .arg(in_tree("tests/crash_on_request.c"))
-        .arg("-ldl")
-        .status()
-        .unwrap();
-    assert!(status.success(), "cc: {status}");
-    library
 }
 
 fn neighbours() -> Vec<TestRequest> {

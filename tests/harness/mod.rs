@@ -103,6 +103,16 @@ pub(crate) fn synth(shape: &str, quant: &str) -> PathBuf {
     file
 }
 
+/// Compiles `tests/NAME.c`, for LD_PRELOAD.
+pub(crate) fn preload_library(name: &str, folder: &Path) -> PathBuf {
+    let library = folder.join(name).with_extension("so");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-O2", "-shared", "-fPIC", "-o"]).arg(&library);
+    let status = compiler.arg(in_tree(&format!("tests/{name}.c"))).arg("-ldl").status().unwrap();
+    assert!(status.success(), "cc: {status}");
+    library
+}
+
 pub(crate) fn text(output: &Output) -> (String, String) {
     (
         String::from_utf8_lossy(&output.stdout).into_owned(),
