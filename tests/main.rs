@@ -26,6 +26,7 @@ mod fleet_commands;
 mod fuzzed_frames;
 mod golden;
 mod gpu;
+mod hanging_mount;
 mod harness;
 mod hostile_clients;
 mod hostile_returns;

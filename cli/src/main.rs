@@ -25,6 +25,7 @@ mod fleet_arguments;
 mod fleet_choice;
 mod fleet_commands;
 mod fleet_config;
+mod fleet_models;
 mod generate;
 mod gguf_file;
 mod gpu_support;

@@ -21,10 +21,9 @@ use crate::chat_templates::{UnusableTemplate, read_chat_templates};
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::DeviceChoice;
 use crate::fleet_config::FleetConfig;
+use crate::fleet_models::FleetModels;
 use crate::progress_bar::{LoadProgressBar, LoadingModel};
-use crate::resident_models::ResidentModels;
 use crate::served_workers::served_workers;
-use crate::swapped_files::with_swapped_files;
 
 /// The start fails after this time without any progress: no byte loaded and no child's state
 /// changed.
@@ -68,9 +67,10 @@ impl RunningFleet {
         remove_dead_dirs();
         let claimed = ClaimedRuntimeDir::claim(config.runtime_dir.as_deref())?;
         let socket = activated.pop().map(|activated| activated.fd);
-        let config = &with_swapped_files(config, claimed.directory());
-        let resident = ResidentModels::find(config, claimed.directory());
-        let mut sized = config.sized_without(&resident)?;
+        let FleetModels { config, resident, mut sized } = tokio::select! {
+            read = FleetModels::read(config, claimed.directory()) => read?,
+            () = shutdown.requested() => return Err(CliError::interrupted()),
+        };
         let unusable = match claimed.directory().living_children().is_ok_and(|living| !living.is_empty()) {
             true => UnusableTemplate::KeepPresent,
             false => UnusableTemplate::Refuse,

@@ -169,7 +169,11 @@ fn foreground(
 ) -> CliResult {
     block_on(async {
         let notify = Notify::from_env()?;
-        let fleet = RunningFleet::start(config, notify.clone(), log).await?;
+        let fleet = match RunningFleet::start(config, notify.clone(), log).await {
+            // Stopped on request while the model files were read.
+            Err(failure) if failure.exit == Exit::Interrupted => return Ok(()),
+            started => started?,
+        };
         // The sockets are bound and the children are starting. READY does not wait for models to
         // load.
         notify.ready()?;
