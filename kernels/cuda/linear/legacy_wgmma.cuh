@@ -76,8 +76,8 @@ struct LegacyProducts {
                 for (int element = 0; element < 4; element++) {
                     float scale = d[element / 2] * (element % 2 ? da.y : da.x);
                     float &value = values[4 * group + element];
-                    value = fmaf(__int2float_rn(products[4 * group + element]), scale,
-                                 block == 0 ? 0.0f : value);
+                    value =
+                        fmaf(__int2float_rn(products[4 * group + element]), scale, block == 0 ? 0.0f : value);
                 }
             }
             if (next < Quant::BLOCKS) begin(next);

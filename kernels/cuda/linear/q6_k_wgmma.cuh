@@ -78,7 +78,8 @@ struct Q6KProducts {
             if (block == 0)
                 WgmmaIntegers<TOKENS, true>::template run<0>(P, high[0], eight_bit_operand(unit, 0));
             else
-                WgmmaIntegers<TOKENS, true>::template run<1>(P, high[block % 2], eight_bit_operand(unit, block));
+                WgmmaIntegers<TOKENS, true>::template run<1>(P, high[block % 2],
+                                                             eight_bit_operand(unit, block));
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             // The fragments of the block before may be overwritten.
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -107,8 +108,7 @@ struct Q6KProducts {
             float2 da = reinterpret_cast<const float2 *>(units.scales(group))[t];
             float values[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                values[i] = scaled(i % 2 ? da.y : da.x, d[i / 2], P[4 * group + i]);
+            for (int i = 0; i < 4; i++) values[i] = scaled(i % 2 ? da.y : da.x, d[i / 2], P[4 * group + i]);
             take(group, values);
         }
         units.leave();

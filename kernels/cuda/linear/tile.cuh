@@ -33,8 +33,8 @@ enum class ActivationFormat { Q8_0, Q8_1, Q8_K, F16, BF16 };
 
 // An activation tile:
 //
-//   quants     [2 units of 128 columns][8 tokens][128 bytes]; vector p of token n is at place p ^ n,
-//              as wgmma and ldmatrix read it
+//   quants     [2 units of 128 columns][8 tokens][128 bytes]; vector p of token n is at place
+//              p ^ n, as wgmma and ldmatrix read it
 //     Q8_0     then scales f32[8 blocks][8 tokens]
 //     Q8_1     the same, then scaled sums f32[8 blocks][8 tokens]
 //     Q8_K     then scales f32[8 tokens], sums i16[8 tokens][16]

@@ -24,7 +24,7 @@
     }                                                                                            \
     CHECK_SIGNATURE(wgmma_##NAME##_##TOKENS##_##SPLIT, LinearWgmma);
 
-#define WGMMA_KERNELS(NAME, FORMAT)    \
-    WGMMA_KERNEL(NAME, FORMAT, 64, 1)  \
-    WGMMA_KERNEL(NAME, FORMAT, 64, 2)  \
+#define WGMMA_KERNELS(NAME, FORMAT)   \
+    WGMMA_KERNEL(NAME, FORMAT, 64, 1) \
+    WGMMA_KERNEL(NAME, FORMAT, 64, 2) \
     WGMMA_KERNEL(NAME, FORMAT, 128, 1)

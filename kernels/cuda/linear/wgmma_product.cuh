@@ -75,13 +75,13 @@ struct Shared {
     static constexpr int SUMS_BYTES = Format::EIGHT_BIT ? 1 : GROUPS * F16_SUMS_BYTES;
     static constexpr int WEIGHT_BYTES = ROW_TILES * Format::TILE_BYTES;
     // For formats that need none, a byte that is not used.
-    static constexpr int UNPACKED_BYTES = Format::UNPACKED_ROW > 0 ? ROWS * Format::UNPACKED_ROW : 1;
+    static constexpr int UNPACKED_BYTES = Format::UNPACKED_ROW > 0 ? ROWS *Format::UNPACKED_ROW : 1;
     using Values = ClusterValues<GROUPS, SPLIT, MULTIPLYING_WARPS>;
     static constexpr int ALIGNMENT = 1024, BARRIERS = 1024;
     static constexpr int REST =
         STAGES * (WEIGHT_BYTES + SUMS_BYTES + UNPACKED_BYTES) + sizeof(typename Values::Buffers);
-    static constexpr int UNIT_STAGES = (WGMMA_SHARED_BYTES - ALIGNMENT - BARRIERS - REST) /
-                                       (UNIT_STAGE + SCALES_BYTES);
+    static constexpr int UNIT_STAGES =
+        (WGMMA_SHARED_BYTES - ALIGNMENT - BARRIERS - REST) / (UNIT_STAGE + SCALES_BYTES);
     static_assert(UNIT_STAGES > UNITS);
     uint8_t units[UNIT_STAGES][UNIT_STAGE];
     uint8_t weights[STAGES][WEIGHT_BYTES];
@@ -316,24 +316,24 @@ struct Kernel {
                     cluster_values.send_nothing();
                     continue;
                 }
-                ColumnTile tile = {
-                    shared.weights[at.stage] + warp * TILE,
-                    shared.unpacked[at.stage] + (warp * TILE_ROWS + g) * Format::UNPACKED_ROW,
-                    shared.sums[at.stage], shared.unpacked_full + at.stage, at.phase};
+                ColumnTile tile = {shared.weights[at.stage] + warp * TILE,
+                                   shared.unpacked[at.stage] + (warp * TILE_ROWS + g) * Format::UNPACKED_ROW,
+                                   shared.sums[at.stage], shared.unpacked_full + at.stage, at.phase};
                 typename Format::Sum sums[VALUES];
                 barrier_wait(shared.weights_full + at.stage, at.phase);
                 Format::template multiply_columns<TOKENS>(sums, tile, units);
                 add_arrived();
                 cluster_values.begin_round();
-                Format::template finish_values<TOKENS>(
-                    sums, tile, units, [&](int group, const float(&values)[4]) {
-                        if constexpr (SPLIT > 1) {
-                            cluster_values.send(group, values);
-                        } else {
+                Format::template finish_values<TOKENS>(sums, tile, units,
+                                                       [&](int group, const float(&values)[4]) {
+                                                           if constexpr (SPLIT > 1) {
+                                                               cluster_values.send(group, values);
+                                                           } else {
 #pragma unroll
-                            for (int i = 0; i < 4; i++) total[4 * group + i] += values[i];
-                        }
-                    });
+                                                               for (int i = 0; i < 4; i++)
+                                                                   total[4 * group + i] += values[i];
+                                                           }
+                                                       });
                 release_stage(shared.weights_empty + at.stage);
                 at.advance();
             }

@@ -22,8 +22,8 @@ abi! {
         const LINEAR_F32_WARPS: usize = 8;
         /// Tokens of a block of linear_f32.cu.
         const LINEAR_F32_TOKENS: usize = 4;
-        /// A block of linear/wgmma_product.cuh: its weight rows, its tokens (at most), its threads, and
-        /// its bytes of shared memory, of a multiprocessor's 227 KiB.
+        /// A block of linear/wgmma_product.cuh: its weight rows, its tokens (at most), its threads,
+        /// and its bytes of shared memory, of a multiprocessor's 227 KiB.
         const WGMMA_ROWS: usize = 128;
         const WGMMA_TOKENS: usize = 128;
         const WGMMA_THREADS: usize = 384;

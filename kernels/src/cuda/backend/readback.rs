@@ -11,7 +11,7 @@ use crate::cuda::{CudaError, Device, Event, PinnedBuffer, Stream};
 /// Words of a chunk. A chunk is small, so that the copy of the last one is short: it overlaps
 /// nothing.
 const PIECE_WORDS: usize = 1 << 17;
-/// Chunks in flight at once. Together they have 10 MiB, the logits of 16 rows of a large vocabulary.
+/// Chunks in flight at once. Together they have 10 MiB.
 const PIECES: usize = 20;
 /// The number of threads that copy, including the caller's. A thread must have at least
 /// `PIECES_OF_THREAD` chunks to be worth its start (20 us).
