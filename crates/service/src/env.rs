@@ -9,6 +9,8 @@ pub const NOTIFY_SOCKET: &str = "NOTIFY_SOCKET";
 pub const LIVENESS_FD: &str = "BALLAST_LIVENESS_FD";
 /// Number of the descriptor from which a worker reads its attach token.
 pub const ATTACH_TOKEN_FD: &str = "BALLAST_ATTACH_TOKEN_FD";
+/// Number of the descriptor of the memory for the last log lines.
+pub const LOG_TAIL_FD: &str = "BALLAST_LOG_TAIL_FD";
 /// Id of the process that the inherited descriptors are for.
 pub const LISTEN_PID: &str = "LISTEN_PID";
 pub const LISTEN_FDS: &str = "LISTEN_FDS";
@@ -23,10 +25,11 @@ pub const LOG_FORMAT: &str = "BALLAST_LOG_FORMAT";
 
 /// Variables for this process alone. A process removes them from the environment of its own
 /// children.
-pub const PRIVATE: [&str; 8] = [
+pub const PRIVATE: [&str; 9] = [
     NOTIFY_SOCKET,
     LIVENESS_FD,
     ATTACH_TOKEN_FD,
+    LOG_TAIL_FD,
     LISTEN_PID,
     LISTEN_FDS,
     LISTEN_FDNAMES,

@@ -14,14 +14,18 @@
 //!    a line says how many.
 //! 3. [`flush`] and the panic hook wait a bounded time, so the last lines are written if stderr
 //!    takes them.
+//! 4. If the supervisor writes crash reports, each line is also in a [`LogTail`] before the call
+//!    that logs it returns.
 
 mod line_format;
 mod line_queue;
 mod log_output;
+mod log_tail;
 mod log_writer;
 mod panic_hook;
 
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -32,7 +36,9 @@ use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::env;
+use crate::listen::fd_from_env;
 use line_format::LineFormat;
+pub use log_tail::LogTail;
 use log_writer::LogWriter;
 
 /// Longest wait for stderr at the end of a process. A reader that is there takes microseconds.
@@ -56,6 +62,12 @@ pub fn init_without_thread(role: &str, default_level: Level) {
         _ => EnvFilter::new(default_level.to_string()),
     };
     let format = FORMAT.get_or_init(|| LineFormat::from_env(role));
+    let tail = fd_from_env(env::LOG_TAIL_FD);
+    if let Ok(Some(memory)) = tail {
+        LOG.keep_tail(LogTail::from_fd(memory));
+    } else if let Err(error) = &tail {
+        print_line(&format!("ballast: {error}: a crash report will lack log lines"));
+    }
     panic_hook::install();
     let installed = tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -84,7 +96,12 @@ pub fn print_line(text: &str) {
         Some(format) => format.line(Level::INFO, text),
         None => format!("{text}\n"),
     };
-    LOG.push(line.as_bytes());
+    LOG.push(line.as_bytes(), time_in_tail());
+}
+
+/// The journal has the time of each line, a crash report has not.
+fn time_in_tail() -> Option<String> {
+    FORMAT.get().and_then(LineFormat::time_for_tail)
 }
 
 /// A line without fields. A process that has not called [`init`] has no format.
@@ -100,6 +117,11 @@ pub fn flush() {
 /// Lines of this process that stderr did not take.
 pub fn lost_lines() -> u64 {
     LOG.lost_lines()
+}
+
+/// Where this process keeps its last lines, if its supervisor writes crash reports.
+pub(crate) fn tail_fd() -> Option<OwnedFd> {
+    LOG.tail_fd()
 }
 
 /// Formats an event as one line.

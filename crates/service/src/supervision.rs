@@ -11,7 +11,8 @@
 //! child                                        successor (binds the same notify-<child>.sock)
 //!   | ADOPT=1 ROLE=worker NAME=worker-0          |
 //!   | ATTACH_TOKEN=...                           |
-//!   | with one end of a new socket pair          |
+//!   | with one end of a new socket pair, and     |
+//!   | the memory of its last log lines           |
 //!   |------------------------------------------->|  checks SO_PASSCRED, keeps the end
 //!   |<------------------------ one byte 'a' -----|
 //!   | supervised again: same meaning of EOF      |
@@ -29,7 +30,7 @@ use tokio::sync::watch;
 
 use crate::env;
 use crate::listen::{ListenError, fd_from_env};
-use crate::{Notify, RunningClock, Shutdown};
+use crate::{Notify, RunningClock, Shutdown, logging};
 
 /// How long a child keeps working while it waits for a successor.
 pub const SUCCESSOR_WAIT: Duration = Duration::from_secs(10);
@@ -177,8 +178,12 @@ impl AdoptionOffer {
 
     async fn offer_once(&self) -> Option<UnixStream> {
         let (ours, theirs) = StdUnixStream::pair().ok()?;
+        // A successor that writes crash reports needs the memory of the last log lines too.
+        let tail = logging::tail_fd();
+        let fds: Vec<_> =
+            std::iter::once(theirs.as_raw_fd()).chain(tail.iter().map(AsRawFd::as_raw_fd)).collect();
         // Until a successor binds the path, the send fails at once.
-        self.notify.try_send(&self.message, &[theirs.as_raw_fd()]).ok()?;
+        self.notify.try_send(&self.message, &fds).ok()?;
         drop(theirs);
         ours.set_nonblocking(true).ok()?;
         let mut ours = UnixStream::from_std(ours).ok()?;

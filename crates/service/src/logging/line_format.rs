@@ -50,6 +50,13 @@ impl LineFormat {
         self.is_json
     }
 
+    /// The time since the start, for lines that lack a time.
+    pub(super) fn time_for_tail(&self) -> Option<String> {
+        let mut time = String::new();
+        let is_without = self.is_journal && !self.is_json;
+        (is_without && self.uptime.format_time(&mut Writer::new(&mut time)).is_ok()).then(|| time + " ")
+    }
+
     /// The start of a text line.
     pub(super) fn write_prefix(&self, level: Level, out: &mut impl Write) -> fmt::Result {
         if self.is_journal {

@@ -6,6 +6,7 @@
 //! starts no thread, [`LogWriter::flush`] writes what it can.
 
 use std::io::{self, Write};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -15,6 +16,7 @@ use tracing::Level;
 
 use super::line_queue::{LineBatch, LineQueue};
 use super::log_output::{LogOutput, PatientStderr, RawStderr};
+use super::log_tail::LogTail;
 
 pub(super) struct LogWriter {
     state: Mutex<WriterState>,
@@ -31,13 +33,21 @@ struct WriterState {
     taken: u64,
     is_writing: bool,
     is_started: bool,
+    /// For a crash report.
+    tail: Option<LogTail>,
 }
 
 impl LogWriter {
     pub(super) const fn new() -> Self {
         let queue = LineQueue::new();
         Self {
-            state: Mutex::new(WriterState { queue, taken: 0, is_writing: false, is_started: false }),
+            state: Mutex::new(WriterState {
+                queue,
+                taken: 0,
+                is_writing: false,
+                is_started: false,
+                tail: None,
+            }),
             filled: Condvar::new(),
             written: Condvar::new(),
             lost_lines: AtomicU64::new(0),
@@ -45,10 +55,27 @@ impl LogWriter {
     }
 
     /// Appends text that ends with a line end, or counts its lines as lost. Never waits for stderr.
-    pub(super) fn push(&self, text: &[u8]) {
-        let dropped = self.lock().queue.push(text);
+    /// `time` begins the line in the tail.
+    pub(super) fn push(&self, text: &[u8], time: Option<String>) {
+        let timed = time.map(|time| [time.as_bytes(), text].concat());
+        let mut state = self.lock();
+        if let Some(tail) = &mut state.tail {
+            // Nothing more can be done about memory that takes no line.
+            let _: io::Result<()> = tail.append(timed.as_deref().unwrap_or(text));
+        }
+        let dropped = state.queue.push(text);
+        drop(state);
         self.lost_lines.fetch_add(dropped, Ordering::Relaxed);
         self.filled.notify_one();
+    }
+
+    /// Appends all further lines to this memory too.
+    pub(super) fn keep_tail(&self, tail: LogTail) {
+        self.lock().tail = Some(tail);
+    }
+
+    pub(super) fn tail_fd(&self) -> Option<OwnedFd> {
+        self.lock().tail.as_ref()?.try_clone_fd().ok()
     }
 
     pub(super) fn lost_lines(&self) -> u64 {
@@ -126,7 +153,7 @@ fn report(lost: u64) -> String {
 /// For `tracing_subscriber`, which writes each event with one call.
 impl Write for &LogWriter {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        self.push(text);
+        self.push(text, super::time_in_tail());
         Ok(text.len())
     }
 

@@ -14,7 +14,7 @@ use std::sync::Once;
 
 use tracing::Level;
 
-use super::{LOG, flush, print_line, whole_line};
+use super::{LOG, flush, print_line, time_in_tail, whole_line};
 use crate::exit::HasExit;
 use crate::process_limits::{thread_panic, with_limits};
 
@@ -28,7 +28,7 @@ pub(super) fn install() {
                 flush();
                 std::process::exit(error.exit().code().into());
             }
-            LOG.push(describe(info).as_bytes());
+            LOG.push(describe(info).as_bytes(), time_in_tail());
             flush();
         }));
     });
