@@ -14,6 +14,7 @@ mod chat_templates;
 mod clients;
 mod clock_jumps;
 mod compatibility;
+mod crash_reports;
 mod dashboards;
 mod deployment;
 mod devices;

@@ -186,7 +186,7 @@ fn more_workers_than_a_fleet_may_have_are_refused_at_once() {
     limited.arg("-c").arg(format!("ulimit -n 512 && {fleet}")).arg(executable()).arg(demo_7m());
     let output = limited.output().unwrap();
     assert_eq!(output.status.code(), Some(4));
-    assert!(text(&output).1.contains("this fleet needs 784"), "{}", text(&output).1);
+    assert!(text(&output).1.contains("this fleet needs 850"), "{}", text(&output).1);
     let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
     let more = ["load", demo_7m().to_str().unwrap(), "--name", "more", "--workers", "256"].map(str::to_owned);
     let mut arguments: Vec<&str> = more.iter().map(String::as_str).collect();

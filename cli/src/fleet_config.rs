@@ -98,6 +98,8 @@ impl FleetConfig {
         }
         config.access.keys = config.access.keys.take().map(|keys| base.join(keys));
         config.access.usage_log = config.access.usage_log.take().map(|file| base.join(file));
+        let reports = &mut config.supervision.crash_reports;
+        *reports = reports.take().map(|directory| base.join(directory));
         config.tls = config.tls.map(|tls| tls.below(base));
         let invalid = |error: &dyn std::fmt::Display| {
             CliError::new(Exit::Usage, format!("configuration {}: {error}", path.display()))
@@ -187,7 +189,7 @@ impl FleetConfig {
             http_address: listen.map(|address| address.to_string()).unwrap_or_default(),
             log,
             models,
-            supervision: self.supervision,
+            supervision: self.supervision.clone(),
             complete_worker_config: Arc::new(worker),
             read_again: self.source.clone().map(|source| source.reader(directory.clone(), listen)),
         })

@@ -97,6 +97,7 @@ async fn weight_server(directory: &RuntimeDir) -> weights::Status {
 impl FleetSnapshot {
     fn json_lines(&self) -> String {
         let status = &self.status;
+        let latest = status.latest_crash_report.as_str();
         let memory = service::smaps::rollup_of_process(status.supervisor_pid).unwrap_or_default();
         let supervisor = json!({
             "name": "supervisor",
@@ -108,6 +109,8 @@ impl FleetSnapshot {
             "stored_fds": status.stored_fds,
             "runtime_dir": status.runtime_dir,
             "log_lines_lost": status.log_lines_lost,
+            "latest_crash_report": (!latest.is_empty()).then_some(latest),
+            "crash_reports_lost": status.crash_reports_lost,
         });
         let children = status.children.iter().map(|child| {
             json!({
@@ -209,6 +212,12 @@ impl FleetSnapshot {
             "supervisor {} in {}, {} descriptors in the FD store\n",
             status.supervisor_pid, status.runtime_dir, status.stored_fds
         );
+        if !status.latest_crash_report.is_empty() {
+            text += &format!("latest crash report: {}\n", status.latest_crash_report);
+        }
+        if status.crash_reports_lost > 0 {
+            text += &format!("{} crash reports could not be written\n", status.crash_reports_lost);
+        }
         text
     }
 }

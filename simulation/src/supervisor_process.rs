@@ -399,7 +399,7 @@ impl Fleet {
 impl SimSupervisor {
     fn add_child(&mut self, spec: ChildSpec, slot: Option<WorkerSlot>) {
         let child = SimChild {
-            machine: ChildStateMachine::new(spec.role.policy(SupervisionConfig::default())),
+            machine: ChildStateMachine::new(spec.role.policy(&SupervisionConfig::default())),
             slot,
             process: None,
             start_number: 0,

@@ -11,6 +11,7 @@
 
 mod children;
 mod commands;
+mod crashes;
 mod notifications;
 mod reload;
 mod residency;
@@ -40,6 +41,7 @@ use self::swap::RunningSwap;
 use self::takeover::LivingChildren;
 use crate::attach_token::AttachToken;
 use crate::commands::{CommandError, CommandReply};
+use crate::crash_reports::CrashReports;
 use crate::deadlines::ChildDeadlines;
 use crate::events::SupervisorEvent;
 use crate::fd_store::FdStore;
@@ -157,6 +159,7 @@ struct SupervisorLoop {
     /// The second copy of the FD store, if the parent is systemd.
     parent_fds: ParentFdStore,
     admin: WeightServerAdmin,
+    crash_reports: CrashReports,
     /// The supervisor's own parent.
     parent: Notify,
     reported_summary: String,
@@ -188,6 +191,9 @@ impl FleetHandle {
             CommandSender { event_loop: sender, events: broadcast::channel(EVENT_BROADCAST_CAPACITY).0 };
         let api = service::grpc::bind(&names.supervisor_socket())?;
         let channel = service::grpc::connect_lazy(&names.weights_admin_socket())?;
+        let admin = WeightServerAdmin::new(channel);
+        let crash_reports = CrashReports::start(spec.supervision.crash_reports.as_deref(), &admin)
+            .map_err(|error| FleetStartError::Thread(StartError(error)))?;
         let mut event_loop = SupervisorLoop {
             spec,
             directory,
@@ -198,7 +204,8 @@ impl FleetHandle {
             fd_store: FdStore::default(),
             parent_fds: ParentFdStore::start(parent.clone())
                 .map_err(|error| FleetStartError::Thread(StartError(error)))?,
-            admin: WeightServerAdmin::new(channel),
+            admin,
+            crash_reports,
             parent,
             reported_summary: String::new(),
             rolling: RollingRestart::default(),
@@ -257,6 +264,7 @@ impl SupervisorLoop {
         }
         // The last removals are sent before this process ends.
         self.parent_fds.flush().await;
+        self.crash_reports.finish().await;
     }
 
     /// Creates the runtime directory again if it was deleted. Stops the fleet if another supervisor
@@ -443,9 +451,10 @@ pub fn raise_descriptor_limit() -> Result<(), FleetStartError> {
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard).map_err(limit)
 }
 
-/// A worker takes a notify socket, two pidfds and a liveness socket, and for a moment each the pipe
-/// of its token, a connection and the descriptors of its start.
-const DESCRIPTORS_PER_WORKER: u64 = 8;
+/// A worker takes a notify socket, two pidfds, a liveness socket and the memory of its last log
+/// lines. For a moment it takes the pipe of its token, a connection and the descriptors of its
+/// start.
+const DESCRIPTORS_PER_WORKER: u64 = 9;
 
 fn check_descriptors(workers: u64) -> Result<(), FleetStartError> {
     let limit = |source: nix::Error| FleetStartError::DescriptorLimit(source.into());

@@ -99,6 +99,7 @@ impl FleetService for FleetApi {
                 .await
                 .map_err(|error| Status::internal(error.to_string()))?;
         }
+        let latest = status.crash_reports.latest.map(|directory| directory.display().to_string());
         Ok(Response::new(wire::Status {
             supervisor_pid: std::process::id(),
             runtime_dir: self.directory.path().display().to_string(),
@@ -107,6 +108,8 @@ impl FleetService for FleetApi {
             stored_fds: u32::try_from(status.stored_fds).unwrap_or(u32::MAX),
             http_address: status.http_address,
             log_lines_lost: service::logging::lost_lines(),
+            latest_crash_report: latest.unwrap_or_default(),
+            crash_reports_lost: status.crash_reports.lost,
         }))
     }
 

@@ -28,6 +28,7 @@ mod admin_audit;
 mod attach_token;
 mod commands;
 mod config;
+mod crash_reports;
 pub mod deadlines;
 mod event_loop;
 mod events;
@@ -65,5 +66,6 @@ pub use spec::{
 pub use spec_diff::{SettingChange, SpecChange, diff_settings};
 pub use state::{BackoffReason, ChildState, Termination};
 pub use status::{
-    ChildStatus, FleetEvent, FleetStatus, LastTermination, ModelFailure, ModelState, ModelStatus,
+    ChildStatus, CrashReportStatus, FleetEvent, FleetStatus, LastTermination, ModelFailure, ModelState,
+    ModelStatus,
 };

@@ -3,9 +3,10 @@
 //! One process of a child: fork and exec with its descriptors in place, signals, reaping.
 //!
 //! Descriptors of a new process, from number 3 on: the inherited ones (LISTEN_FDS), the liveness
-//! socket, and the pipe with the attach token. All other descriptors of the supervisor are
-//! close-on-exec. Each process leads its own process group. Ctrl-C in a terminal therefore reaches
-//! only the supervisor, and killing the group ends what the child has started.
+//! socket, the pipe with the attach token, the memory of the last log lines. All other descriptors
+//! of the supervisor are close-on-exec. Each process leads its own process group. Ctrl-C in a
+//! terminal therefore reaches only the supervisor, and killing the group ends what the child has
+//! started.
 
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,6 +21,7 @@ use nix::sys::signal::{Signal as GroupSignal, killpg};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use service::env;
 use service::listen::LISTEN_FDS_START;
+use service::logging::LogTail;
 use service::supervision::ADOPTED;
 
 use crate::attach_token::AttachToken;
@@ -39,12 +41,16 @@ pub(crate) struct SpawnOptions<'a> {
     pub(crate) log: tracing::Level,
     /// The longest time between two WATCHDOG=1 messages of the process.
     pub(crate) watchdog: Duration,
+    /// Where the process keeps its last log lines.
+    pub(crate) log_tail: Option<LogTail>,
 }
 
 #[derive(Debug)]
 pub(crate) struct ChildProcess {
     pub(crate) pid: u32,
     pub(crate) since: Instant,
+    /// The last log lines, if crash reports are written.
+    pub(crate) log_tail: Option<LogTail>,
     pidfd: OwnedFd,
     /// Absent for an adopted process: it is not a child of this process, so its exit status is
     /// unknown.
@@ -79,7 +85,7 @@ impl ChildProcess {
         command.envs(options.mps_directory.map(|directory| (MPS_PIPE_DIRECTORY, directory)));
         command.env(env::WATCHDOG_USEC, options.watchdog.as_micros().to_string());
 
-        let mut mappings = Vec::with_capacity(options.inherited.len() + 2);
+        let mut mappings = Vec::with_capacity(options.inherited.len() + 3);
         let mut next = LISTEN_FDS_START;
         let mut map = |parent_fd: OwnedFd| {
             mappings.push(FdMapping { parent_fd, child_fd: next });
@@ -97,14 +103,22 @@ impl ChildProcess {
         if let Some(token) = options.token {
             command.env(env::ATTACH_TOKEN_FD, map(token.into_pipe()?).to_string());
         }
+        if let Some(tail) = &options.log_tail {
+            command.env(env::LOG_TAIL_FD, map(tail.try_clone_fd()?).to_string());
+        }
         command.fd_mappings(mappings).map_err(io::Error::other)?;
 
         let mut own = command.spawn()?;
         let pid = own.id();
         match open_pidfd(pid) {
-            Ok(pidfd) => {
-                Ok(Self { pid, since: Instant::now(), pidfd, own: Some(own), liveness: Some(liveness) })
-            }
+            Ok(pidfd) => Ok(Self {
+                pid,
+                since: Instant::now(),
+                log_tail: options.log_tail,
+                pidfd,
+                own: Some(own),
+                liveness: Some(liveness),
+            }),
             Err(error) => {
                 // Without a pidfd the supervisor would not notice the exit.
                 own.kill()?;
@@ -116,15 +130,28 @@ impl ChildProcess {
 
     /// A running process of a dead supervisor. It is supervised after it has offered itself.
     pub(crate) fn orphan(pid: u32) -> io::Result<Self> {
-        Ok(Self { pid, since: Instant::now(), pidfd: open_pidfd(pid)?, own: None, liveness: None })
+        Ok(Self {
+            pid,
+            since: Instant::now(),
+            log_tail: None,
+            pidfd: open_pidfd(pid)?,
+            own: None,
+            liveness: None,
+        })
     }
 
     /// Accepts an orphan's offer: keeps the socket that the orphan sent, and confirms on it.
-    pub(crate) fn adopt(&mut self, socket: OwnedFd) -> io::Result<()> {
+    pub(crate) fn adopt(&mut self, socket: OwnedFd, log_tail: Option<LogTail>) -> io::Result<()> {
+        self.log_tail = log_tail;
         let mut liveness = UnixStream::from(socket);
         liveness.write_all(&[ADOPTED])?;
         self.liveness = Some(liveness);
         Ok(())
+    }
+
+    /// Whether an earlier supervisor started the process.
+    pub(crate) fn is_adopted(&self) -> bool {
+        self.own.is_none()
     }
 
     /// Readable after the process has exited.

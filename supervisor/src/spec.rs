@@ -50,7 +50,7 @@ impl ChildRole {
     pub(crate) const STOP_ORDER: [ChildRole; 4] =
         [ChildRole::Router, ChildRole::Worker, ChildRole::Mps, ChildRole::WeightServer];
 
-    pub fn policy(self, supervision: SupervisionConfig) -> RestartPolicy {
+    pub fn policy(self, supervision: &SupervisionConfig) -> RestartPolicy {
         let stop_grace = match self {
             // Open streams may finish: a router that drains for longer asks for more time.
             ChildRole::Router => Duration::from_secs(20),

@@ -126,6 +126,15 @@ pub struct FleetStatus {
     pub models: Vec<ModelStatus>,
     pub stored_fds: usize,
     pub http_address: String,
+    pub crash_reports: CrashReportStatus,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CrashReportStatus {
+    /// The directory of the latest report.
+    pub latest: Option<PathBuf>,
+    /// Reports that were not written.
+    pub lost: u64,
 }
 
 impl FleetStatus {

@@ -232,7 +232,8 @@ impl WeightServerAdmin {
         }
     }
 
-    async fn status(&mut self) -> Result<wire::Status, Status> {
+    /// Generations, leases and ledger.
+    pub(crate) async fn status(&mut self) -> Result<wire::Status, Status> {
         Ok(self.client.get_status(wire::GetStatusRequest {}).await?.into_inner())
     }
 }

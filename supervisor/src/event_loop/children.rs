@@ -14,6 +14,7 @@ use service::process_limits::StartError;
 use tokio::net::unix::pipe;
 use tokio::sync::mpsc;
 
+use super::crashes::DeadProcess;
 use super::{FleetStartError, SupervisedChild, SupervisorLoop, answer};
 use crate::attach_token::AttachToken;
 use crate::events::SupervisorEvent;
@@ -48,7 +49,7 @@ impl SupervisorLoop {
             self.commands.event_loop.clone(),
         ));
         let child = SupervisedChild {
-            machine: ChildStateMachine::new(spec.role.policy(self.spec.supervision)),
+            machine: ChildStateMachine::new(spec.role.policy(&self.spec.supervision)),
             spec,
             slot,
             process: None,
@@ -200,6 +201,7 @@ impl SupervisorLoop {
             mps_directory: mps.map(|mps| mps.directory.as_path()),
             log: self.spec.log,
             watchdog: self.spec.supervision.watchdog,
+            log_tail: self.crash_reports.new_log_tail(),
         };
         // The file may have been deleted since the last start.
         if let Err(error) = config::store(options.config, &child.spec.config) {
@@ -245,8 +247,9 @@ impl SupervisorLoop {
             return;
         };
         let process = child.process.take();
-        let process = process.expect("invariant: a start number has one process, which exits once");
+        let mut process = process.expect("invariant: a start number has one process, which exits once");
         let pid = process.pid;
+        let dead = DeadProcess::of(&mut process);
         let end = process.reap();
         self.directory.directory().forget_child(name);
         match child.machine.is_stopping() {
@@ -255,6 +258,7 @@ impl SupervisorLoop {
                 tracing::warn!(child = %name, pid, %end, status_text = child.status_text, "child exited unexpectedly")
             }
         }
+        self.report_crash(name, dead, &end);
         self.record_exit(name, end);
     }
 

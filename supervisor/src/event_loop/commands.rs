@@ -56,6 +56,7 @@ impl SupervisorLoop {
             models: self.models.values().map(ManagedModel::status).collect(),
             stored_fds: self.fd_store.len(),
             http_address: self.spec.http_address.clone(),
+            crash_reports: self.crash_reports.status(),
         }
     }
 

@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use service::logging::LogTail;
 use service::{RuntimeDir, config};
 
 use super::children::{supervised_child, watch_exit};
@@ -112,13 +113,15 @@ impl SupervisorLoop {
     /// An orphan offers itself for adoption. From now on it notices when this supervisor dies.
     pub(super) fn adopt_offered(&mut self, name: &Arc<str>, fds: Vec<OwnedFd>, token: Option<AttachToken>) {
         // The sender decides what it sends: an offer may come without its socket.
-        let Some(socket) = fds.into_iter().next() else { return };
+        let mut fds = fds.into_iter();
+        let Some(socket) = fds.next() else { return };
+        let log_tail = fds.next().map(LogTail::from_fd);
         let child = supervised_child(&mut self.children, name);
         let process = child
             .process
             .as_mut()
             .expect("invariant: the sender of a handled message is the child's process");
-        match process.adopt(socket) {
+        match process.adopt(socket, log_tail) {
             Ok(()) => {
                 tracing::info!(child = %name, pid = process.pid, "adopted");
                 let is_outdated = std::mem::take(&mut child.is_outdated);
