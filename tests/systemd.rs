@@ -80,6 +80,11 @@ fn weights_survive_a_restart_of_the_unit() {
 }
 
 #[test]
+fn crash_reports_of_the_unit_are_in_its_logs_directory() {
+    run_inside("crashed_worker");
+}
+
+#[test]
 fn watchdog_replaces_a_stopped_supervisor() {
     run_inside("stopped_supervisor");
 }
@@ -284,6 +289,30 @@ pub(crate) mod inside {
         assert_eq!(streams.join().unwrap(), expected);
         assert_eq!(wait_until_ready(), workers, "the successor took over the same workers");
         assert_eq!(property("NRestarts"), "1");
+    }
+
+    #[test]
+    #[ignore = "runs inside tests/systemd/machine"]
+    fn crashed_worker() {
+        let delivered = fs::read_to_string(in_tree("deploy/systemd/ballast.toml")).unwrap();
+        let delivered: toml::Table = delivered.parse().unwrap();
+        let reports = delivered["supervision"]["crash-reports"].as_str().unwrap();
+        install(&format!("[supervision]\ncrash-reports = {reports:?}"), "");
+        start();
+        let worker = wait_until_ready()[0];
+        proc::end_by_signal(worker, "KILL");
+        let report = eventually("the report is written", || {
+            let lines = ps()?;
+            lines.iter().find_map(|line| line["latest_crash_report"].as_str().map(str::to_owned))
+        });
+        assert!(report.starts_with(reports) && report.ends_with(&format!("-{worker}")), "{report}");
+        let lines = fs::read_to_string(Path::new(&report).join("log.txt")).unwrap();
+        assert!(lines.contains(" worker-"), "{lines}");
+        let logs = Path::new(reports).parent().unwrap();
+        for path in [logs, Path::new(reports), Path::new(&report)] {
+            let mode = fs::metadata(path).unwrap().permissions().mode() & 0o777;
+            assert_eq!(mode, 0o700, "{}", path.display());
+        }
     }
 
     #[test]
