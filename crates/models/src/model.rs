@@ -10,11 +10,13 @@ use std::ops::Range;
 /// Least and most rows that pass through the model together. Fewer rows do not fill a large GPU;
 /// more rows need memory and are not faster.
 const ROWS_AT_ONCE: (usize, usize) = (128, 512);
-/// Bytes of logits computed together, for each row that passes through the model together, and at
-/// least. For a vocabulary of 150,000, 512 rows allow the logits of 64. A decode batch of 64 then
-/// reads the output weights once, not four times.
-const LOGITS_BYTES_PER_ROW: usize = 80 << 10;
+/// Bytes of logits computed together. This is the bound of a small workspace.
 const LOGITS_BYTES_MIN: usize = 10 << 20;
+/// A workspace for 512 rows has room for the logits of a decode batch of 64 with a vocabulary of
+/// 150,000. The batch then reads the output weights once, not four times.
+const LOGITS_BYTES_PER_ROW: usize = 80 << 10;
+/// Rows beyond [`LOGITS_BYTES_MIN`] are given only up to this number.
+const LOGITS_ROWS: usize = 64;
 /// Kernels multiply this many rows together.
 const ROWS_TOGETHER: usize = 8;
 
@@ -39,8 +41,9 @@ impl ForwardLimits {
 
     /// Rows whose logits are computed together.
     pub fn outputs_at_once(self, vocab_size: usize) -> usize {
-        let bytes = (LOGITS_BYTES_PER_ROW * self.rows_at_once()).max(LOGITS_BYTES_MIN);
-        let fit = bytes / (size_of::<f32>() * vocab_size.max(1));
+        let rows_in = |bytes: usize| bytes / (size_of::<f32>() * vocab_size.max(1));
+        let fit = rows_in(LOGITS_BYTES_PER_ROW * self.rows_at_once()).min(LOGITS_ROWS);
+        let fit = fit.max(rows_in(LOGITS_BYTES_MIN));
         let whole = if fit > ROWS_TOGETHER { fit - fit % ROWS_TOGETHER } else { fit.max(1) };
         whole.min(self.outputs_max).min(self.rows_at_once())
     }

@@ -35,7 +35,7 @@
 //
 // Measured on an H200, whose mma.sync makes 1,240 TOPS of 8-bit products:
 //
-//   512 tokens   Q4_K 265 to 290, Q8_0 220 to 235, Q6_K 190 to 200 TOPS; instructions are issued in
+//   512 tokens   Q4_K 265 to 290, Q8_0 241 to 260, Q6_K 196 to 210 TOPS; instructions are issued in
 //                60% of cycles, tensor cores are busy in 25%
 //   32 tokens    Q8_0 2.1, Q4_K 1.3 TB/s of weights
 //   8 tokens     Q8_0 3.4, Q4_K 2.5 TB/s of weights

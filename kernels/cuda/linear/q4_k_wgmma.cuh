@@ -137,7 +137,7 @@ struct Q4KProducts {
             // The products of the sub-block before have ended: their fragments may be overwritten.
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
             units.release();
-            if (k == 1) units.leave();
+            if (k == 1) units.advance();
         }
     }
 

@@ -16,12 +16,12 @@
 #endif
 
 // Blocks of TOKENS tokens. SPLIT of them, a cluster, divide the columns.
-#define WGMMA_KERNEL(NAME, FORMAT, TOKENS, SPLIT)                                                \
-    extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(WGMMA_THREADS, 1) \
-        wgmma_##NAME##_##TOKENS##_##SPLIT(const __grid_constant__ LinearParams params,           \
-                                          const __grid_constant__ F16Quants quants) {            \
-        MULTIPLY(FORMAT, TOKENS, SPLIT);                                                         \
-    }                                                                                            \
+#define WGMMA_KERNEL(NAME, FORMAT, TOKENS, SPLIT)                                                        \
+    extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(WGMMA_PRODUCT_THREADS, 1) \
+        wgmma_##NAME##_##TOKENS##_##SPLIT(const __grid_constant__ LinearParams params,                   \
+                                          const __grid_constant__ F16Quants quants) {                    \
+        MULTIPLY(FORMAT, TOKENS, SPLIT);                                                                 \
+    }                                                                                                    \
     CHECK_SIGNATURE(wgmma_##NAME##_##TOKENS##_##SPLIT, LinearWgmma);
 
 #define WGMMA_KERNELS(NAME, FORMAT)   \

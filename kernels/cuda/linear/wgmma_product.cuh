@@ -49,11 +49,11 @@ constexpr int WARPGROUPS = 2;
 constexpr int MULTIPLYING_WARPS = 4 * WARPGROUPS;
 constexpr int COPY_WEIGHTS = MULTIPLYING_WARPS, COPY_UNITS = COPY_WEIGHTS + 1, COPY_SUMS = COPY_UNITS + 1,
               UNPACK = COPY_SUMS + 1;
-static_assert(32 * (UNPACK + 1) == WGMMA_THREADS);
-constexpr int ROW_TILES = WGMMA_ROWS / TILE_ROWS, ROWS = WGMMA_ROWS;
+static_assert(32 * (UNPACK + 1) == WGMMA_PRODUCT_THREADS);
+constexpr int ROW_TILES = WGMMA_PRODUCT_ROWS / TILE_ROWS, ROWS = WGMMA_PRODUCT_ROWS;
 static_assert(ROWS == 64 * WARPGROUPS);
-// 64 sums of columns and 64 of the result are live at once. A block has 64,512 registers: 384
-// threads of 168, which the warps then share out anew.
+// With 128 tokens, 64 products, 64 values and 64 sums of the result are live at once. A block has
+// 64,512 registers: 384 threads of 168, which the warps then share out anew.
 constexpr int MULTIPLYING_REGISTERS = 232, OTHER_REGISTERS = 40;
 static_assert(MULTIPLYING_WARPS * MULTIPLYING_REGISTERS + 4 * OTHER_REGISTERS <= 12 * 168);
 // Stages of 256 columns. With two, Q4_K takes 2% longer.
@@ -81,7 +81,7 @@ struct Shared {
     static constexpr int REST =
         STAGES * (WEIGHT_BYTES + SUMS_BYTES + UNPACKED_BYTES) + sizeof(typename Values::Buffers);
     static constexpr int UNIT_STAGES =
-        (WGMMA_SHARED_BYTES - ALIGNMENT - BARRIERS - REST) / (UNIT_STAGE + SCALES_BYTES);
+        (WGMMA_PRODUCT_SHARED_BYTES - ALIGNMENT - BARRIERS - REST) / (UNIT_STAGE + SCALES_BYTES);
     static_assert(UNIT_STAGES > UNITS);
     uint8_t units[UNIT_STAGES][UNIT_STAGE];
     uint8_t weights[STAGES][WEIGHT_BYTES];
@@ -95,7 +95,7 @@ struct Shared {
 };
 // The swizzle is a function of address bits 4 to 9, so `Shared` begins at a multiple of 1,024.
 template <class Format, int TOKENS, int SPLIT>
-constexpr bool FITS = sizeof(Shared<Format, TOKENS, SPLIT>) + 1024 - 128 <= WGMMA_SHARED_BYTES;
+constexpr bool FITS = sizeof(Shared<Format, TOKENS, SPLIT>) + 1024 - 128 <= WGMMA_PRODUCT_SHARED_BYTES;
 
 // A position in a ring of COUNT stages. A reader waits for `phase`, a writer for the opposite one.
 template <int COUNT>
@@ -113,16 +113,18 @@ struct OutputTile {
 };
 
 __device__ __forceinline__ void release_stage(uint64_t *empty) {
+    // The reads of all lanes come before.
+    __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(empty);
 }
 
-// What a multiplying warp reads in the ring of units. One stage may have been left while products
-// with it are in flight.
+// What a multiplying warp reads in the ring of units. A stage that was passed stays in use until
+// products with it have ended.
 template <class SharedMemory>
 struct UnitReader {
     SharedMemory &shared;
     RingPosition<SharedMemory::UNIT_STAGES> at;
-    int left = -1;
+    int in_use = -1;
 
     __device__ const uint8_t *wait() const {
         barrier_wait(shared.units_full + at.stage, at.phase);
@@ -135,15 +137,15 @@ struct UnitReader {
         return reinterpret_cast<const float *>(shared.unit_scales[at.stage] + group * BYTES);
     }
 
-    __device__ void leave() {
-        left = at.stage;
+    __device__ void advance() {
+        in_use = at.stage;
         at.advance();
     }
 
-    // Called when the products with the stage that was left have ended.
+    // Called when the products with the stage that was passed have ended.
     __device__ void release() {
-        if (left >= 0) release_stage(shared.units_empty + left);
-        left = -1;
+        if (in_use >= 0) release_stage(shared.units_empty + in_use);
+        in_use = -1;
     }
 };
 

@@ -14,7 +14,7 @@ use quant::layout::{TILE_COLS, TILE_ROWS, Tiles};
 use super::abi::float_linear::FloatMatmul;
 use super::abi::linear::{
     LINEAR_F32_TOKENS, LINEAR_F32_WARPS, LinearF32, LinearMatmul, LinearMatvec, LinearParams, LinearWgmma,
-    MATVEC_TILES_PER_STAGE, MATVEC_WARPS, WGMMA_SHARED_BYTES, WGMMA_THREADS,
+    MATVEC_TILES_PER_STAGE, MATVEC_WARPS, WGMMA_PRODUCT_SHARED_BYTES, WGMMA_PRODUCT_THREADS,
 };
 pub use super::abi::linear::{MATRICES_MAX, MatmulShape};
 use super::error::device_error;
@@ -242,13 +242,14 @@ impl LinearKernels {
         let name = wgmma_name(dtype, shape).ok_or_else(|| no_kernel(shape.tokens))?;
         let row_tiles = products.iter().map(|product| product.shape.row_tiles());
         let blocks: usize = row_tiles.map(|tiles| shape.blocks(tiles, x.tokens)).sum();
-        let (warps, shared_bytes) = (WGMMA_THREADS / 32, WGMMA_SHARED_BYTES as u32);
+        let (warps, shared_bytes) = (WGMMA_PRODUCT_THREADS / 32, WGMMA_PRODUCT_SHARED_BYTES as u32);
         let mut launch =
             self.persistent_launch(family, name, blocks, warps, shared_bytes).map_err(device_error(OP))?;
         // Whole clusters.
         launch.grid.0 = (launch.grid.0 / shape.split as u32).max(1) * shape.split as u32;
         // SAFETY: as in `launch_with`, for linear/wgmma_product.cuh. The f16 quants have room for
-        // whole blocks of tokens, and `check_products` compared the length of the activations.
+        // whole blocks of tokens, activation tiles beyond the tokens are not read, and
+        // `check_products` compared the length of the activations.
         unsafe { launch_kernel(family, name, stream, launch, &LinearWgmma { params, quants }) }
             .map_err(device_error(OP))
     }

@@ -9,7 +9,7 @@ use quant::DType;
 use quant::layout::TILE_COLS;
 
 use super::abi::elementwise::{QUANTIZE_WARPS, QuantizeActivations};
-use super::abi::linear::WGMMA_TOKENS;
+use super::abi::linear::WGMMA_PRODUCT_TOKENS;
 pub use super::abi::tiles::ACT_TILE_TOKENS;
 use super::abi::tiles::{F16_SUMS_BYTES, F16_UNIT_BYTES, F16_UNIT_COLS, F16Quants, QuantizedRows};
 use super::error::device_error;
@@ -77,7 +77,7 @@ impl ActivationLayout {
 
 /// Groups of 8 tokens that f16 quants have room for: whole blocks of the kernel that reads them.
 fn f16_groups(tokens: usize) -> usize {
-    tokens.next_multiple_of(WGMMA_TOKENS) / ACT_TILE_TOKENS
+    tokens.next_multiple_of(WGMMA_PRODUCT_TOKENS) / ACT_TILE_TOKENS
 }
 
 /// Bytes of the units of f16 quants, and of their sums.

@@ -19,7 +19,7 @@ struct BlockBytes {
     /// Sub-scales, which are filled with `scales`.
     sub_scales: std::ops::Range<usize>,
     scales: [u8; 2],
-    /// Quants of the largest magnitude, then quants of the largest magnitudes of both signs.
+    /// Bytes of quants with the largest magnitudes: the first for all, or a random one of the four.
     quants: [u8; 4],
 }
 

@@ -24,10 +24,10 @@ abi! {
         const LINEAR_F32_TOKENS: usize = 4;
         /// A block of linear/wgmma_product.cuh: its weight rows, its tokens (at most), its threads,
         /// and its bytes of shared memory, of a multiprocessor's 227 KiB.
-        const WGMMA_ROWS: usize = 128;
-        const WGMMA_TOKENS: usize = 128;
-        const WGMMA_THREADS: usize = 384;
-        const WGMMA_SHARED_BYTES: usize = 216 << 10;
+        const WGMMA_PRODUCT_ROWS: usize = 128;
+        const WGMMA_PRODUCT_TOKENS: usize = 128;
+        const WGMMA_PRODUCT_THREADS: usize = 384;
+        const WGMMA_PRODUCT_SHARED_BYTES: usize = 216 << 10;
     }
     structs {
         /// Up to four matrices of one type that share their input.
@@ -52,7 +52,8 @@ abi! {
     kernels {
         kernel LinearMatvec(params: LinearParams, stages: i32);
         kernel LinearMatmul(params: LinearParams, stages: i32);
-        /// `params.act_tiles` is not used.
+        /// Q4_K reads `quants` and not `params.act_tiles`. The other types read `params.act_tiles`
+        /// and not `quants`.
         kernel LinearWgmma(params: LinearParams, quants: F16Quants);
         kernel LinearF32(
             weights: u64 as "const float *",

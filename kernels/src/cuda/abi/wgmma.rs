@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The wgmma instructions of the block shapes. Their operand lists are as long as half a block has
-//! rows, so the build writes them.
+//! The wgmma instructions of the block shapes. Their operand lists have 8 to 128 registers, so the
+//! build writes them.
 
 use std::fmt::Write;
 
@@ -43,20 +43,20 @@ fn wgmma_instructions() -> String {
             list(&|i| format!("\"+f\"(sums[{i}])")),
         );
     }
-    for tokens in REGISTER_TOKENS {
+    for tokens in F16_TOKENS {
         out += &with_rows_in_registers(tokens);
     }
     out += "\ntemplate <int N, bool SIGNED>\nstruct WgmmaIntegers;\n";
-    for tokens in BLOCK_TOKENS {
+    for tokens in EIGHT_BIT_TOKENS {
         out += &of_integers(tokens, true);
         out += &of_integers(tokens, false);
     }
     out
 }
 
-/// Token counts of the products of linear/wgmma_product.cuh: all tokens of a block, and a slice.
+/// Token counts of the f16 products of linear/q4_k_wgmma.cuh: all tokens of a block, and a slice.
 #[allow(dead_code, reason = "for build.rs")]
-const REGISTER_TOKENS: [usize; 3] = [128, 64, 32];
+const F16_TOKENS: [usize; 3] = [128, 64, 32];
 
 /// Returns `WgmmaFromRegisters<N>::run<ACCUMULATE>(sums, a, b)`: 64 rows in registers by N tokens
 /// over 16 columns of f16. If not ACCUMULATE, `sums` is overwritten.
@@ -79,9 +79,9 @@ fn with_rows_in_registers(tokens: usize) -> String {
     )
 }
 
-/// Token counts of the blocks of linear/wgmma_product.cuh.
+/// Token counts of the 8-bit products of linear/wgmma_product.cuh: all tokens of a block.
 #[allow(dead_code, reason = "for build.rs")]
-const BLOCK_TOKENS: [usize; 2] = [128, 64];
+const EIGHT_BIT_TOKENS: [usize; 2] = [128, 64];
 
 /// Returns `WgmmaIntegers<N, SIGNED>::run<ACCUMULATE>(sums, a, b)`: 64 rows of signed or unsigned
 /// bytes in registers by N tokens of signed bytes over 32 columns.

@@ -124,17 +124,18 @@ pub(super) fn allocated(bytes: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// The shape of qwen3-8b as Q4_K_M, with logits of 16 rows at once.
-    fn shape(rows_at_once: usize) -> CudaWorkerShape {
-        let widths = [4096, 4096, 4096, 4096, 1024, 1024, 4096, 12_288, 12_288, 12_288];
+    /// The shape of an 8B model as Q4_K_M. `outputs` is `ForwardLimits::outputs_at_once`.
+    fn shape(rows_at_once: usize, outputs: u64, feed_forward: usize, vocabulary: u64) -> CudaWorkerShape {
+        let wide = feed_forward as u64;
+        let widths = [4096, 4096, 4096, 4096, 1024, 1024, 4096, wide, wide, wide];
         let rows = widths.map(|width| 4 * width * rows_at_once as u64);
-        let outputs = [4096, 151_936].map(|width| 4 * width * 16);
+        let outputs = [4096, vocabulary].map(|width| 4 * width * outputs);
         CudaWorkerShape {
             layers: 36,
             embedding: 4096,
             heads: 32,
             head_dim: 128,
-            feed_forward: 12_288,
+            feed_forward,
             experts: 0,
             experts_used: 0,
             rows_at_once,
@@ -145,9 +146,12 @@ mod tests {
 
     #[test]
     fn a_second_worker_costs_little() {
-        let small = predict_device_bytes(&shape(128));
-        assert!(small.total() <= 64 << 20, "{small:?} is {}", small.total());
-        let large = predict_device_bytes(&shape(512));
-        assert!(large.total() <= 192 << 20, "{large:?} is {}", large.total());
+        // qwen3-8b, and Llama 3.1 8B.
+        for (feed_forward, vocabulary) in [(12_288, 151_936), (14_336, 128_256)] {
+            let small = predict_device_bytes(&shape(128, 16, feed_forward, vocabulary));
+            assert!(small.total() <= 64 << 20, "{small:?} is {}", small.total());
+            let large = predict_device_bytes(&shape(512, 64, feed_forward, vocabulary));
+            assert!(large.total() <= 208 << 20, "{large:?} is {}", large.total());
+        }
     }
 }
