@@ -144,8 +144,7 @@ fn each_command_is_in_the_log_with_user_and_process_of_its_caller() {
         let status = child.wait_with_output().unwrap().status;
         assert_eq!(status.success(), !is_refused, "{arguments:?}");
         let expected = format!("admin command command={:?} subject={subject:?} {caller}", arguments[0]);
-        let refused =
-            format!("admin command refused command={:?} subject={subject:?} {caller}", arguments[0]);
+        let refused = format!("admin command failed command={:?} subject={subject:?} {caller}", arguments[0]);
         eventually(&expected, || {
             let log = std::fs::read_to_string(&log).unwrap();
             (log.contains(&expected) && log.contains(&refused) == is_refused).then_some(())

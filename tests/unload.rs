@@ -4,6 +4,7 @@
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
+use std::process::Stdio;
 
 use proto::fleet::v1::fleet_client::FleetClient;
 use proto::weights::v1::GetStatusRequest;
@@ -13,7 +14,7 @@ use proto::worker::v1::worker_client::WorkerClient;
 
 use crate::harness::admin::try_weight_server_status;
 use crate::harness::api::{TestRequest, generate_all, runtime};
-use crate::harness::{ServedFleet, demo_7m, demo_22m, device, eventually, proc, text};
+use crate::harness::{ServedFleet, demo_7m, demo_22m, device, eventually, proc, serve, text};
 
 const ONE_WORKER: [&str; 4] = ["--workers", "1", "--threads", "1"];
 /// A user without rights on any machine.
@@ -123,7 +124,11 @@ fn sockets_of_a_fleet_refuse_another_user_whatever_their_modes() {
     if !is_root {
         return eprintln!("SKIPPED: only root can become another user");
     }
-    let fleet = ServedFleet::start(&demo_7m(), &ONE_WORKER);
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let mut command = serve(directory.path(), &demo_7m(), &ONE_WORKER);
+    command.env("BALLAST_LOG", "warn").stderr(log.reopen().unwrap());
+    let fleet = ServedFleet::start_command(directory, command);
     let set_mode = |path: &std::path::Path, mode| {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     };
@@ -139,8 +144,21 @@ fn sockets_of_a_fleet_refuse_another_user_whatever_their_modes() {
     let mut foreign = std::process::Command::new(&copy);
     foreign.args(["--ignored", "--exact", "unload::client_of_another_user", "--nocapture"]);
     foreign.env(RUNTIME_DIR, fleet.runtime_dir()).uid(OTHER_USER).gid(OTHER_USER).current_dir("/");
-    let output = foreign.output().unwrap();
+    let client = foreign.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let caller = format!("uid={OTHER_USER} pid={} ", client.id());
+    let output = client.wait_with_output().unwrap();
     assert!(output.status.success() && text(&output).0.contains("1 passed"), "{:?}", text(&output));
+    for (process, socket) in [
+        ("weight-server", "weights-admin.sock"),
+        ("worker-0", "worker-0.sock"),
+        ("supervisor", "supervisor.sock"),
+    ] {
+        let start = format!(" WARN {process} closed a connection of another user {caller}socket=");
+        eventually(&format!("{process} names the caller"), || {
+            let log = std::fs::read_to_string(log.path()).unwrap();
+            log.lines().any(|line| line.contains(&start) && line.ends_with(socket)).then_some(())
+        });
+    }
     fleet.stop();
 }
 

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use proto::fleet::v1 as wire;
 use proto::fleet::v1::fleet_server::{Fleet as FleetService, FleetServer, SERVICE_NAME};
+use service::admin_audit::{AdminCall, AdminCallKind, AdminCaller};
 use service::grpc::UdsListener;
 use service::{RuntimeDir, smaps};
 use tokio::sync::{broadcast, mpsc};
@@ -17,7 +18,6 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
 
-use crate::admin_audit::AdminCaller;
 use crate::commands::{CommandError, CommandReply, DRAIN_GRACE, FleetCommand};
 use crate::fleet::CommandSender;
 use crate::spec::{ChildRole, ModelSpec};
@@ -44,13 +44,13 @@ impl FleetApi {
         (command, subject): (&'static str, &str),
         make: impl FnOnce(CommandReply<T>) -> FleetCommand,
     ) -> Result<T, Status> {
-        caller.log(command, subject);
-        let outcome = self.commands.call(make).await;
-        if let Err(error) = &outcome {
-            caller.log_refusal(command, subject, error);
-        }
-        Ok(outcome?)
+        let call = begin(caller, command, subject);
+        call.end(self.commands.call(make).await)
     }
+}
+
+fn begin(caller: AdminCaller, command: &'static str, subject: &str) -> AdminCall {
+    AdminCall::begin(caller, AdminCallKind::Command, command, subject)
 }
 
 /// Serves until the event loop has ended.
@@ -174,10 +174,17 @@ impl FleetService for FleetApi {
         request: Request<wire::LoadModelRequest>,
     ) -> Result<Response<Self::LoadModelStream>, Status> {
         let caller = AdminCaller::of(&request);
-        let spec = model_spec(request.into_inner())?;
-        let name = spec.name.clone();
+        let request = request.into_inner();
+        let name = request.name.clone();
+        let call = begin(caller, "load", &name);
+        let model = match model_spec(request) {
+            Ok(model) => model,
+            Err(error) => return call.end(Err(error)),
+        };
         let mut events = self.commands.events.subscribe();
-        self.audited(caller, ("load", &name), |reply| FleetCommand::LoadModel { model: spec, reply }).await?;
+        if let Err(error) = self.commands.call(|reply| FleetCommand::LoadModel { model, reply }).await {
+            return call.end(Err(error));
+        }
         let (sender, receiver) = mpsc::channel(STREAM_CAPACITY);
         tokio::spawn(async move {
             loop {
@@ -194,7 +201,12 @@ impl FleetService for FleetApi {
                     ModelState::Failed(failure) => (true, Err(failure.to_status())),
                 };
                 let message = message.map(|kind| wire::LoadModelEvent { kind: Some(kind) });
-                if sender.send(message).await.is_err() || last {
+                if last {
+                    // A client that is gone does not change how the load has ended.
+                    let _: Result<(), _> = sender.send(call.end(message)).await;
+                    return;
+                }
+                if sender.send(message).await.is_err() {
                     return;
                 }
             }
@@ -245,10 +257,15 @@ impl FleetService for FleetApi {
     ) -> Result<Response<wire::SwapModelResponse>, Status> {
         let caller = AdminCaller::of(&request);
         let wire::SwapModelRequest { model, drain_ms } = request.into_inner();
-        let model = model_spec(model.ok_or_else(|| Status::invalid_argument("model: missing"))?)?;
-        let (grace, subject) = (drain_grace(drain_ms), model.name.clone());
+        let call = begin(caller, "swap", model.as_ref().map_or("", |model| model.name.as_str()));
+        let missing = || Status::invalid_argument("model: missing");
+        let model = match model.ok_or_else(missing).and_then(model_spec) {
+            Ok(model) => model,
+            Err(error) => return call.end(Err(error)),
+        };
+        let grace = drain_grace(drain_ms);
         let swap = |reply| FleetCommand::SwapModel { model, grace, reply };
-        let swapped = self.audited(caller, ("swap", &subject), swap).await?;
+        let swapped = call.end(self.commands.call(swap).await)?;
         let configured_path = swapped.map(|path| path.display().to_string()).unwrap_or_default();
         Ok(Response::new(wire::SwapModelResponse { configured_path }))
     }
@@ -270,8 +287,9 @@ impl FleetService for FleetApi {
         &self,
         request: Request<wire::StopFleetRequest>,
     ) -> Result<Response<wire::StopFleetResponse>, Status> {
-        AdminCaller::of(&request).log("stop", "");
+        let call = begin(AdminCaller::of(&request), "stop", "");
         self.commands.send(FleetCommand::Stop).await;
+        call.end(Ok::<_, Status>(()))?;
         Ok(Response::new(wire::StopFleetResponse {}))
     }
 }

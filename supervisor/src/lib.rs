@@ -24,7 +24,6 @@
 
 #![forbid(unsafe_code)]
 
-mod admin_audit;
 mod attach_token;
 mod commands;
 mod config;

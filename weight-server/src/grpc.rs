@@ -9,6 +9,7 @@ use futures::Stream;
 use memory::manifest::HOST_DEVICE;
 use prost::Message;
 use proto::weights::v1::{self as wire, load_event, weight_server_server::WeightServer};
+use service::admin_audit::{AdminCall, AdminCallKind, AdminCaller};
 use tokio::sync::{broadcast, oneshot};
 use tonic::{Code, Request, Response, Status};
 
@@ -18,7 +19,7 @@ use crate::lease_table::LeasePhase;
 use crate::ledger::ReservationError;
 use crate::ledger::{LedgerReservation, ReservationKey};
 use crate::messages::{InputSender, LoopInput};
-use crate::model_files::request_load;
+use crate::model_files::{LoadReceivers, request_load};
 use crate::refusal::{LoadFailure, LoaderErrorKind, UnloadRefusal, VerifyFailure};
 use crate::status::{CatalogChange, GenerationView, LeaseView, StatusSnapshot};
 use crate::tokens::{self, TokenError};
@@ -41,14 +42,11 @@ impl WeightServer for AdminService {
     type WatchEventsStream = AdminStream<wire::Event>;
 
     async fn load(&self, request: Request<wire::LoadRequest>) -> Result<Response<Self::LoadStream>, Status> {
-        let wire::LoadRequest { model, path, device, no_packing } = request.into_inner();
-        check_name("model", &model)?;
-        let path = std::path::PathBuf::from(path);
-        if !path.is_absolute() {
-            return Err(Status::invalid_argument(format!("path {} is not absolute", path.display())));
-        }
-        let device = if device.is_empty() { HOST_DEVICE.to_owned() } else { device };
-        let (mut progress, mut answer) = request_load(&self.inputs, model, path, device, no_packing).await;
+        let call = self.begin(&request, "load", &request.get_ref().model);
+        let (mut progress, mut answer) = match self.request_load(request.into_inner()).await {
+            Ok(load) => load,
+            Err(error) => return call.end(Err(error)),
+        };
         let inputs = self.inputs.clone();
         let events = async_stream::try_stream! {
             let answer = loop {
@@ -62,8 +60,12 @@ impl WeightServer for AdminService {
                     }
                 }
             };
-            let answer = answer.map_err(|_| gone())?.map_err(Status::from)?;
-            yield event(load_event::Kind::Loaded(loaded(&inputs, answer).await?));
+            let outcome = match answer {
+                Ok(Ok(answer)) => loaded(&inputs, answer).await,
+                Ok(Err(failure)) => Err(Status::from(failure)),
+                Err(_) => Err(gone()),
+            };
+            yield event(load_event::Kind::Loaded(call.end(outcome)?));
         };
         Ok(Response::new(Box::pin(events)))
     }
@@ -72,9 +74,11 @@ impl WeightServer for AdminService {
         &self,
         request: Request<wire::UnloadRequest>,
     ) -> Result<Response<wire::UnloadResponse>, Status> {
+        let call = self.begin(&request, "unload", &request.get_ref().model);
         let wire::UnloadRequest { model, generation } = request.into_inner();
         let generation = (generation != 0).then_some(generation);
-        let leases = self.ask(|answer| LoopInput::Unload { model, generation, answer }).await??;
+        let unloaded = self.ask(|answer| LoopInput::Unload { model, generation, answer }).await;
+        let leases = call.end(unloaded.and_then(|leases| Ok(leases?)))?;
         Ok(Response::new(wire::UnloadResponse { leases }))
     }
 
@@ -82,9 +86,10 @@ impl WeightServer for AdminService {
         &self,
         request: Request<wire::VerifyRequest>,
     ) -> Result<Response<wire::VerifyResponse>, Status> {
+        let call = self.begin(&request, "verify", &request.get_ref().model);
         let wire::VerifyRequest { model, device } = request.into_inner();
-        let VerifyOutcome { generation, report } =
-            self.ask(|answer| LoopInput::Verify { model, device, answer }).await??;
+        let verified = self.ask(|answer| LoopInput::Verify { model, device, answer }).await;
+        let VerifyOutcome { generation, report } = call.end(verified.and_then(|outcome| Ok(outcome?)))?;
         Ok(Response::new(wire::VerifyResponse {
             generation,
             damaged: report.damaged,
@@ -103,12 +108,8 @@ impl WeightServer for AdminService {
         &self,
         request: Request<wire::AllowTokenRequest>,
     ) -> Result<Response<wire::AllowTokenResponse>, Status> {
-        let wire::AllowTokenRequest { name, token } = request.into_inner();
-        check_name("token name", &name)?;
-        let invalid = |error: TokenError| Status::invalid_argument(error.to_string());
-        let digest = tokens::digest_of(&token).map_err(invalid)?;
-        let allowed = self.ask(|answer| LoopInput::AllowToken { name, digest, answer }).await?;
-        allowed.map_err(invalid)?;
+        let call = self.begin(&request, "allow-token", &request.get_ref().name);
+        call.end(self.allow(request.into_inner()).await)?;
         Ok(Response::new(wire::AllowTokenResponse {}))
     }
 
@@ -116,8 +117,10 @@ impl WeightServer for AdminService {
         &self,
         request: Request<wire::ForgetTokenRequest>,
     ) -> Result<Response<wire::ForgetTokenResponse>, Status> {
+        let call = self.begin(&request, "forget-token", &request.get_ref().name);
         let name = request.into_inner().name;
         self.inputs.send(LoopInput::ForgetToken { name }).await;
+        call.end(Ok::<_, Status>(()))?;
         Ok(Response::new(wire::ForgetTokenResponse {}))
     }
 
@@ -141,6 +144,40 @@ impl WeightServer for AdminService {
 }
 
 impl AdminService {
+    /// Records a call that changes something. What the parent process calls, a supervisor, is a
+    /// step of a command on supervisor.sock, which the supervisor has recorded, or of its own work
+    /// (a start, a restart): at `info` each command would be there twice. A call that another
+    /// process sends here, past the supervisor, always has level `info`. So have the calls of a
+    /// supervisor that took over, whose child this process is not.
+    fn begin<T>(&self, request: &Request<T>, command: &'static str, subject: &str) -> AdminCall {
+        let caller = AdminCaller::of(request);
+        let parent = i32::try_from(std::os::unix::process::parent_id()).ok();
+        let kind = match caller.pid.is_some() && caller.pid == parent {
+            true => AdminCallKind::Step,
+            false => AdminCallKind::Command,
+        };
+        AdminCall::begin(caller, kind, command, subject)
+    }
+
+    async fn request_load(&self, request: wire::LoadRequest) -> Result<LoadReceivers, Status> {
+        let wire::LoadRequest { model, path, device, no_packing } = request;
+        check_name("model", &model)?;
+        let path = std::path::PathBuf::from(path);
+        if !path.is_absolute() {
+            return Err(Status::invalid_argument(format!("path {} is not absolute", path.display())));
+        }
+        let device = if device.is_empty() { HOST_DEVICE.to_owned() } else { device };
+        Ok(request_load(&self.inputs, model, path, device, no_packing).await)
+    }
+
+    async fn allow(&self, request: wire::AllowTokenRequest) -> Result<(), Status> {
+        let wire::AllowTokenRequest { name, token } = request;
+        check_name("token name", &name)?;
+        let invalid = |error: TokenError| Status::invalid_argument(error.to_string());
+        let digest = tokens::digest_of(&token).map_err(invalid)?;
+        self.ask(|answer| LoopInput::AllowToken { name, digest, answer }).await?.map_err(invalid)
+    }
+
     async fn ask<T>(&self, input: impl FnOnce(oneshot::Sender<T>) -> LoopInput) -> Result<T, Status> {
         let (answer, answered) = oneshot::channel();
         self.inputs.send(input(answer)).await;

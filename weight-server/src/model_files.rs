@@ -27,6 +27,10 @@ const OPEN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Part of a file's identity. Most of the metadata lies here, where a file is changed in place.
 const HEAD_BYTES: u64 = 1 << 20;
 
+/// The progress of a load, and its outcome.
+pub(crate) type LoadReceivers =
+    (watch::Receiver<Option<LoadProgress>>, oneshot::Receiver<Result<LoadOutcome, LoadFailure>>);
+
 /// Opens the model's files and requests a load; used by the admin service and for configured
 /// models.
 pub(crate) async fn request_load(
@@ -35,7 +39,7 @@ pub(crate) async fn request_load(
     path: PathBuf,
     device: String,
     one_per_tensor: bool,
-) -> (watch::Receiver<Option<LoadProgress>>, oneshot::Receiver<Result<LoadOutcome, LoadFailure>>) {
+) -> LoadReceivers {
     let asked = path.clone();
     let opened = blocking(move || open_model(&asked));
     let opened = tokio::time::timeout(OPEN_TIMEOUT, opened).await.unwrap_or_else(|_| {

@@ -211,10 +211,11 @@ fn serve_until(
 ) -> ServeFuture<'_> {
     Box::pin(async move {
         // A draining process is still found under its path.
-        let _path = listener.path.clone();
+        let path = listener.path.clone();
         let users = listener.users.clone();
+        let path = &path;
         let connections = listener.filter(move |connection| match connection {
-            Ok(connection) => check_peer(connection, &users),
+            Ok(connection) => check_peer(connection, &users, &path.path),
             Err(_) => true,
         });
         router.serve_with_incoming_shutdown(connections, stop).await
@@ -223,11 +224,12 @@ fn serve_until(
 
 /// Whether the peer is a process of one of these users. The modes of socket and directory say the
 /// same, until they are changed.
-fn check_peer(connection: &UnixStream, users: &BTreeSet<UserId>) -> bool {
-    match connection.peer_cred().map(|peer| peer.uid()) {
-        Ok(uid) if users.contains(&UserId(uid)) => true,
-        Ok(uid) => {
-            tracing::warn!(uid, "closed a connection of another user");
+fn check_peer(connection: &UnixStream, users: &BTreeSet<UserId>, path: &Path) -> bool {
+    match connection.peer_cred() {
+        Ok(peer) if users.contains(&UserId(peer.uid())) => true,
+        Ok(peer) => {
+            let (uid, pid, socket) = (peer.uid(), peer.pid(), path.display());
+            tracing::warn!(uid, pid, %socket, "closed a connection of another user");
             false
         }
         // The peer is gone already.
