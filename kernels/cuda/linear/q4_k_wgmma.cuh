@@ -13,7 +13,7 @@
 // Limit: instructions beside the tensor cores. Per 256 columns, those of a multiprocessor are busy
 // for 2,300 of 3,600 clocks. A warp issues some 300 instructions that expand weights and 520 for
 // its 64 values, seven operations each. Both share the register file with the tensor cores.
-// Measured on an H200: 450 to 485 TFLOP/s for 512 tokens (matmul.cuh: 265 to 290).
+// Measured on an H200: 415 to 485 TFLOP/s for 512 tokens (matmul.cuh: 265 to 290).
 //
 // Tried, with the same bits: warpgroups that multiply by turns (within 1%), Y and N by mma.sync (5%
 // slower), -72 scale from shared memory (3% slower), constants of the expansion as immediates (3%

@@ -38,33 +38,19 @@ const BLOCKS: [BlockBytes; 5] = [
         scales: [0x80, 0x7F],
         quants: [0, 0x0F, 0xF0, 0xFF],
     },
-    BlockBytes {
-        dtype: DType::Q8_0,
-        halves: &[0],
-        sub_scales: 0..0,
-        scales: [0; 2],
-        quants: [0x80, 0x7F, 0x81, 0x80],
-    },
-    BlockBytes {
-        dtype: DType::Q4_0,
-        halves: &[0],
-        sub_scales: 0..0,
-        scales: [0; 2],
-        quants: [0, 0x0F, 0xF0, 0xFF],
-    },
-    BlockBytes {
-        dtype: DType::Q5_0,
-        halves: &[0],
-        sub_scales: 0..0,
-        scales: [0; 2],
-        quants: [0, 0x0F, 0xF0, 0xFF],
-    },
+    BlockBytes::without_sub_scales(DType::Q8_0, [0x80, 0x7F, 0x81, 0x80]),
+    BlockBytes::without_sub_scales(DType::Q4_0, [0, 0x0F, 0xF0, 0xFF]),
+    BlockBytes::without_sub_scales(DType::Q5_0, [0, 0x0F, 0xF0, 0xFF]),
 ];
 /// Kinds of weights: the largest quants and sub-scales; 1 byte of 16 is not zero; the largest ones
 /// with random signs; and random bytes.
 const KINDS: usize = 4;
 
 impl BlockBytes {
+    const fn without_sub_scales(dtype: DType, quants: [u8; 4]) -> Self {
+        Self { dtype, halves: &[0], sub_scales: 0..0, scales: [0; 2], quants }
+    }
+
     fn fill(&self, random: &mut TestRng, kind: usize, raw: &mut [u8]) {
         for block in raw.chunks_exact_mut(self.dtype.block_bytes()) {
             for (at, byte) in block.iter_mut().enumerate() {
