@@ -72,6 +72,8 @@ fn a_new_worker_of_an_8b_model_gives_its_first_token_within_a_second() {
     time_line(&fleet, "worker-0", "was there before its model");
     assert!(fleet.run_command(&["add-worker"]).status.success());
     eventually("both workers serve", || (fleet.serving("qwen3-8b-q4_k_m").len() == 2).then_some(()));
+    // The router would give the first worker all requests.
+    assert!(fleet.run_command(&["drain", "worker-0"]).status.success());
     time_line(&fleet, "worker-1", "found its model there");
     fleet.stop();
 }

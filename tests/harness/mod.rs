@@ -63,6 +63,16 @@ pub(crate) fn runs_on_host(test: &str) -> bool {
     host
 }
 
+/// Returns false and prints a SKIPPED line where streams end too soon for the test: on a GPU, where
+/// a demo model decodes a whole context within a second.
+pub(crate) fn streams_last_seconds(test: &str) -> bool {
+    let host = device() == HOST;
+    if !host {
+        eprintln!("SKIPPED: {test} needs streams that last seconds, and a GPU ends them sooner");
+    }
+    host
+}
+
 const HOST: &str = "host";
 
 /// Path of a file in this repository.
