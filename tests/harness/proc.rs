@@ -87,14 +87,14 @@ pub(crate) fn resident_bytes(pid: u32) -> u64 {
 }
 
 /// Time that a process spent on processors.
-pub(crate) fn cpu_time(pid: u32) -> Duration {
+pub(crate) fn cpu_time(pid: u32) -> Option<Duration> {
     /// USER_HZ, the unit of /proc/PID/stat, on all supported machines.
     const TICKS_PER_SECOND: u64 = 100;
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name of the process may contain blanks. utime and stime are fields 14 and 15.
-    let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
-    let ticks = |field: usize| fields[field - 3].parse::<u64>().unwrap();
-    Duration::from_millis((ticks(14) + ticks(15)) * 1000 / TICKS_PER_SECOND)
+    let fields: Vec<&str> = stat.rsplit(')').next()?.split_whitespace().collect();
+    let ticks = |field: usize| fields.get(field - 3)?.parse::<u64>().ok();
+    Some(Duration::from_millis((ticks(14)? + ticks(15)?) * 1000 / TICKS_PER_SECOND))
 }
 
 /// Names of the files that a process has open.
