@@ -63,6 +63,15 @@ impl BrokenConnection {
         let has_successor = ends.supervisor.first().is_some_and(|&end| end <= self.ended + RESET_SLACK);
         has_successor && self.is_explained_reset(ends)
     }
+
+    /// The text, and how long after the last end of the router.
+    fn describe(&self, ends: &ProcessEnds) -> String {
+        let last = ends.router.iter().rfind(|&&end| end <= self.ended);
+        match last {
+            Some(&end) => format!("{:.1?} after an end of the router: {}", self.ended - end, self.text),
+            None => format!("before any end of the router: {}", self.text),
+        }
+    }
 }
 
 impl Tally {
@@ -112,11 +121,9 @@ impl Tally {
             .flat_map(|(what, found)| found.iter().map(move |text| format!("{what}: {text}")))
             .collect();
         let resets = self.resets.iter().filter(|reset| !reset.is_explained_reset(ends));
-        violations.extend(resets.map(|it| format!("reset without an end of the router: {}", it.text)));
+        violations.extend(resets.map(|it| format!("reset {}", it.describe(ends))));
         let refusals = self.refusals.iter().filter(|refusal| !refusal.is_explained_refusal(ends));
-        violations.extend(
-            refusals.map(|it| format!("refused without an end of supervisor and router: {}", it.text)),
-        );
+        violations.extend(refusals.map(|it| format!("refused {}", it.describe(ends))));
         violations.truncate(VIOLATIONS_SHOWN);
         violations
     }
