@@ -29,6 +29,26 @@ fn run<K: SimdKernel>(s: Avx512, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
+/// The first 16 bytes of the rows `r`, `r + 4`, `r + 8` and `r + 12`, each in a 128-bit lane.
+///
+/// This is a function because the dev profile does not inline closures of this size. Outside of
+/// [`run`], each intrinsic is a call.
+///
+/// # Safety
+///
+/// The processor has the features of [`run`], and 16 bytes at `base + i * stride` can be read for
+/// each of these rows `i`.
+#[inline(always)]
+unsafe fn load_lanes(base: *const u8, stride: usize, r: usize) -> __m512i {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let x = _mm512_castsi128_si512(_mm_loadu_si128(base.add(r * stride).cast()));
+        let x = _mm512_mask_broadcast_i32x4(x, 0x00f0, _mm_loadu_si128(base.add((r + 4) * stride).cast()));
+        let x = _mm512_mask_broadcast_i32x4(x, 0x0f00, _mm_loadu_si128(base.add((r + 8) * stride).cast()));
+        _mm512_mask_broadcast_i32x4(x, 0xf000, _mm_loadu_si128(base.add((r + 12) * stride).cast()))
+    }
+}
+
 /// Calls intrinsics that need no features beyond those of [`run`].
 macro_rules! x {
     ($value:expr) => {
@@ -226,17 +246,12 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn transpose(self, rows: StridedRows<'_>, at: usize) -> [__m512i; 4] {
         let base = rows.at(at, 16);
+        let stride = rows.stride;
         // SAFETY: `self` proves the features, as above. `StridedRows::at` has checked that 16 bytes
         // at `base + r * stride` are inside the slice for each r below 16.
         unsafe {
-            let row = |r: usize| _mm_loadu_si128(base.add(r * rows.stride).cast());
-            let quad = |r: usize| {
-                let x = _mm512_castsi128_si512(row(r));
-                let x = _mm512_mask_broadcast_i32x4(x, 0x00f0, row(r + 4));
-                let x = _mm512_mask_broadcast_i32x4(x, 0x0f00, row(r + 8));
-                _mm512_mask_broadcast_i32x4(x, 0xf000, row(r + 12))
-            };
-            let (r0, r1, r2, r3) = (quad(0), quad(1), quad(2), quad(3));
+            let (r0, r1) = (load_lanes(base, stride, 0), load_lanes(base, stride, 1));
+            let (r2, r3) = (load_lanes(base, stride, 2), load_lanes(base, stride, 3));
             let (low01, high01) = (_mm512_unpacklo_epi32(r0, r1), _mm512_unpackhi_epi32(r0, r1));
             let (low23, high23) = (_mm512_unpacklo_epi32(r2, r3), _mm512_unpackhi_epi32(r2, r3));
             [
