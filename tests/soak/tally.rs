@@ -121,9 +121,13 @@ impl Tally {
             .flat_map(|(what, found)| found.iter().map(move |text| format!("{what}: {text}")))
             .collect();
         let resets = self.resets.iter().filter(|reset| !reset.is_explained_reset(ends));
-        violations.extend(resets.map(|it| format!("reset {}", it.describe(ends))));
+        violations
+            .extend(resets.map(|it| format!("reset without an end of the router: {}", it.describe(ends))));
         let refusals = self.refusals.iter().filter(|refusal| !refusal.is_explained_refusal(ends));
-        violations.extend(refusals.map(|it| format!("refused {}", it.describe(ends))));
+        violations.extend(
+            refusals
+                .map(|it| format!("refused without an end of supervisor and router: {}", it.describe(ends))),
+        );
         violations.truncate(VIOLATIONS_SHOWN);
         violations
     }
