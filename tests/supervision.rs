@@ -75,11 +75,10 @@ fn a_fleet_that_was_frozen_goes_on_with_the_same_processes_and_streams() {
     let found = runtime().block_on(fleet.generate_during_fault(&long_requests(2), || {
         pids.iter().for_each(|&pid| proc::send_signal(pid, "STOP"));
         std::thread::sleep(3 * WATCHDOG);
-        // The supervisor goes on first: it has no message of the meantime to read. It counts one
-        // second of the pause, and the last message may be two thirds of a second old.
+        // The supervisor goes on first: it has no message of the meantime to read.
         for &pid in &pids {
             proc::send_signal(pid, "CONT");
-            std::thread::sleep(Duration::from_millis(50));
+            std::thread::sleep(Duration::from_millis(200));
         }
     }));
     assert_undisturbed(&found);

@@ -74,7 +74,7 @@ impl Fleet {
             children: BTreeMap::new(),
             models: models.collect(),
             fd_store: FdStore::default(),
-            deadlines: ChildDeadlines::new(self.instant()),
+            deadlines: ChildDeadlines::new(self.instant(), spec.supervision.watchdog),
             calls: BTreeMap::new(),
             sync: 0,
             tick_at: Micros::MAX,

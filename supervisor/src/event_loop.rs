@@ -194,6 +194,7 @@ impl FleetHandle {
         let admin = WeightServerAdmin::new(channel);
         let crash_reports = CrashReports::start(spec.supervision.crash_reports.as_deref(), &admin)
             .map_err(|error| FleetStartError::Thread(StartError(error)))?;
+        let deadlines = ChildDeadlines::new(Instant::now(), spec.supervision.watchdog);
         let mut event_loop = SupervisorLoop {
             spec,
             directory,
@@ -214,7 +215,7 @@ impl FleetHandle {
             commands: commands.clone(),
             sync_task: None,
             stopping: false,
-            deadlines: ChildDeadlines::new(Instant::now()),
+            deadlines,
         };
         for InheritedFd { name, fd } in stored {
             if let Err(error) = event_loop.fd_store.store(&name, Arc::new(fd)) {
