@@ -85,6 +85,12 @@ impl Holdings {
     }
 }
 
+/// Processes that the weight-server watches, counted by descriptors.
+fn pidfds(fleet: &ServedFleet) -> usize {
+    let open = proc::open_files(fleet.only_process("weight-server").pid);
+    open.iter().filter(|file| file.contains("[pidfd]")).count()
+}
+
 /// Waits until every worker holds its lease again, and checks that one generation is there, which
 /// no loader has read.
 fn check_returned(fleet: &ServedFleet, leases: usize, generation: u64) {
@@ -161,6 +167,7 @@ fn i4_repeated_common_deaths_with_a_killed_and_a_stopped_worker_leave_exactly_on
         follow(&mut fleet, next);
         check_returned(&fleet, 3, generation);
         assert_eq!(Holdings::of(&fleet), before, "round {round}");
+        eventually("the weight-server watches each worker once", || (pidfds(&fleet) == 3).then_some(()));
     }
     fleet.stop();
 }

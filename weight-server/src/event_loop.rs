@@ -52,6 +52,16 @@ struct HeldLease {
     watch: JoinHandle<()>,
 }
 
+/// The task that waits for the exit of an awaited worker. Dropping it closes the pidfd.
+#[derive(Debug)]
+struct AwaitedWatch(JoinHandle<()>);
+
+impl Drop for AwaitedWatch {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct WeightServerLoop {
     state: WeightServerState,
@@ -67,6 +77,8 @@ pub(crate) struct WeightServerLoop {
     changes: broadcast::Sender<CatalogChange>,
     generations: HashMap<u64, Arc<GenerationFds>>,
     leases: HashMap<u64, HeldLease>,
+    /// By process id, workers whose exit the state wants to know of before they have a lease.
+    awaited: HashMap<i32, AwaitedWatch>,
     clients: HashMap<ConnectionId, ConnectedWorker>,
     loaders: HashMap<u64, LoaderHandle>,
     verifiers: HashMap<u64, VerifierHandle>,
@@ -107,6 +119,7 @@ impl WeightServerLoop {
             changes: broadcast::channel(CHANGE_QUEUE_CAPACITY).0,
             generations: parts.generations,
             leases: HashMap::new(),
+            awaited: HashMap::new(),
             clients: HashMap::new(),
             loaders: HashMap::new(),
             verifiers: HashMap::new(),
@@ -239,6 +252,7 @@ impl WeightServerLoop {
                 }
             }
         }
+        self.awaited.retain(|pid, _| self.state.is_awaited(*pid));
         if changed {
             self.fd_store.report_status(self.status_line());
         }
@@ -410,14 +424,15 @@ impl WeightServerLoop {
     }
 
     /// Waits for the exit of a worker that may return what it holds.
-    fn watch_awaited(&self, pid: i32, pidfd: OwnedFd) {
+    fn watch_awaited(&mut self, pid: i32, pidfd: OwnedFd) {
         let inputs = self.inputs.clone();
-        tokio::spawn(async move {
+        let watch = tokio::spawn(async move {
             // If the process cannot be watched, the state stops waiting for it after a while.
             if handoff::event_loop::wait_for_process_end(Arc::new(pidfd)).await.is_ok() {
                 inputs.send(LoopInput::Event(WeightServerEvent::AwaitedProcessEnded { pid })).await;
             }
         });
+        self.awaited.insert(pid, AwaitedWatch(watch));
     }
 
     /// Keeps a lease's descriptors and waits for the exit of its process.

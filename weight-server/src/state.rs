@@ -247,6 +247,11 @@ impl WeightServerState {
         self.tokens.required()
     }
 
+    /// Whether the worker may still return what it holds.
+    pub fn is_awaited(&self, pid: i32) -> bool {
+        self.returns.is_awaited(pid)
+    }
+
     /// Applies one event. Returns the actions in the order in which they must be executed.
     pub fn handle(&mut self, event: WeightServerEvent, now: Duration) -> Vec<WeightServerAction> {
         self.now = now;

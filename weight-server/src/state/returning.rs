@@ -83,6 +83,10 @@ impl GenerationReturns {
         now < self.reservations_until && self.awaited.keys().copied().chain(returning).any(|of| of != pid)
     }
 
+    pub(super) fn is_awaited(&self, pid: i32) -> bool {
+        self.awaited.contains_key(&pid)
+    }
+
     /// The worker has exited.
     pub(super) fn settle(&mut self, pid: i32) {
         self.awaited.remove(&pid);
