@@ -79,6 +79,27 @@ fn a_router_that_restarts_under_a_successor_refuses_no_connection() {
     fleet.stop();
 }
 
+/// A child has the descriptors of its supervisor until it executes its program.
+#[test]
+fn a_successor_waits_for_the_children_that_a_dead_supervisor_was_starting() {
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let runtime_dir = directory.path().join("run");
+    std::fs::create_dir(&runtime_dir).unwrap();
+    // `flock` takes the lock and ends at once; the shell has the descriptor for 3 s.
+    let held = "exec 9>>\"$1\"; flock --nonblock 9 && echo locked; exec sleep 3 >/dev/null";
+    let mut child = Command::new("sh");
+    child.args(["-c", held, "sh"]).arg(runtime_dir.join("supervisor.lock"));
+    let mut child = child.stdout(Stdio::piped()).spawn().unwrap();
+    assert_eq!(std::io::read_to_string(child.stdout.take().unwrap()).unwrap(), "locked\n");
+    let began = Instant::now();
+    let mut successor = serve_config(&runtime_dir, &config(1)).spawn().unwrap();
+    first_json_line(&mut successor);
+    assert!(began.elapsed() > Duration::from_secs(2), "the lock was held");
+    proc::send_signal(successor.id(), "INT");
+    assert!(successor.wait().unwrap().success());
+    child.wait().unwrap();
+}
+
 #[test]
 fn a_router_offers_its_socket_until_the_supervisor_takes_it() {
     let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();

@@ -19,16 +19,19 @@
 //! Only these files are ever removed. The directory is removed only if a supervisor created it and
 //! it is empty. A `--runtime-dir` that existed before, or that contains other files, stays.
 
-use std::fs::{self, DirBuilder, File};
-use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+mod claim;
+mod lock_holder;
+
+use std::fs::{self, File};
+use std::io;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
 
 use crate::exit::{Exit, HasExit, exit_for_io_error};
 use crate::socket_probe::probe_listener;
+
+pub use claim::ClaimedRuntimeDir;
 
 /// Workers of one fleet. The router keeps a connection to each, asks each for its load four times a
 /// second, and tries each of a model in turn. More than 256 processes on one machine share too few
@@ -41,10 +44,6 @@ const SOCKET_NAME_BYTES_MAX: usize = "notify-weight-server.sock".len() + 1;
 /// Access for the owner only: the directory protects every socket in it.
 const DIRECTORY_MODE: u32 = 0o700;
 const LOCK_FILE: &str = "supervisor.lock";
-/// How long a new supervisor waits for the lock. A supervisor that was killed holds it until the
-/// kernel has closed its files, and the last child of a dead one while it removes the directory.
-const LOCK_WAIT: Duration = Duration::from_secs(1);
-const LOCK_POLL: Duration = Duration::from_millis(20);
 /// Content of the lock file if a supervisor created the directory.
 const CREATED_MARKER: &str = "made by ballast\n";
 const FLEET_FILE_EXTENSIONS: [&str; 5] = ["sock", "toml", "pid", "partial", "turns"];
@@ -246,129 +245,6 @@ impl RuntimeDir {
     }
 }
 
-/// A runtime directory that this process has locked: no other supervisor can use it.
-///
-/// Dropping it releases the directory, and removes the fleet's files unless a child still runs.
-#[derive(Debug)]
-pub struct ClaimedRuntimeDir {
-    directory: RuntimeDir,
-    lock: File,
-}
-
-impl ClaimedRuntimeDir {
-    /// Creates or takes over the directory. Without a path, creates one for this process. Blocks
-    /// for at most [`LOCK_WAIT`].
-    pub fn claim(path: Option<&Path>) -> Result<Self, RuntimeDirError> {
-        let path = match path {
-            Some(path) => std::path::absolute(path)
-                .map_err(|source| RuntimeDirError::Create { path: path.to_owned(), source })?,
-            None => default_path(),
-        };
-        let bytes = path.as_os_str().len() + 1 + SOCKET_NAME_BYTES_MAX;
-        if bytes > SOCKET_PATH_BYTES_MAX {
-            return Err(RuntimeDirError::TooLong { path, bytes });
-        }
-        let started = Instant::now();
-        loop {
-            let error = match Self::claim_now(&path) {
-                Ok(claimed) if claimed.is_in_place().unwrap_or(false) => return Ok(claimed),
-                // The last child of a dead supervisor has removed the directory meanwhile.
-                Ok(_) => RuntimeDirError::InUse { path: path.clone() },
-                Err(error) => error,
-            };
-            if !error.may_pass() || started.elapsed() > LOCK_WAIT {
-                return Err(error);
-            }
-            std::thread::sleep(LOCK_POLL);
-        }
-    }
-
-    fn claim_now(path: &Path) -> Result<Self, RuntimeDirError> {
-        let path = path.to_owned();
-        let create = |source| RuntimeDirError::Create { path: path.clone(), source };
-        let was_created = match DirBuilder::new().mode(DIRECTORY_MODE).create(&path) {
-            Ok(()) => true,
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                let metadata = fs::metadata(&path).map_err(create)?;
-                let owner = metadata.uid();
-                if owner != rustix::process::geteuid().as_raw() {
-                    return Err(RuntimeDirError::ForeignOwner { path, owner });
-                }
-                if metadata.permissions().mode() & 0o077 != 0 {
-                    fs::set_permissions(&path, fs::Permissions::from_mode(DIRECTORY_MODE)).map_err(create)?;
-                }
-                false
-            }
-            Err(error) => return Err(create(error)),
-        };
-        let lock = take_lock(&path, was_created).inspect_err(|_| {
-            if was_created {
-                // Does nothing if another process has put files into it.
-                let _: io::Result<()> = fs::remove_dir(&path);
-            }
-        })?;
-        Ok(Self { lock, directory: RuntimeDir { path } })
-    }
-
-    /// Creates the directory and its lock again if they were deleted. Returns whether they were.
-    /// [`RuntimeDirError::InUse`]: another supervisor has claimed the path meanwhile.
-    pub fn restore(&mut self) -> Result<bool, RuntimeDirError> {
-        let path = self.directory.path();
-        match self.is_in_place() {
-            Ok(true) => return Ok(false),
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(RuntimeDirError::Lock { path: path.join(LOCK_FILE), source: error });
-            }
-            Ok(false) | Err(_) => {}
-        }
-        let was_created = match DirBuilder::new().mode(DIRECTORY_MODE).create(path) {
-            Ok(()) => true,
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
-            Err(source) => return Err(RuntimeDirError::Create { path: path.to_owned(), source }),
-        };
-        self.lock = take_lock(path, was_created)?;
-        Ok(true)
-    }
-
-    /// Whether the path still leads to the lock that this process holds.
-    fn is_in_place(&self) -> io::Result<bool> {
-        let inode = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
-        let found = fs::symlink_metadata(self.directory.path().join(LOCK_FILE)).map(inode)?;
-        Ok(found == self.lock.metadata().map(inode)?)
-    }
-
-    pub fn directory(&self) -> &RuntimeDir {
-        &self.directory
-    }
-}
-
-impl Drop for ClaimedRuntimeDir {
-    fn drop(&mut self) {
-        // Children outlive a supervisor whose start failed. The last one removes the directory.
-        let is_empty = || self.directory.living_children().is_ok_and(|living| living.is_empty());
-        if self.is_in_place().is_ok_and(|in_place| in_place) && is_empty() {
-            self.directory.remove_fleet_files();
-        }
-    }
-}
-
-fn take_lock(path: &Path, was_created: bool) -> Result<File, RuntimeDirError> {
-    let lock_path = path.join(LOCK_FILE);
-    let failed = |source| RuntimeDirError::Lock { path: lock_path.clone(), source };
-    let mut lock = File::options().create(true).append(true).open(&lock_path).map_err(failed)?;
-    match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => {}
-        Err(rustix::io::Errno::WOULDBLOCK) => return Err(RuntimeDirError::InUse { path: path.to_owned() }),
-        Err(errno) => return Err(failed(errno.into())),
-    }
-    if was_created && let Err(error) = lock.write_all(CREATED_MARKER.as_bytes()) {
-        // Removed while it is locked. The error that is returned is the first one.
-        let _: io::Result<()> = fs::remove_file(&lock_path);
-        return Err(failed(error));
-    }
-    Ok(lock)
-}
-
 /// `$XDG_RUNTIME_DIR/ballast-<pid>`, else `/tmp/ballast-<uid>-<pid>`.
 fn default_path() -> PathBuf {
     let pid = std::process::id();
@@ -451,53 +327,6 @@ mod tests {
 
     fn claim(path: &Path) -> Result<ClaimedRuntimeDir, RuntimeDirError> {
         ClaimedRuntimeDir::claim(Some(path))
-    }
-
-    #[test]
-    fn two_supervisors_cannot_share_a_directory() {
-        let parent = tempfile::tempdir().unwrap();
-        let path = parent.path().join("fleet");
-        let first = claim(&path).unwrap();
-        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o700);
-        assert!(matches!(claim(&path), Err(RuntimeDirError::InUse { .. })));
-        drop(first);
-        assert!(!path.exists());
-        drop(claim(&path).unwrap());
-    }
-
-    #[test]
-    fn a_new_supervisor_waits_for_one_that_is_about_to_end_and_for_a_directory_that_is_being_removed() {
-        let parent = tempfile::tempdir().unwrap();
-        let path = parent.path().join("fleet");
-        for _ in 0..3 {
-            let first = claim(&path).unwrap();
-            let ending = std::thread::spawn(move || {
-                std::thread::sleep(LOCK_WAIT / 4);
-                // Removes the files while it holds the lock, like the last child.
-                drop(first);
-            });
-            let next = claim(&path).unwrap();
-            ending.join().unwrap();
-            assert!(next.is_in_place().unwrap());
-        }
-    }
-
-    #[test]
-    fn a_deleted_directory_is_restored_unless_another_supervisor_has_claimed_it() {
-        let parent = tempfile::tempdir().unwrap();
-        let path = parent.path().join("fleet");
-        let mut claimed = claim(&path).unwrap();
-        assert!(!claimed.restore().unwrap());
-        fs::remove_dir_all(&path).unwrap();
-        assert!(claimed.restore().unwrap());
-        assert!(matches!(claim(&path), Err(RuntimeDirError::InUse { .. })));
-        fs::remove_dir_all(&path).unwrap();
-        let other = claim(&path).unwrap();
-        assert!(matches!(claimed.restore(), Err(RuntimeDirError::InUse { .. })));
-        drop(claimed);
-        assert!(path.exists(), "the directory belongs to the other supervisor");
-        drop(other);
-        assert!(!path.exists());
     }
 
     #[test]
