@@ -61,4 +61,5 @@ mod tools;
 mod unload;
 mod unusable_directory;
 mod usage_log;
+mod worker_wait;
 mod workspace;

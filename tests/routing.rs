@@ -120,8 +120,10 @@ fn a_restarted_router_calls_a_model_whose_workers_are_not_heard_yet_unavailable_
             device()
         )
     };
-    let fleet =
-        ServedFleet::start_config(&[model("first", &demo_7m()), model("second", &demo_22m())].concat());
+    let router = "[router]\nworker-wait = \"3s\"\n".to_owned();
+    let fleet = ServedFleet::start_config(
+        &[router, model("first", &demo_7m()), model("second", &demo_22m())].concat(),
+    );
     let http = HttpClient::connect(&fleet);
     let status = |model: &str| {
         let mut body = json!({"model": model, "prompt": "import ", "max_tokens": 2});

@@ -12,6 +12,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
@@ -19,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::admission::{
     AdmissionDecision, AdmissionError, AdmissionEvent, AdmissionId, AdmissionLimits, AdmissionPolicy,
-    AdmissionRequest, ModelAdmissionStats, PriorityClass, Uptime,
+    AdmissionRequest, ModelAdmissionStats, PriorityClass, Uptime, WorkerAvailability,
 };
 use crate::metrics;
 use crate::registry::WorkerRegistry;
@@ -37,12 +38,13 @@ pub(crate) struct AdmissionController {
 
 #[derive(Debug)]
 struct ControllerState {
-    limits: AdmissionLimits,
     policy: AdmissionPolicy,
     /// Where to send the decision about each waiting request.
     waiting: HashMap<AdmissionId, oneshot::Sender<Result<(), AdmissionError>>>,
-    /// Models that the policy knows to have workers.
+    /// Models that the policy knows: they have workers, or are expected to have some.
     models: BTreeSet<ModelKey>,
+    /// The router is stopping: no request waits for a worker any longer.
+    is_draining: bool,
     last_id: u64,
 }
 
@@ -74,10 +76,10 @@ impl Drop for StreamPermits {
 impl AdmissionController {
     pub(crate) fn new(registry: Arc<WorkerRegistry>, limits: AdmissionLimits) -> Arc<Self> {
         let state = ControllerState {
-            limits,
             policy: AdmissionPolicy::new(limits),
             waiting: HashMap::new(),
             models: BTreeSet::new(),
+            is_draining: false,
             last_id: 0,
         };
         let (start, deadline_changed) = (Instant::now(), Notify::new());
@@ -87,6 +89,11 @@ impl AdmissionController {
     /// Maximum number of streams in this process.
     pub(crate) fn streams_max(&self) -> u32 {
         self.limits.streams_max
+    }
+
+    /// How long a request waits for a worker of a model that has none.
+    pub(crate) fn worker_wait(&self) -> Duration {
+        self.limits.worker_wait
     }
 
     pub(crate) fn uptime_at(&self, at: Instant) -> Uptime {
@@ -117,12 +124,12 @@ impl AdmissionController {
         sender: oneshot::Sender<Result<(), AdmissionError>>,
     ) -> AdmissionId {
         let mut state = self.lock();
-        let now = self.uptime_at(Instant::now());
         state.last_id += 1;
         let id = AdmissionId(state.last_id);
         state.waiting.insert(id, sender);
-        // Counts a worker that joined after the last refresh.
-        state.update_permits(&self.registry, &request.model, now);
+        // Counts a worker that joined or left after the last refresh.
+        self.update_workers(&mut state, &request.model);
+        let now = self.uptime_at(Instant::now());
         state.handle(now, AdmissionEvent::Arrived(id, request));
         id
     }
@@ -134,6 +141,13 @@ impl AdmissionController {
 
     pub(crate) fn stats(&self, model: &ModelKey) -> Option<ModelAdmissionStats> {
         self.lock().policy.stats(model)
+    }
+
+    /// The queues of models that the router has not heard, by name.
+    pub(crate) fn unheard_stats(&self) -> Vec<(ModelKey, ModelAdmissionStats)> {
+        let state = self.lock();
+        let unheard = state.models.iter().filter(|model| model.is_unheard());
+        unheard.filter_map(|model| Some((model.clone(), state.policy.stats(model)?))).collect()
     }
 
     /// Tells the policy about workers that join or leave and about deadlines, until `stop`.
@@ -157,17 +171,46 @@ impl AdmissionController {
         }
     }
 
-    /// Updates the permits of every model. Returns the next deadline.
+    /// Refuses requests that wait for a worker, now and from now on. Others wait and run on.
+    pub(crate) fn begin_drain(&self) {
+        self.lock().is_draining = true;
+        self.refresh();
+    }
+
+    /// Updates the workers of every model. Returns the next deadline.
     fn refresh(&self) -> Option<Uptime> {
         let mut state = self.lock();
-        let now = self.uptime_at(Instant::now());
         let known = state.models.iter().cloned();
         let models: BTreeSet<ModelKey> = self.registry.model_keys().into_iter().chain(known).collect();
         for model in models {
-            state.update_permits(&self.registry, &model, now);
+            self.update_workers(&mut state, &model);
         }
+        let now = self.uptime_at(Instant::now());
         state.handle(now, AdmissionEvent::Tick);
         state.policy.next_deadline()
+    }
+
+    /// Reads the registry under the policy's lock, so that the policy never keeps an older state.
+    fn update_workers(&self, state: &mut ControllerState, model: &ModelKey) {
+        let permits = self.limits.permits(self.registry.capacity(model));
+        let expected = || self.registry.next_worker(model, self.limits.worker_wait);
+        let workers = match (permits, state.is_draining) {
+            (1.., _) => WorkerAvailability::Ready { permits },
+            (0, true) => WorkerAvailability::Gone,
+            (0, false) => {
+                expected().map_or(WorkerAvailability::Gone, |expected| WorkerAvailability::Expected {
+                    not_before: self.uptime_at(expected.not_before),
+                    until: expected.until.map(|until| self.uptime_at(until)),
+                })
+            }
+        };
+        if workers != WorkerAvailability::Gone {
+            state.models.insert(model.clone());
+        } else if !state.models.remove(model) {
+            return;
+        }
+        let now = self.uptime_at(Instant::now());
+        state.handle(now, AdmissionEvent::WorkersChanged(model.clone(), workers));
     }
 
     /// Releases `count` permits of an admitted request, or cancels a waiting request.
@@ -200,16 +243,5 @@ impl ControllerState {
                 let _gone = sender.send(answer);
             }
         }
-    }
-
-    /// Reads the capacity under the policy's lock, so that the policy never keeps an older value.
-    fn update_permits(&mut self, registry: &WorkerRegistry, model: &ModelKey, now: Uptime) {
-        let permits = self.limits.permits(registry.capacity(model));
-        if permits > 0 {
-            self.models.insert(model.clone());
-        } else if !self.models.remove(model) {
-            return;
-        }
-        self.handle(now, AdmissionEvent::PermitsChanged(model.clone(), permits));
     }
 }

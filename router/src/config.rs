@@ -150,9 +150,10 @@ impl AdmissionConfig {
         Ok(())
     }
 
-    pub(crate) fn limits(&self, streams_max: u32) -> AdmissionLimits {
+    pub(crate) fn limits(&self, router: &RouterLimits) -> AdmissionLimits {
         AdmissionLimits {
-            streams_max,
+            streams_max: router.streams_max,
+            worker_wait: router.worker_wait,
             queue_max: self.queue_max,
             tenant_queue_max: self.tenant_queue_max,
             interactive_floor: self.interactive_floor,

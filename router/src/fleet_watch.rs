@@ -1,19 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Asks the supervisor how the processes of the fleet are, for `/ready` and metrics, which models
-//! the fleet has, and which file each model means while it is swapped. A router without a
-//! supervisor knows only the workers that serve.
+//! the fleet has, when their next workers start, and which file each model means while it is
+//! swapped. A router without a supervisor knows only the workers that serve.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use proto::fleet::v1::fleet_client::FleetClient;
-use proto::fleet::v1::{Child, ChildState, GetStatusRequest, Status};
+use proto::fleet::v1::{Child, ChildState, GetStatusRequest, Model, ModelState, Status};
 use service::RuntimeDir;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 
 use crate::registry::WorkerRegistry;
+use crate::worker_outlook::{FleetAnswer, NextWorker};
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// The supervisor answers from memory. One that takes longer is stopped.
@@ -62,11 +65,14 @@ impl FleetWatch {
                 _ = poll.tick() => {}
                 () = stop.cancelled() => return,
             }
+            let asked = Instant::now();
             let status = if socket.exists() { ask(&mut client).await } else { None };
             if let Some(status) = &status {
                 let models = status.models.iter().map(|model| (model.name.clone(), model.digest.to_vec()));
                 registry.set_fleet_models(models.collect());
             }
+            let models = status.as_ref().map(|status| next_workers(status, asked));
+            registry.set_fleet_answer(models.map(|models| FleetAnswer { asked, models }));
             let children = status.map(|status| status.children).unwrap_or_default();
             let reports = children.into_iter().map(ProcessReport::from).collect();
             *self.processes.lock().unwrap_or_else(PoisonError::into_inner) = reports;
@@ -82,6 +88,39 @@ async fn ask(client: &mut FleetClient<Channel>) -> Option<Status> {
     }
 }
 
+/// When the next worker of each model starts.
+fn next_workers(status: &Status, asked: Instant) -> HashMap<String, NextWorker> {
+    let next_worker = |model: &Model| {
+        if model.is_unloading {
+            return NextWorker::Never;
+        }
+        let workers = status.children.iter().filter(|child| child.model == model.name);
+        let starts = workers.map(|worker| next_start(worker, asked));
+        // The workers of a model that loads start after it.
+        let first = match model.state() {
+            ModelState::Loading => NextWorker::At(asked),
+            _ => NextWorker::Never,
+        };
+        starts.fold(first, NextWorker::or)
+    };
+    status.models.iter().map(|model| (model.name.clone(), next_worker(model))).collect()
+}
+
+fn next_start(worker: &Child, asked: Instant) -> NextWorker {
+    match worker.state() {
+        ChildState::Stopped | ChildState::Unspecified => NextWorker::Never,
+        ChildState::BackingOff | ChildState::Failed => {
+            NextWorker::At(asked + Duration::from_millis(worker.next_start_ms()))
+        }
+        // One that drains or stops may start again: the supervisor does not say whether it will.
+        ChildState::Starting
+        | ChildState::Running
+        | ChildState::Stopping
+        | ChildState::Orphaned
+        | ChildState::Draining => NextWorker::At(asked),
+    }
+}
+
 impl From<Child> for ProcessReport {
     fn from(child: Child) -> Self {
         let state = child.state();
@@ -91,5 +130,53 @@ impl From<Child> for ProcessReport {
             restarts: child.crashes,
             name: child.name,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn worker(model: &str, state: ChildState, next_start_ms: Option<u64>) -> Child {
+        Child { model: model.to_owned(), state: state.into(), next_start_ms, ..Child::default() }
+    }
+
+    #[test]
+    fn the_next_worker_of_a_model_is_its_first_that_is_not_stopped() {
+        let models = [
+            ("serves", ModelState::Ready, false),
+            ("crashes", ModelState::Ready, false),
+            ("drained", ModelState::Ready, false),
+            ("unloading", ModelState::Ready, true),
+            ("loading", ModelState::Loading, false),
+            ("failed", ModelState::Failed, false),
+        ];
+        let model = |&(name, state, is_unloading): &(&str, ModelState, bool)| Model {
+            name: name.to_owned(),
+            state: state.into(),
+            is_unloading,
+            ..Model::default()
+        };
+        let children = vec![
+            worker("serves", ChildState::Stopped, None),
+            worker("serves", ChildState::Draining, None),
+            worker("crashes", ChildState::Failed, Some(40_000)),
+            worker("crashes", ChildState::BackingOff, Some(7_000)),
+            worker("drained", ChildState::Stopped, None),
+            worker("unloading", ChildState::Draining, None),
+            worker("", ChildState::Running, None),
+        ];
+        let status = Status { models: models.iter().map(model).collect(), children, ..Status::default() };
+        let asked = Instant::now();
+        let next = next_workers(&status, asked);
+        let expected = [
+            ("serves", NextWorker::At(asked)),
+            ("crashes", NextWorker::At(asked + Duration::from_secs(7))),
+            ("drained", NextWorker::Never),
+            ("unloading", NextWorker::Never),
+            ("loading", NextWorker::At(asked)),
+            ("failed", NextWorker::Never),
+        ];
+        assert_eq!(next, expected.map(|(name, next)| (name.to_owned(), next)).into());
     }
 }

@@ -148,10 +148,16 @@ impl MetricsPage {
     }
 
     fn render_admission(&mut self, models: &[ModelSnapshot], admission: &AdmissionController) {
-        let stats: Vec<_> = models
+        let mut stats: Vec<_> = models
             .iter()
             .filter_map(|s| Some((escape(s.model.name()), admission.stats(s.model.key())?)))
             .collect();
+        for (key, unheard) in admission.unheard_stats() {
+            let name = escape(&key.name);
+            if !stats.iter().any(|(listed, _)| *listed == name) {
+                stats.push((name, unheard));
+            }
+        }
         for (name, value) in CLASS_GAUGES {
             self.line(format_args!("# TYPE ballast:{name} gauge"));
             for (model, stats) in &stats {
@@ -197,6 +203,7 @@ fn escape(value: &str) -> String {
 mod tests {
     use super::*;
     use crate::config::AdmissionConfig;
+    use crate::limits::RouterLimits;
 
     #[test]
     fn label_values_are_escaped() {
@@ -206,7 +213,7 @@ mod tests {
     #[test]
     fn a_registry_without_workers_gives_no_worker_lines() {
         let registry = WorkerRegistry::new(crate::config::RoutingMode::default());
-        let limits = AdmissionConfig::default().limits(10);
+        let limits = AdmissionConfig::default().limits(&RouterLimits::default());
         let text = render(&registry, &AdmissionController::new(registry.clone(), limits), &[]);
         assert!(text.contains("ballast:num_streams 0\n"), "{text}");
         assert!(!text.contains("engine="), "{text}");

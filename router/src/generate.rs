@@ -27,6 +27,7 @@ use crate::opening::RequestRefusal;
 use crate::params::{CheckedParams, RequestParamError, RequestParams, TokenLimits};
 use crate::quarantine::{ContentHasher, ContentKey};
 use crate::registry::{PlacedStream, WorkerRegistry};
+use crate::routing::ModelKey;
 use crate::tenant::TenantResolver;
 use crate::text_stream::TextStream;
 use crate::usage::RequestUsage;
@@ -187,8 +188,14 @@ impl GenerationRequest {
         receiver
     }
 
-    /// One call for each choice. `tenant` is the tenant's number for workers.
-    pub(crate) fn choice_calls(&self, tenant: u64, hasher: &ContentHasher) -> Vec<ChoiceCall> {
+    /// One call for each choice, for workers that serve the model under this key. `tenant` is the
+    /// tenant's number for workers.
+    pub(crate) fn choice_calls(
+        &self,
+        model: &ModelKey,
+        tenant: u64,
+        hasher: &ContentHasher,
+    ) -> Vec<ChoiceCall> {
         let mut calls = Vec::with_capacity(self.choices());
         let dry_breakers: Arc<[Vec<u32>]> = match &self.params().sampling.dry {
             Some(dry) => self.model.text.dry_breakers(&dry.breakers),
@@ -200,7 +207,7 @@ impl GenerationRequest {
             let stop_tokens: Arc<[u32]> = [&params.stop_tokens, end_of_generation].concat().into();
             let mut call = ChoiceCall {
                 request_id: self.origin.request_id.clone(),
-                model: self.model.key().clone(),
+                model: model.clone(),
                 prompt: prompt.clone(),
                 params: params.clone(),
                 stop_tokens,
@@ -280,33 +287,63 @@ impl Generator {
         request: &GenerationRequest,
     ) -> Result<mpsc::Receiver<ChoiceEvent>, RequestRefusal> {
         let deadline = self.deadline(request);
-        let admission_request = self.admission_request(request, request.choices() as u32);
         self.check_capacity(request)?;
-        let tenant = self.tenants.number(&request.origin.tenant);
-        let calls = request.choice_calls(tenant, &self.dispatcher.quarantine.hasher);
-        if let Some(entry) = calls.iter().find_map(|call| self.dispatcher.quarantine.find(call.content)) {
-            return Err(RequestRefusal::Quarantined(entry));
-        }
+        let mut calls = self.calls_for(request, request.model.key())?;
         if let Some(grammar) = &request.params().grammar {
             let GenerationRequest { model, origin, .. } = request;
             self.grammars.check(model.key(), grammar, origin, deadline).await?;
         }
-        let permits = self.admission.admit(request.model.name(), admission_request).await?;
-        let choices = self.open_streams(calls, deadline).await?;
+        let mut attempts = self.worker_attempts(request, request.choices() as u32);
+        let (choices, permits) = loop {
+            let (model, permits) = attempts.next().await?;
+            if calls.iter().any(|call| call.model != model) {
+                calls = self.calls_for(request, &model)?;
+            }
+            match self.open_streams(calls.clone(), deadline).await {
+                Ok(choices) => break (choices, permits),
+                Err(refusal) => {
+                    drop(permits);
+                    attempts.refused(refusal).await?;
+                }
+            }
+        };
         let events = self.spawn_choices(request, choices, permits, deadline)?;
         request.record_prompts();
         Ok(events)
     }
 
+    /// The calls of a request, unless its content is in quarantine.
+    fn calls_for(
+        &self,
+        request: &GenerationRequest,
+        model: &ModelKey,
+    ) -> Result<Vec<ChoiceCall>, RequestRefusal> {
+        let (tenant, quarantine) = (self.tenants.number(&request.origin.tenant), &self.dispatcher.quarantine);
+        let calls = request.choice_calls(model, tenant, &quarantine.hasher);
+        match calls.iter().find_map(|call| quarantine.find(call.content)) {
+            Some(entry) => Err(RequestRefusal::Quarantined(entry)),
+            None => Ok(calls),
+        }
+    }
+
     pub(crate) fn deadline(&self, request: &GenerationRequest) -> Instant {
-        let timeout = request.params().deadline.unwrap_or(self.request_timeout).min(self.request_timeout);
-        request.origin.arrived + timeout
+        self.deadline_of(&request.origin, request.params().deadline.unwrap_or(Duration::MAX))
+    }
+
+    /// When a request with this timeout of its own ends.
+    pub(crate) fn deadline_of(&self, origin: &RequestOrigin, timeout: Duration) -> Instant {
+        origin.arrived + timeout.min(self.request_timeout)
     }
 
     /// What the request asks of admission control for this many streams.
-    pub(crate) fn admission_request(&self, request: &GenerationRequest, permits: u32) -> AdmissionRequest {
+    pub(crate) fn admission_request(
+        &self,
+        request: &GenerationRequest,
+        model: ModelKey,
+        permits: u32,
+    ) -> AdmissionRequest {
         AdmissionRequest {
-            model: request.model.key().clone(),
+            model,
             tenant: request.origin.tenant.clone(),
             priority: request.params().priority,
             permits,

@@ -21,6 +21,7 @@ use crate::failover::ChoiceError;
 use crate::generate::{GenerationRequest, Generator, RequestOrigin, TokenizedPrompts};
 use crate::intake::RequestBytes;
 use crate::model::{ChatError, Conversation, ServedModel};
+use crate::model_wait::ModelQuery;
 use crate::opening::{RETRY_AFTER, RequestRefusal};
 use crate::params::{RequestGrammar, RequestParamError, RequestParams, token_ids};
 use crate::registry::{ModelSnapshot, ResolveError};
@@ -47,9 +48,12 @@ impl inference_server::Inference for InferenceService {
         let key = active.as_ref().map(KeyedRequest::key);
         let tenant = self.resolve_tenant(request.metadata(), &request.get_ref().tenant, key)?;
         let bytes = request.extensions().get::<RequestBytes>().cloned();
-        let (model, message) = self.resolve(request, |request| &request.model).await?;
         let origin =
             RequestOrigin { request_id: ClientRequestId::random().0, arrived, tenant, bytes, active };
+        let own = earlier_deadline_ms(timeout, request.get_ref().deadline_ms);
+        let own = own.map_or(Duration::MAX, |ms| Duration::from_millis(ms.unsigned_abs()));
+        let wait = (origin.tenant.clone(), self.generator.deadline_of(&origin, own));
+        let (model, message) = self.resolve(request, |request| &request.model, wait).await?;
         let request = generation_request(model, message, timeout, origin)?;
         let events = self.generator.start(&request).await?;
         let started = wire::Started {
@@ -91,7 +95,8 @@ impl inference_server::Inference for InferenceService {
         &self,
         request: Request<wire::TokenizeRequest>,
     ) -> Result<Response<wire::TokenizeReply>, Status> {
-        let (model, request) = self.resolve(request, |request| &request.model).await?;
+        let wait = self.tokenizer_wait(request.metadata());
+        let (model, request) = self.resolve(request, |request| &request.model, wait).await?;
         let tokens = model.text.encode(&request.text, !request.no_special);
         let tokens = tokens.map_err(|error| Status::invalid_argument(error.to_string()))?;
         Ok(Response::new(wire::TokenizeReply { tokens }))
@@ -101,7 +106,8 @@ impl inference_server::Inference for InferenceService {
         &self,
         request: Request<wire::DetokenizeRequest>,
     ) -> Result<Response<wire::DetokenizeReply>, Status> {
-        let (model, request) = self.resolve(request, |request| &request.model).await?;
+        let wait = self.tokenizer_wait(request.metadata());
+        let (model, request) = self.resolve(request, |request| &request.model, wait).await?;
         let ids = check_ids(&model, "tokens", &request.tokens)?;
         let text = model.text.decode(&ids).map_err(|error| Status::invalid_argument(error.to_string()))?;
         Ok(Response::new(wire::DetokenizeReply { text }))
@@ -134,16 +140,25 @@ impl inference_server::Inference for InferenceService {
 }
 
 impl InferenceService {
-    /// The model that the request names, and its message.
+    /// The model that the request names, and its message. The request waits for a model that the
+    /// router has not heard, for its tenant and until its deadline.
     async fn resolve<T>(
         &self,
         request: Request<T>,
         name: impl Fn(&T) -> &String,
+        (tenant, deadline): (Tenant, Instant),
     ) -> Result<(Arc<ServedModel>, T), Status> {
         let access = model_access(&request);
         let message = request.into_inner();
         let name = Some(name(&message).as_str()).filter(|name| !name.is_empty());
-        Ok((self.generator.registry.resolve_when_known(name, &access).await?, message))
+        self.generator.wait_for_model(ModelQuery { name, access: &access, tenant, deadline }).await?;
+        Ok((self.generator.registry.resolve(name, &access)?, message))
+    }
+
+    /// Tenant and deadline of a call that needs only a tokenizer.
+    fn tokenizer_wait(&self, metadata: &MetadataMap) -> (Tenant, Instant) {
+        let timeout = grpc_timeout(metadata).unwrap_or(Duration::MAX).min(self.generator.request_timeout);
+        (Tenant::Unnamed, Instant::now() + timeout)
     }
 
     /// The header of a gateway overrides the caller's field.
@@ -335,7 +350,9 @@ impl From<RequestRefusal> for Status {
     fn from(refusal: RequestRefusal) -> Self {
         let message = refusal.to_string();
         let status = match &refusal {
-            RequestRefusal::NoWorker | RequestRefusal::Overloaded { .. } => Status::unavailable(message),
+            RequestRefusal::NoWorker { .. } | RequestRefusal::Overloaded { .. } => {
+                Status::unavailable(message)
+            }
             RequestRefusal::TenantLimit { .. } => Status::resource_exhausted(message),
             RequestRefusal::CapacityExceeded(_)
             | RequestRefusal::Invalid { .. }

@@ -60,6 +60,7 @@ mod listener;
 mod metrics;
 mod metrics_text;
 mod model;
+mod model_wait;
 mod open_connections;
 pub mod opening;
 mod params;
@@ -82,7 +83,9 @@ mod tls;
 mod usage;
 mod usage_log;
 mod wire;
+mod worker_attempts;
 mod worker_link;
+mod worker_outlook;
 mod worker_search;
 
 pub use access::{KeyFileError, check_key_text};

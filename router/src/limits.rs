@@ -19,6 +19,9 @@ pub struct RouterLimits {
     /// Maximum duration of a request, also if the request has a later deadline.
     #[serde(with = "service::duration")]
     pub request_timeout: Duration,
+    /// How long a request waits for a worker of a model that has none at the moment.
+    #[serde(with = "service::duration")]
+    pub worker_wait: Duration,
     /// How long streams may continue after the router is told to stop.
     #[serde(with = "service::duration")]
     pub drain: Duration,
@@ -60,6 +63,9 @@ impl Default for RouterLimits {
         Self {
             streams_max: 1024,
             request_timeout: Duration::from_secs(600),
+            // A worker that starts is ready or killed after 30 s. Proxies commonly give up a silent
+            // response after 60 s.
+            worker_wait: Duration::from_secs(30),
             drain: Duration::from_secs(10),
             quarantine: Duration::from_secs(600),
             // A prompt of a million tokens as text.
@@ -80,6 +86,9 @@ impl Default for RouterLimits {
     }
 }
 
+/// Maximum of [`RouterLimits::worker_wait`]: a model that is not back by then needs an operator.
+const WORKER_WAIT_MAX: Duration = Duration::from_secs(600);
+
 /// Connections of [`RouterLimits::health_listen`]: some probes and scrapers.
 const HEALTH_CONNECTIONS_MAX: usize = 64;
 
@@ -87,6 +96,8 @@ const HEALTH_CONNECTIONS_MAX: usize = 64;
 pub enum RouterLimitsError {
     #[error("`router.{key}` is 0; use 1 or more")]
     Zero { key: &'static str },
+    #[error("`router.worker-wait` is {0:?}, the maximum is {WORKER_WAIT_MAX:?}")]
+    WorkerWait(Duration),
     #[error("`router.{key}` is {value}, which is less than `router.{smaller}` ({least})")]
     Order { key: &'static str, value: ByteSize, smaller: &'static str, least: ByteSize },
 }
@@ -106,6 +117,9 @@ impl RouterLimits {
         ];
         if let Some((key, _)) = counts.into_iter().find(|&(_, value)| value == 0) {
             return Err(RouterLimitsError::Zero { key });
+        }
+        if self.worker_wait > WORKER_WAIT_MAX {
+            return Err(RouterLimitsError::WorkerWait(self.worker_wait));
         }
         // A body of the maximum length must fit every budget.
         let budgets = [
@@ -163,6 +177,13 @@ mod tests {
         assert_eq!(defaults.check(), Ok(()));
         let zero = RouterLimits { connections_max: 0, ..defaults.clone() };
         assert_eq!(zero.check(), Err(RouterLimitsError::Zero { key: "connections-max" }));
+        let long = RouterLimits { worker_wait: Duration::from_secs(601), ..defaults.clone() };
+        assert_eq!(
+            long.check().unwrap_err().to_string(),
+            "`router.worker-wait` is 601s, the maximum is 600s"
+        );
+        let none = RouterLimits { worker_wait: Duration::ZERO, ..defaults.clone() };
+        assert_eq!(none.check(), Ok(()), "requests do not wait");
         let small = RouterLimits { connection_bytes_max: ByteSize::mib(7), ..defaults };
         let text = small.check().unwrap_err().to_string();
         assert_eq!(

@@ -12,7 +12,7 @@
 
 use std::time::Duration;
 
-use crate::admission::{AdmissionError, CapacityExceeded};
+use crate::admission::{AdmissionError, CapacityExceeded, waited_text};
 use crate::failover::{ChoiceError, WAIT_FOR_WORKER};
 use crate::quarantine::{Blocked, LossVerdict, QuarantineEntry};
 use crate::routing::WorkerId;
@@ -29,8 +29,8 @@ pub(crate) const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// Why a request is refused. The router refuses a request before it sends any byte of the response.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestRefusal {
-    #[error("no worker of this model is ready")]
-    NoWorker,
+    #[error("no worker of this model is ready{}", waited_text(*.waited))]
+    NoWorker { waited: Duration, retry_after: Duration },
     #[error("overloaded: {detail}")]
     Overloaded { detail: String, retry_after: Duration },
     /// The tenant reached its own limit. Requests of other tenants are still admitted.
@@ -57,7 +57,9 @@ impl From<AdmissionError> for RequestRefusal {
     fn from(error: AdmissionError) -> Self {
         let detail = error.to_string();
         match error {
-            AdmissionError::NoWorker => RequestRefusal::NoWorker,
+            AdmissionError::NoWorker { waited, retry_after } => {
+                RequestRefusal::NoWorker { waited, retry_after }
+            }
             AdmissionError::DeadlineExceeded => RequestRefusal::DeadlineExceeded,
             AdmissionError::QueueFull { retry_after, .. }
             | AdmissionError::TooManyStreams { retry_after, .. } => {
@@ -71,10 +73,15 @@ impl From<AdmissionError> for RequestRefusal {
 }
 
 impl RequestRefusal {
+    /// No worker was there to ask, or none that was asked answered.
+    pub fn no_worker() -> Self {
+        RequestRefusal::NoWorker { waited: Duration::ZERO, retry_after: RETRY_AFTER }
+    }
+
     /// Label value for metrics.
     pub(crate) fn reason(&self) -> &'static str {
         match self {
-            RequestRefusal::NoWorker => "no_worker",
+            RequestRefusal::NoWorker { .. } => "no_worker",
             RequestRefusal::Overloaded { .. } => "overloaded",
             RequestRefusal::TenantLimit { .. } => "tenant_limit",
             RequestRefusal::CapacityExceeded(_) => "capacity_exceeded",
@@ -88,9 +95,9 @@ impl RequestRefusal {
     /// When the client should try again. `None` if the refusal is permanent.
     pub(crate) fn retry_after(&self) -> Option<Duration> {
         match self {
-            RequestRefusal::Overloaded { retry_after, .. }
+            RequestRefusal::NoWorker { retry_after, .. }
+            | RequestRefusal::Overloaded { retry_after, .. }
             | RequestRefusal::TenantLimit { retry_after, .. } => Some(*retry_after),
-            RequestRefusal::NoWorker => Some(RETRY_AFTER),
             _ => None,
         }
     }
@@ -238,7 +245,7 @@ impl Reopening {
     /// attempt.
     pub fn refused(&self, refusal: RequestRefusal) -> Result<Duration, ChoiceError> {
         match refusal {
-            RequestRefusal::NoWorker => Ok(WAIT_STEP),
+            RequestRefusal::NoWorker { .. } => Ok(WAIT_STEP),
             RequestRefusal::Overloaded { .. } | RequestRefusal::TenantLimit { .. } => Ok(BUSY_RETRY),
             RequestRefusal::DeadlineExceeded => Err(ChoiceError::DeadlineExceeded),
             RequestRefusal::Quarantined(QuarantineEntry { losses, .. }) => {

@@ -31,15 +31,13 @@ use crate::routing::{
     ModelKey, RouterTime, RoutingMode, RoutingPolicy, StreamDemand, StreamPlacement, WorkerId, WorkerProfile,
     WorkerReport,
 };
+use crate::worker_outlook::{ExpectedWorker, FleetAnswer, WorkerOutlook};
 
 /// Maximum length of a client's text in an error.
 pub(crate) const QUOTED_CHARS_MAX: usize = 80;
-/// Maximum number of models without a worker whose tokenizers stay loaded. So a restarted worker
-/// serves at once.
+/// Maximum number of models without a worker whose tokenizers stay loaded, beside those that the
+/// supervisor lists. So a restarted worker serves at once.
 const IDLE_MODELS_MAX: usize = 8;
-/// Requests wait this long after the start of the router for the models of its workers. A worker
-/// answers within milliseconds; a large vocabulary takes some tenths of a second to read.
-const FIRST_MODELS_WAIT: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]
 pub(crate) struct WorkerRegistry {
@@ -59,6 +57,9 @@ struct RegistryState {
     /// The digest that each model of the fleet is to have, as the supervisor has last said. Empty
     /// if no weights of the model are known.
     preferred: HashMap<String, Vec<u8>>,
+    outlook: WorkerOutlook,
+    /// When models without workers lost their last one.
+    lost: HashMap<ModelKey, Instant>,
     last_worker_id: u64,
     refused: RefusedWorkers,
     /// Sockets in the runtime directory whose workers have told their model since this router
@@ -206,6 +207,7 @@ impl WorkerRegistry {
         let model = known.unwrap_or(model);
         state.models.retain(|known| known.key() != model.key());
         state.models.push(model.clone());
+        state.lost.remove(model.key());
         let report = WorkerReport::default();
         state.workers.insert(id, RegisteredWorker { name, model, client, capacity, report });
         state.remove_idle_models();
@@ -223,12 +225,69 @@ impl WorkerRegistry {
         state.remove_departed_models();
     }
 
+    /// Sets what the supervisor says about the next workers. `None`: it does not answer.
+    pub(crate) fn set_fleet_answer(&self, answer: Option<FleetAnswer>) {
+        let mut state = self.lock();
+        state.outlook.set_answer(answer);
+        drop(state);
+        // What waits for a worker looks again.
+        self.changes.send_modify(|n| *n += 1);
+    }
+
+    /// Whether the supervisor lists a model of this name that may get workers.
+    pub(crate) fn is_listed(&self, name: &str) -> bool {
+        self.lock().outlook.lists(name)
+    }
+
+    /// Whether there may be models that no worker has told yet.
+    pub(crate) fn has_unheard_models(&self) -> bool {
+        let state = self.lock();
+        let is_heard = |name: &str| state.models.iter().any(|model| model.name() == name);
+        state.models.is_empty() || !state.unidentified.is_empty() || !state.outlook.listed().all(is_heard)
+    }
+
+    /// When a worker of a model that has none is expected. Without a supervisor, one is expected
+    /// for `wait` after the last one was lost.
+    pub(crate) fn next_worker(&self, model: &ModelKey, wait: Duration) -> Option<ExpectedWorker> {
+        let state = self.lock();
+        if state.is_replaced(model) {
+            return None;
+        }
+        // A model that the router has not heard counts as lost at its start.
+        let lost = state.lost.get(model).copied().unwrap_or(self.start);
+        let name = Some(&*model.name).filter(|name| !name.is_empty());
+        state.outlook.next_worker(name, lost, wait, Instant::now())
+    }
+
+    pub(crate) fn has_workers_of(&self, model: &ModelKey) -> bool {
+        self.lock().routing.worker_count(model) > 0
+    }
+
+    /// The key under which workers serve the model now. A restarted worker has another fingerprint
+    /// if its version or its type of KV cache has changed.
+    pub(crate) fn key_with_workers(&self, model: &ServedModel) -> ModelKey {
+        let state = self.lock();
+        let serves = |other: &&Arc<ServedModel>| {
+            other.name() == model.name()
+                && other.has_text_of(&model.description)
+                && state.routing.worker_count(other.key()) > 0
+        };
+        match state.routing.worker_count(model.key()) {
+            0 => state.models.iter().rev().find(serves).map_or(model.key(), |other| other.key()).clone(),
+            _ => model.key().clone(),
+        }
+    }
+
     /// Removes a worker. Idempotent: the worker's link and a broken stream may both report its
     /// loss.
     pub(crate) fn remove(&self, id: WorkerId) {
         let mut state = self.lock();
         state.routing.remove_worker(id);
-        state.workers.remove(&id);
+        if let Some(worker) = state.workers.remove(&id)
+            && state.routing.worker_count(worker.model.key()) == 0
+        {
+            state.lost.insert(worker.model.key().clone(), Instant::now());
+        }
         drop(state);
         self.changes.send_modify(|n| *n += 1);
     }
@@ -360,33 +419,12 @@ impl WorkerRegistry {
         };
         let named = allowed().filter(|model| access.names_of(model).any(|known| known == name));
         named.max_by_key(|model| state.precedence(model, name)).cloned().ok_or_else(|| {
-            match state.unidentified.is_empty() || !access.allows(name) {
-                true => ResolveError::unknown(name, known()),
-                false => ResolveError::NotAllKnown,
+            let may_be_told = !state.unidentified.is_empty() || state.outlook.lists(name);
+            match may_be_told && access.allows(name) {
+                true => ResolveError::NotAllKnown,
+                false => ResolveError::unknown(name, known()),
             }
         })
-    }
-
-    /// As [`Self::resolve`]. In the first seconds of this router it waits for workers that have not
-    /// told their models: they served before a restart of the router, and requests are not refused
-    /// for it.
-    pub(crate) async fn resolve_when_known(
-        &self,
-        name: Option<&str>,
-        access: &ModelAccess,
-    ) -> Result<Arc<ServedModel>, ResolveError> {
-        let mut changes = self.subscribe();
-        loop {
-            changes.borrow_and_update();
-            let resolved = self.resolve(name, access);
-            if !matches!(resolved, Err(ResolveError::NoModel | ResolveError::NotAllKnown)) {
-                return resolved;
-            }
-            let change = tokio::time::timeout_at(self.start + FIRST_MODELS_WAIT, changes.changed());
-            if change.await.is_err() {
-                return self.resolve(name, access);
-            }
-        }
     }
 
     /// True if any worker serves a model.
@@ -475,12 +513,28 @@ impl RegistryState {
             Some(digest) => *digest != model.description.digest && served.contains(model.name()),
         };
         self.models.retain(|model| has_workers(model) || Arc::strong_count(model) > 1 || !departed(model));
+        self.forget_losses();
     }
 
-    /// Keeps at most [`IDLE_MODELS_MAX`] models without a worker, the newest.
+    /// Whether another model serves under the name of one that has no worker.
+    fn is_replaced(&self, model: &ModelKey) -> bool {
+        let serves = |other: &ModelKey| self.routing.worker_count(other) > 0;
+        let mut named = self.models.iter().map(|other| other.key()).filter(|other| other.name == model.name);
+        named.any(|other| other != model && serves(other))
+    }
+
+    fn forget_losses(&mut self) {
+        let models = &self.models;
+        self.lost.retain(|key, _| models.iter().any(|model| model.key() == key));
+    }
+
+    /// Keeps at most [`IDLE_MODELS_MAX`] models without a worker that the supervisor does not list,
+    /// the newest.
     fn remove_idle_models(&mut self) {
         let routing = &self.routing;
-        let is_idle = |model: &Arc<ServedModel>| routing.worker_count(model.key()) == 0;
+        let is_idle = |model: &Arc<ServedModel>| {
+            routing.worker_count(model.key()) == 0 && !self.preferred.contains_key(model.name())
+        };
         let idle_models = self.models.iter().filter(|model| is_idle(model)).count();
         let mut excess = idle_models.saturating_sub(IDLE_MODELS_MAX);
         self.models.retain(|model| {
@@ -488,5 +542,6 @@ impl RegistryState {
             excess -= usize::from(remove);
             !remove
         });
+        self.forget_losses();
     }
 }

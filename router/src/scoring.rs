@@ -17,6 +17,7 @@ use crate::metrics;
 use crate::opening::{OpeningStep, RefusalCollector, RequestRefusal};
 use crate::quarantine_control::LoggedRequest;
 use crate::registry::WorkerHandle;
+use crate::routing::ModelKey;
 use crate::wire::Logprob;
 use crate::worker_search::WorkerSearch;
 
@@ -48,11 +49,21 @@ impl Generator {
     ) -> Result<Vec<PromptScores>, RequestRefusal> {
         let deadline = self.deadline(request);
         // One prompt after the other: a request of many prompts leaves the workers to others.
-        let admission = self.admission_request(request, 1);
-        let _permit = self.admission.admit(request.model.name(), admission).await?;
+        let mut attempts = self.worker_attempts(request, 1);
+        let (mut model, mut permit) = attempts.next().await?;
         let mut scores = Vec::with_capacity(request.prompts().len());
         for prompt in request.prompts() {
-            scores.push(self.score_prompt(request, prompt, top, deadline).await?);
+            let prompt_scores = loop {
+                match self.score_prompt(request, &model, prompt, top, deadline).await {
+                    Ok(scores) => break scores,
+                    Err(refusal) => {
+                        drop(permit);
+                        attempts.refused(refusal).await?;
+                        (model, permit) = attempts.next().await?;
+                    }
+                }
+            };
+            scores.push(prompt_scores);
         }
         Ok(scores)
     }
@@ -61,6 +72,7 @@ impl Generator {
     async fn score_prompt(
         &self,
         request: &GenerationRequest,
+        key: &ModelKey,
         prompt: &[u32],
         top: u32,
         deadline: Instant,
@@ -69,7 +81,6 @@ impl Generator {
             // No token has another one before it.
             return Ok(PromptScores::new());
         }
-        let key = request.model.key();
         let quarantine = &self.dispatcher.quarantine;
         let content = quarantine.hasher.key_of_scored_prompt(key, prompt);
         let mut workers = WorkerSearch::new(quarantine, content, Some(deadline), None);
@@ -77,7 +88,7 @@ impl Generator {
         let place = |tried: &[_]| self.registry.choose_worker(key, tried);
         let logged = LoggedRequest { request_id: &request.origin().request_id, model: request.model.name() };
         while let Some((mut worker, stay)) = workers.next(place, |worker| worker.id).await? {
-            let outcome = match read_scores(&mut worker, request, prompt, top, deadline).await {
+            let outcome = match read_scores(&mut worker, key, prompt, top, deadline).await {
                 Ok(scores) => {
                     stay.record_output(1);
                     return Ok(scores);
@@ -89,20 +100,20 @@ impl Generator {
                 return Err(refusal);
             }
         }
-        Err(refusals.into_refusal().unwrap_or(RequestRefusal::NoWorker))
+        Err(refusals.into_refusal().unwrap_or_else(RequestRefusal::no_worker))
     }
 }
 
 async fn read_scores(
     worker: &mut WorkerHandle,
-    request: &GenerationRequest,
+    key: &ModelKey,
     prompt: &[u32],
     top: u32,
     deadline: Instant,
 ) -> Result<PromptScores, Status> {
     let time_left = deadline.saturating_duration_since(Instant::now());
     let call = ScoreRequest {
-        fingerprint: Bytes::copy_from_slice(&request.model.key().fingerprint.0),
+        fingerprint: Bytes::copy_from_slice(&key.fingerprint.0),
         tokens: prompt.to_vec(),
         top_logprobs: Some(top),
         // 0 means no limit.

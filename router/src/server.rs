@@ -80,10 +80,7 @@ impl Router {
         let quarantine = QuarantineController::new(config.limits.quarantine);
         let dispatcher = Dispatcher { registry: registry.clone(), quarantine };
         let generator = Generator {
-            admission: AdmissionController::new(
-                registry.clone(),
-                config.admission.limits(config.limits.streams_max),
-            ),
+            admission: AdmissionController::new(registry.clone(), config.admission.limits(&config.limits)),
             grammars: GrammarChecker::new(dispatcher.clone()),
             registry,
             dispatcher,
@@ -141,6 +138,7 @@ impl Router {
             links.clone(),
         ));
         let admission = tokio::spawn(generator.admission.clone().run(links.clone()));
+        let admission_control = generator.admission.clone();
         let (health_status, health_service) = service::grpc::health();
         health_status.set_service_status(HEALTH_SERVICE, tonic_health::ServingStatus::NotServing).await;
         let reporter = tokio::spawn(report_health(generator.registry.clone(), health_status));
@@ -181,6 +179,7 @@ impl Router {
         let on_health = serve_on(health, None, health_routes, limits.health_listener(), shutdown);
         let drained = async {
             shutdown.requested().await;
+            admission_control.begin_drain();
             tokio::time::sleep(limits.drain).await;
         };
         let served = tokio::select! {

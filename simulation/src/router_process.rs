@@ -10,7 +10,7 @@ use std::time::Duration;
 use router::RoutingMode;
 use router::admission::{
     AdmissionDecision, AdmissionEvent, AdmissionId, AdmissionLimits, AdmissionPolicy, ModelCapacity,
-    WorkerCapacity,
+    WorkerAvailability, WorkerCapacity,
 };
 use router::quarantine::QuarantinePolicy;
 use router::routing::{ModelKey, RoutingPolicy, WorkerFingerprint, WorkerId, WorkerProfile, WorkerReport};
@@ -31,6 +31,7 @@ const LIMITS: AdmissionLimits = AdmissionLimits {
     tenant_queue_max: 16,
     interactive_floor: 0,
     batch_floor: 0,
+    worker_wait: Duration::from_secs(30),
 };
 
 const CAPACITY: WorkerCapacity = WorkerCapacity {
@@ -187,8 +188,13 @@ impl Fleet {
 
     fn workers_changed(&mut self, key: ModelKey) {
         let Some(router) = self.router.as_ref() else { return };
-        let permits = router.permits(&key);
-        self.admit(AdmissionEvent::PermitsChanged(key, permits));
+        let now = self.uptime();
+        let workers = match router.permits(&key) {
+            // As without a supervisor that answers.
+            0 => WorkerAvailability::Expected { not_before: now, until: Some(now + LIMITS.worker_wait) },
+            permits => WorkerAvailability::Ready { permits },
+        };
+        self.admit(AdmissionEvent::WorkersChanged(key, workers));
         let waiting = self.router.as_mut().map(|router| std::mem::take(&mut router.waiting));
         waiting.unwrap_or_default().into_iter().for_each(|request| self.wake_request(request));
     }

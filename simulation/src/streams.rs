@@ -207,7 +207,7 @@ impl Fleet {
             }
             Err(false) => {
                 let refusal = std::mem::take(&mut request.quest.refusals).into_refusal();
-                self.refused(number, refusal.unwrap_or(RequestRefusal::NoWorker));
+                self.refused(number, refusal.unwrap_or_else(RequestRefusal::no_worker));
             }
         }
     }

@@ -418,7 +418,8 @@ impl ManagedModel {
     fn status(&self) -> ModelStatus {
         let ModelSpec { name, path, weights, settings, .. } = self.spec.clone();
         let digest = self.digest.clone().unwrap_or_default();
-        ModelStatus { name, path, state: self.state.clone(), weights, digest, settings }
+        let (state, is_unloading) = (self.state.clone(), self.unloading.is_some());
+        ModelStatus { name, path, state, weights, digest, settings, is_unloading }
     }
 
     fn load(&mut self, admin: &WeightServerAdmin, commands: &CommandSender) {

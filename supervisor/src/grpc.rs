@@ -411,6 +411,7 @@ impl From<ModelStatus> for wire::Model {
             weights: model.weights,
             digest: model.digest,
             settings: model.settings.to_string(),
+            is_unloading: model.is_unloading,
         }
     }
 }

@@ -118,6 +118,8 @@ pub struct ModelStatus {
     /// Of its resident weights; empty while none are known.
     pub digest: Bytes,
     pub settings: toml::Table,
+    /// Its workers leave, and it is unloaded after them.
+    pub is_unloading: bool,
 }
 
 #[derive(Clone, Debug)]

@@ -2,6 +2,8 @@
 
 //! The configured limits of admission control.
 
+use std::time::Duration;
+
 use super::capacity::ModelCapacity;
 use super::request::PriorityClass;
 
@@ -17,6 +19,8 @@ pub struct AdmissionLimits {
     /// Percent of a model's permits and of its waiting queue that are reserved for the class.
     pub interactive_floor: u32,
     pub batch_floor: u32,
+    /// How long a request waits for a worker of a model that has none.
+    pub worker_wait: Duration,
 }
 
 impl AdmissionLimits {

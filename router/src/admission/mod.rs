@@ -13,6 +13,10 @@
 //!                          \- client gone --------> leaves the waiting queue at once
 //! ```
 //!
+//! A model whose workers restart has no permits. Its requests wait in the same queue, each for at
+//! most [`AdmissionLimits::worker_wait`]. A request is refused at once if no worker can be ready by
+//! then ([`WorkerAvailability`]).
+//!
 //! A permit entitles a request to one stream on a worker. If a class has a reserved floor, a worker
 //! gives as many permits as it runs sequences at once, so a reserved permit is computed in the next
 //! step. Otherwise a worker gives a quarter more permits. So it finds the next request in its own
@@ -54,6 +58,8 @@ pub use limits::AdmissionLimits;
 pub(crate) use model::OLDEST_FIRST_EVERY;
 pub use model::{ClassStats, ModelAdmissionStats};
 pub use policy::{AdmissionEvent, AdmissionPolicy};
+pub(crate) use request::waited_text;
 pub use request::{
     AdmissionDecision, AdmissionError, AdmissionId, AdmissionRequest, PriorityClass, Tenant, Uptime,
+    WorkerAvailability,
 };

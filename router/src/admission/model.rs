@@ -9,6 +9,8 @@
 //! 2. A class below its floor finds permits up to its floor.
 //! 3. No request waits that could be admitted.
 //! 4. Every request gets one answer and releases every permit once.
+//! 5. A request waits for a worker at most `worker_wait`, counted from its arrival or from the loss
+//!    of the last worker. Requests that arrived earlier are refused no later.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -20,14 +22,16 @@ use super::class_queue::{ClassQueue, RequestOrder};
 use super::limits::AdmissionLimits;
 use super::request::{
     AdmissionDecision, AdmissionError, AdmissionId, AdmissionRequest, PriorityClass, Tenant, Uptime,
+    WorkerAvailability,
 };
 
 /// One in this many admissions goes to the oldest request, whatever its class and tenant.
 pub(crate) const OLDEST_FIRST_EVERY: u32 = 8;
 
-/// How long requests keep waiting while the model has no worker. A restarted worker is back within
-/// a second.
-pub(super) const WORKER_WAIT: Duration = Duration::from_secs(5);
+/// Bounds of the retry time of a request that finds no worker: `Retry-After` counts seconds, and a
+/// worker that crashes is started once a minute.
+pub(super) const RETRY_MIN: Duration = Duration::from_secs(1);
+const RETRY_MAX: Duration = Duration::from_secs(60);
 
 /// Admission figures of one model, for metrics.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,7 +52,9 @@ pub struct ClassStats {
 #[derive(Debug)]
 pub(super) struct ModelAdmission {
     limits: AdmissionLimits,
+    /// 0 while no worker is ready.
     permits: u32,
+    workers: WorkerAvailability,
     /// The time since which the model has had no worker.
     no_worker_since: Option<Uptime>,
     /// In the order of [`PriorityClass::ALL`].
@@ -74,6 +80,7 @@ struct QueuedRequestState {
     class: PriorityClass,
     order: RequestOrder,
     permits: u32,
+    arrived: Uptime,
     deadline: Uptime,
     /// Permits that the request holds. `None` while it waits.
     held_permits: Option<u32>,
@@ -101,6 +108,7 @@ impl ModelAdmission {
         Self {
             limits,
             permits: 0,
+            workers: WorkerAvailability::Gone,
             no_worker_since: None,
             queues: Default::default(),
             requests: HashMap::new(),
@@ -114,12 +122,42 @@ impl ModelAdmission {
         }
     }
 
-    pub(super) fn has_workers(&self) -> bool {
-        self.permits > 0
+    pub(super) fn is_idle(&self) -> bool {
+        self.workers == WorkerAvailability::Gone && self.requests.is_empty()
     }
 
-    pub(super) fn is_idle(&self) -> bool {
-        self.permits == 0 && self.requests.is_empty()
+    /// The error for a request that arrived at this time and waits for a worker no longer.
+    pub(super) fn no_worker_error(&self, arrived: Uptime, now: Uptime) -> Option<AdmissionError> {
+        self.worker_deadline(arrived).filter(|&deadline| deadline <= now)?;
+        let next_start = match self.workers {
+            WorkerAvailability::Expected { not_before, .. } => not_before.saturating_sub(now),
+            WorkerAvailability::Ready { .. } | WorkerAvailability::Gone => Duration::ZERO,
+        };
+        let whole_seconds =
+            Duration::from_secs(next_start.as_secs() + u64::from(next_start.subsec_nanos() > 0));
+        let retry_after = whole_seconds.clamp(RETRY_MIN, RETRY_MAX);
+        Some(AdmissionError::NoWorker { waited: now.saturating_sub(arrived), retry_after })
+    }
+
+    /// When a waiting request that arrived at this time is refused for lack of a worker. `None`
+    /// while workers are ready.
+    fn worker_deadline(&self, arrived: Uptime) -> Option<Uptime> {
+        let limit = arrived.max(self.no_worker_since?) + self.limits.worker_wait;
+        match self.workers {
+            WorkerAvailability::Ready { .. } => None,
+            WorkerAvailability::Expected { not_before, until } => {
+                let limit = until.map_or(limit, |until| limit.min(until));
+                // Waiting would be in vain.
+                Some(if not_before > limit { Uptime::ZERO } else { limit })
+            }
+            WorkerAvailability::Gone => Some(Uptime::ZERO),
+        }
+    }
+
+    /// The waiting request that arrived first.
+    fn oldest_waiting(&self) -> Option<(AdmissionId, Uptime)> {
+        let (_, &id) = self.waiting.first_key_value()?;
+        Some((id, self.requests[&id].arrived))
     }
 
     /// Streams that run or wait.
@@ -130,8 +168,7 @@ impl ModelAdmission {
     /// The next time at which a decision is due without an event.
     pub(super) fn next_deadline(&self) -> Option<Uptime> {
         let request_deadline = self.deadlines.first().map(|&(at, _)| at);
-        let no_worker_since = self.no_worker_since.filter(|_| !self.waiting.is_empty());
-        let worker_deadline = no_worker_since.map(|since| since + WORKER_WAIT);
+        let worker_deadline = self.oldest_waiting().and_then(|(_, arrived)| self.worker_deadline(arrived));
         request_deadline.into_iter().chain(worker_deadline).min()
     }
 
@@ -167,6 +204,7 @@ impl ModelAdmission {
             tenant: request.tenant,
             order,
             permits: request.permits,
+            arrived: now,
             deadline: request.deadline,
             held_permits: None,
         };
@@ -225,9 +263,19 @@ impl ModelAdmission {
         was_last
     }
 
-    pub(super) fn set_permits(&mut self, now: Uptime, permits: u32, decisions: &mut Vec<AdmissionDecision>) {
-        self.permits = permits;
-        self.no_worker_since = (permits == 0).then(|| self.no_worker_since.unwrap_or(now));
+    pub(super) fn set_workers(
+        &mut self,
+        now: Uptime,
+        workers: WorkerAvailability,
+        decisions: &mut Vec<AdmissionDecision>,
+    ) {
+        self.workers = workers;
+        (self.permits, self.no_worker_since) = match workers {
+            WorkerAvailability::Ready { permits } => (permits, None),
+            WorkerAvailability::Expected { .. } | WorkerAvailability::Gone => {
+                (0, Some(self.no_worker_since.unwrap_or(now)))
+            }
+        };
         self.advance(now, decisions);
     }
 
@@ -250,11 +298,11 @@ impl ModelAdmission {
             self.remove_waiting(id);
             decisions.push(AdmissionDecision::Refuse(id, AdmissionError::DeadlineExceeded));
         }
-        if self.no_worker_since.is_some_and(|since| since + WORKER_WAIT <= now) {
-            while let Some((_, &id)) = self.waiting.first_key_value() {
-                self.remove_waiting(id);
-                decisions.push(AdmissionDecision::Refuse(id, AdmissionError::NoWorker));
-            }
+        while let Some((id, arrived)) = self.oldest_waiting()
+            && let Some(error) = self.no_worker_error(arrived, now)
+        {
+            self.remove_waiting(id);
+            decisions.push(AdmissionDecision::Refuse(id, error));
         }
     }
 

@@ -3,10 +3,13 @@
 //! The admission policy of all models: routes events to the [`ModelAdmission`] of their model.
 
 use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
 
 use super::limits::AdmissionLimits;
-use super::model::{ModelAdmission, ModelAdmissionStats};
-use super::request::{AdmissionDecision, AdmissionError, AdmissionId, AdmissionRequest, Uptime};
+use super::model::{ModelAdmission, ModelAdmissionStats, RETRY_MIN};
+use super::request::{
+    AdmissionDecision, AdmissionError, AdmissionId, AdmissionRequest, Uptime, WorkerAvailability,
+};
 use crate::routing::ModelKey;
 
 #[derive(Clone, Debug)]
@@ -17,8 +20,8 @@ pub enum AdmissionEvent {
     Cancelled(AdmissionId),
     /// One stream of an admitted request has ended.
     StreamEnded(AdmissionId),
-    /// The number of permits of a model changed.
-    PermitsChanged(ModelKey, u32),
+    /// Workers of a model joined or left, or it is known when the next one starts.
+    WorkersChanged(ModelKey, WorkerAvailability),
     /// Time has passed.
     Tick,
 }
@@ -57,10 +60,10 @@ impl AdmissionPolicy {
                     self.requests.remove(&id);
                 }
             }
-            AdmissionEvent::PermitsChanged(model, permits) => {
+            AdmissionEvent::WorkersChanged(model, workers) => {
                 let limits = self.limits;
                 let model = self.models.entry(model).or_insert_with(|| ModelAdmission::new(limits));
-                model.set_permits(now, permits, &mut decisions);
+                model.set_workers(now, workers, &mut decisions);
             }
             AdmissionEvent::Tick => {
                 self.models.values_mut().for_each(|model| model.advance(now, &mut decisions));
@@ -98,9 +101,13 @@ impl AdmissionPolicy {
         decisions: &mut Vec<AdmissionDecision>,
     ) {
         let max = self.limits.streams_max;
-        let Some(model) = self.models.get_mut(&request.model).filter(|model| model.has_workers()) else {
-            return decisions.push(AdmissionDecision::Refuse(id, AdmissionError::NoWorker));
+        let Some(model) = self.models.get_mut(&request.model) else {
+            let error = AdmissionError::NoWorker { waited: Duration::ZERO, retry_after: RETRY_MIN };
+            return decisions.push(AdmissionDecision::Refuse(id, error));
         };
+        if let Some(error) = model.no_worker_error(now, now) {
+            return decisions.push(AdmissionDecision::Refuse(id, error));
+        }
         if self.streams.saturating_add(request.permits) > max {
             let (streams, retry_after) = (self.streams, model.estimate_retry_after(now, request.permits));
             let error = AdmissionError::TooManyStreams { streams, max, retry_after };

@@ -59,6 +59,18 @@ impl PriorityClass {
     }
 }
 
+/// Whether workers of a model are ready, or when one may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WorkerAvailability {
+    /// The workers give this many permits, at least one.
+    Ready { permits: u32 },
+    /// No worker is ready. The next one starts `not_before` this time. After `until`, no request
+    /// waits for it any longer.
+    Expected { not_before: Uptime, until: Option<Uptime> },
+    /// No worker is ready, and none is going to start.
+    Gone,
+}
+
 /// A request for permits.
 #[derive(Clone, Debug)]
 pub struct AdmissionRequest {
@@ -82,8 +94,8 @@ pub enum AdmissionDecision {
 /// Why a request is refused. `retry_after` is the time after which the client should try again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AdmissionError {
-    #[error("no worker of this model is ready")]
-    NoWorker,
+    #[error("no worker of this model is ready{}", waited_text(*.waited))]
+    NoWorker { waited: Duration, retry_after: Duration },
     #[error("the request's deadline passed before it was admitted")]
     DeadlineExceeded,
     #[error(
@@ -98,4 +110,12 @@ pub enum AdmissionError {
     TenantQueueFull { waiting: u32, max: u32, retry_after: Duration },
     #[error("{streams} streams are running or waiting, the limit is {max}; try again in {} s", .retry_after.as_secs())]
     TooManyStreams { streams: u32, max: u32, retry_after: Duration },
+}
+
+/// How long a request has waited, as the end of an error.
+pub(crate) fn waited_text(waited: Duration) -> String {
+    match waited {
+        Duration::ZERO => String::new(),
+        waited => format!("; the request waited {:.1} s for one", waited.as_secs_f64()),
+    }
 }

@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::model::WORKER_WAIT;
-use super::tests::named;
+use super::tests::{named, ready};
 use super::*;
 use crate::routing::ModelKey;
 
 const STEPS_PER_SEED: u64 = 2_000;
+const WORKER_WAIT: Duration = Duration::from_secs(5);
 
 /// SplitMix64.
 struct SimulationRng(u64);
@@ -39,6 +39,7 @@ impl SimulationRng {
 #[derive(Clone, Debug)]
 struct WaitingRequest {
     request: AdmissionRequest,
+    arrived: Uptime,
     /// How many admissions to its model may still come first. Excludes admissions within a floor.
     overtakes_left: u32,
     /// For the first request of a tenant without permits.
@@ -62,11 +63,15 @@ struct Simulation {
     now: Uptime,
     last_id: u64,
     permits: BTreeMap<ModelKey, u32>,
+    /// Models without workers: since when, and what is known about the next one.
+    missing: BTreeMap<ModelKey, (Uptime, WorkerAvailability)>,
     waiting: BTreeMap<AdmissionId, WaitingRequest>,
     /// Admitted requests with the permits that they hold.
     admitted: BTreeMap<AdmissionId, (AdmissionRequest, u32)>,
     admissions: u64,
     refusals: u64,
+    /// Refusals for lack of a worker.
+    without_worker: u64,
 }
 
 fn class_of(request: &AdmissionRequest) -> PriorityClass {
@@ -81,10 +86,12 @@ impl Simulation {
             now: Duration::ZERO,
             last_id: 0,
             permits: BTreeMap::new(),
+            missing: BTreeMap::new(),
             waiting: BTreeMap::new(),
             admitted: BTreeMap::new(),
             admissions: 0,
             refusals: 0,
+            without_worker: 0,
         }
     }
 
@@ -116,7 +123,9 @@ impl Simulation {
         let arrived = match &event {
             AdmissionEvent::Arrived(id, request) => {
                 let request = request.clone();
-                let waiting = WaitingRequest { request, overtakes_left: u32::MAX, competition: None };
+                let arrived = self.now;
+                let waiting =
+                    WaitingRequest { request, arrived, overtakes_left: u32::MAX, competition: None };
                 self.waiting.insert(*id, waiting);
                 Some(*id)
             }
@@ -133,8 +142,8 @@ impl Simulation {
                 }
                 None
             }
-            AdmissionEvent::PermitsChanged(model, permits) => {
-                self.permits.insert(model.clone(), *permits);
+            AdmissionEvent::WorkersChanged(model, workers) => {
+                self.set_workers(model, *workers);
                 None
             }
             AdmissionEvent::Tick => None,
@@ -153,6 +162,33 @@ impl Simulation {
         self.check_state(&event);
     }
 
+    fn set_workers(&mut self, model: &ModelKey, workers: WorkerAvailability) {
+        if let WorkerAvailability::Ready { permits } = workers {
+            self.permits.insert(model.clone(), permits);
+            self.missing.remove(model);
+            return;
+        }
+        self.permits.insert(model.clone(), 0);
+        let since = self.missing.get(model).map_or(self.now, |(since, _)| *since);
+        self.missing.insert(model.clone(), (since, workers));
+    }
+
+    /// Whether a request waits for a worker of its model no longer.
+    fn waits_in_vain(&self, waiting: &WaitingRequest) -> bool {
+        let model = &waiting.request.model;
+        if self.permits.get(model).is_some_and(|&permits| permits > 0) {
+            return false;
+        }
+        match self.missing.get(model) {
+            Some(&(since, WorkerAvailability::Expected { not_before, until })) => {
+                let own = waiting.arrived.max(since) + WORKER_WAIT;
+                let limit = until.unwrap_or(own).min(own);
+                limit <= self.now || not_before > limit
+            }
+            _ => true,
+        }
+    }
+
     fn add_waiting(&mut self, id: AdmissionId, request: AdmissionRequest) {
         let older = self.waiting.values().filter(|other| other.request.model == request.model);
         let is_same_class =
@@ -165,6 +201,7 @@ impl Simulation {
         let tenants: BTreeSet<&Tenant> = same_class.map(|other| &other.request.tenant).collect();
         let competition = Competition { tenants: tenants.len() as u32, ..Competition::default() };
         let waiting = WaitingRequest {
+            arrived: self.now,
             overtakes_left: OLDEST_FIRST_EVERY * (older.count() as u32 + 1),
             competition: is_first.then_some(competition),
             request,
@@ -212,15 +249,18 @@ impl Simulation {
     }
 
     fn check_refusal(&mut self, id: AdmissionId, error: AdmissionError, arrived: Option<AdmissionId>) {
-        let WaitingRequest { request, .. } =
-            self.waiting.remove(&id).expect("only waiting requests are refused");
+        let removed = self.waiting.remove(&id).expect("only waiting requests are refused");
+        let request = &removed.request;
         match error {
             AdmissionError::DeadlineExceeded => assert!(request.deadline <= self.now),
-            AdmissionError::NoWorker => {
-                assert_eq!(self.permits.get(&request.model).copied().unwrap_or(0), 0);
+            AdmissionError::NoWorker { waited, retry_after } => {
+                assert!(self.waits_in_vain(&removed), "{removed:?} was refused too early");
+                assert_eq!(waited, self.now - removed.arrived);
+                assert!((1..=60).contains(&retry_after.as_secs()));
+                self.without_worker += 1;
             }
             AdmissionError::QueueFull { waiting, max, retry_after, class } => {
-                assert_eq!((Some(id), class), (arrived, class_of(&request)));
+                assert_eq!((Some(id), class), (arrived, class_of(request)));
                 assert!(waiting >= max && max <= self.limits.queue_max);
                 assert_eq!(waiting as usize, self.waiting_for(&request.model).count());
                 assert!((1..=60).contains(&retry_after.as_secs()));
@@ -249,6 +289,7 @@ impl Simulation {
             self.check_model(model, permits);
         }
         if matches!(event, AdmissionEvent::Tick) {
+            assert!(!self.waiting.values().any(|waiting| self.waits_in_vain(waiting)));
             assert!(self.waiting.values().all(|waiting| waiting.request.deadline > self.now));
             assert!(self.policy.next_deadline().is_none_or(|at| at > self.now));
         }
@@ -261,6 +302,9 @@ impl Simulation {
         assert!(waiting.len() as u32 <= self.limits.queue_max);
         let Some(stats) = self.policy.stats(model) else {
             assert!(permits == 0 && waiting.is_empty() && self.held_permits(model, None) == 0);
+            let is_expected =
+                |workers: &WorkerAvailability| matches!(workers, WorkerAvailability::Expected { .. });
+            assert!(!self.missing.get(model).is_some_and(|(_, workers)| is_expected(workers)));
             return;
         };
         let mut tenants: BTreeMap<&Tenant, u32> = BTreeMap::new();
@@ -333,8 +377,7 @@ impl SimulatedWorkload {
         } else if roll < self.arrival_percent + 3 {
             simulation.random_waiting(rng).map(AdmissionEvent::Cancelled)
         } else if roll < self.arrival_percent + 5 {
-            let permits = if rng.one_in(4) { 0 } else { rng.below(20) as u32 };
-            Some(AdmissionEvent::PermitsChanged(model, permits))
+            Some(AdmissionEvent::WorkersChanged(model, random_workers(simulation.now, rng)))
         } else if roll < self.arrival_percent + 8 {
             Some(AdmissionEvent::Tick)
         } else {
@@ -343,8 +386,20 @@ impl SimulatedWorkload {
     }
 }
 
-/// Returns the number of admissions and of refusals.
-fn simulate(seed: u64, steps: u64) -> (u64, u64) {
+/// In half of the cases no worker is ready: one starts soon or late, or never.
+fn random_workers(now: Uptime, rng: &mut SimulationRng) -> WorkerAvailability {
+    let soon = Duration::from_millis(rng.below(12_000));
+    match rng.below(8) {
+        0 => WorkerAvailability::Gone,
+        1 => WorkerAvailability::Expected { not_before: now, until: Some(now + soon) },
+        2 => WorkerAvailability::Expected { not_before: now + soon, until: None },
+        3 => WorkerAvailability::Expected { not_before: now, until: None },
+        _ => WorkerAvailability::Ready { permits: 1 + rng.below(19) as u32 },
+    }
+}
+
+/// Returns the number of admissions, of refusals, and of refusals for lack of a worker.
+fn simulate(seed: u64, steps: u64) -> (u64, u64, u64) {
     let mut rng = SimulationRng(seed);
     let queue_max = 1 + rng.below(40) as u32;
     let limits = AdmissionLimits {
@@ -353,6 +408,7 @@ fn simulate(seed: u64, steps: u64) -> (u64, u64) {
         tenant_queue_max: 1 + rng.below(u64::from(queue_max)) as u32,
         interactive_floor: rng.below(46) as u32,
         batch_floor: rng.below(46) as u32,
+        worker_wait: WORKER_WAIT,
     };
     let workload = SimulatedWorkload::random(&mut rng);
     let mut simulation = Simulation::new(limits);
@@ -364,29 +420,29 @@ fn simulate(seed: u64, steps: u64) -> (u64, u64) {
     }
     // All workers leave and all streams end: the policy holds nothing.
     for model in &workload.models {
-        simulation.handle(AdmissionEvent::PermitsChanged(model.clone(), 0));
+        simulation.handle(AdmissionEvent::WorkersChanged(model.clone(), WorkerAvailability::Gone));
     }
-    simulation.now += WORKER_WAIT;
-    simulation.handle(AdmissionEvent::Tick);
     assert!(simulation.waiting.is_empty());
     while let Some(id) = simulation.random_admitted(&mut rng) {
         simulation.handle(AdmissionEvent::StreamEnded(id));
     }
     assert!(simulation.policy.models.is_empty() && simulation.policy.requests.is_empty());
-    (simulation.admissions, simulation.refusals)
+    (simulation.admissions, simulation.refusals, simulation.without_worker)
 }
 
 fn simulate_seeds(seeds: std::ops::Range<u64>) {
     let steps = (seeds.end - seeds.start) * STEPS_PER_SEED;
-    let (mut admissions, mut refusals) = (0, 0);
+    let (mut admissions, mut refusals, mut without_worker) = (0, 0, 0);
     for seed in seeds {
         let outcome = std::panic::catch_unwind(|| simulate(seed, STEPS_PER_SEED));
-        let (admitted, refused) = outcome.unwrap_or_else(|_| panic!("seed {seed} violated an invariant"));
+        let (admitted, refused, no_worker) =
+            outcome.unwrap_or_else(|_| panic!("seed {seed} violated an invariant"));
         admissions += admitted;
         refusals += refused;
+        without_worker += no_worker;
     }
-    let is_mixed = admissions > steps / 20 && refusals > steps / 20;
-    assert!(is_mixed, "{admissions} admissions, {refusals} refusals");
+    let is_mixed = admissions > steps / 20 && refusals > steps / 20 && without_worker > steps / 100;
+    assert!(is_mixed, "{admissions} admissions, {refusals} refusals, {without_worker} without a worker");
 }
 
 #[test]
@@ -414,10 +470,11 @@ proptest! {
     ) {
         let limits = AdmissionLimits {
             streams_max: 1000, queue_max: 200, tenant_queue_max: 150, interactive_floor: 0, batch_floor: 0,
+            worker_wait: WORKER_WAIT,
         };
         let mut simulation = Simulation::new(limits);
         let model = ModelKey::numbered(0);
-        simulation.handle(AdmissionEvent::PermitsChanged(model.clone(), permits));
+        simulation.handle(ready(model.clone(), permits));
         let arrive = |simulation: &mut Simulation, tenant: &str| {
             simulation.last_id += 1;
             let id = AdmissionId(simulation.last_id);

@@ -4,11 +4,11 @@
 
 use std::time::Duration;
 
-use super::model::WORKER_WAIT;
 use super::*;
 use crate::routing::ModelKey;
 
 const SECOND: Uptime = Duration::from_secs(1);
+const WORKER_WAIT: Duration = Duration::from_secs(5);
 
 fn limits() -> AdmissionLimits {
     AdmissionLimits {
@@ -17,11 +17,21 @@ fn limits() -> AdmissionLimits {
         tenant_queue_max: 10,
         interactive_floor: 20,
         batch_floor: 10,
+        worker_wait: WORKER_WAIT,
     }
 }
 
 fn model() -> ModelKey {
     ModelKey::numbered(1)
+}
+
+pub(super) fn ready(model: ModelKey, permits: u32) -> AdmissionEvent {
+    AdmissionEvent::WorkersChanged(model, WorkerAvailability::Ready { permits })
+}
+
+/// The last worker is lost, and restarts.
+fn lost_worker(not_before: Uptime) -> AdmissionEvent {
+    AdmissionEvent::WorkersChanged(model(), WorkerAvailability::Expected { not_before, until: None })
 }
 
 pub(super) fn named(name: &str) -> Tenant {
@@ -38,7 +48,7 @@ struct TestQueue {
 impl TestQueue {
     fn new(permits: u32, limits: AdmissionLimits) -> Self {
         let mut queue = Self { policy: AdmissionPolicy::new(limits), now: SECOND, last_id: 0 };
-        assert_eq!(queue.handle(AdmissionEvent::PermitsChanged(model(), permits)), []);
+        assert_eq!(queue.handle(ready(model(), permits)), []);
         queue
     }
 
@@ -310,27 +320,122 @@ fn a_deadline_noticed_at_an_arrival_frees_permits_at_once() {
     assert_eq!(decisions, [expired(large), AdmissionDecision::Admit(small), expired(late)]);
 }
 
+/// How the policy refuses a request that has waited for a worker.
+fn no_worker(waited: Duration, retry_after: Duration) -> AdmissionError {
+    AdmissionError::NoWorker { waited, retry_after }
+}
+
 #[test]
-fn waiting_requests_outlast_a_worker_restart_but_not_a_lost_worker() {
+fn requests_wait_for_a_restarted_worker_in_the_order_of_the_queue() {
     let mut queue = TestQueue::new(1, limits());
     let holder = queue.arrive_admitted(&Tenant::Unnamed, 0);
     let first = queue.arrive_waiting(&Tenant::Unnamed, 0);
+    assert_eq!(queue.handle(lost_worker(queue.now)), []);
     let second = queue.arrive_waiting(&Tenant::Unnamed, 0);
-    assert_eq!(queue.handle(AdmissionEvent::PermitsChanged(model(), 0)), []);
-    assert_eq!(queue.arrive_refused(&Tenant::Unnamed, 0), AdmissionError::NoWorker);
+    let urgent = queue.arrive_waiting(&Tenant::Unnamed, -1);
     assert_eq!(queue.end_stream(holder), []);
     queue.now += SECOND;
-    assert_eq!(queue.handle(AdmissionEvent::PermitsChanged(model(), 1)), [AdmissionDecision::Admit(first)]);
-    assert_eq!(queue.handle(AdmissionEvent::PermitsChanged(model(), 0)), []);
-    let give_up = queue.now + WORKER_WAIT;
-    assert_eq!(queue.policy.next_deadline(), Some(give_up));
-    queue.now = give_up;
+    assert_eq!(queue.handle(ready(model(), 3)), [urgent, first, second].map(AdmissionDecision::Admit));
+}
+
+#[test]
+fn each_request_waits_for_a_worker_for_a_bounded_time() {
+    let mut queue = TestQueue::new(1, limits());
+    let holder = queue.arrive_admitted(&Tenant::Unnamed, 0);
+    let first = queue.arrive_waiting(&Tenant::Unnamed, 0);
+    // The time in which it waited for a permit does not count.
+    queue.now += 9 * SECOND;
+    let lost = queue.now;
+    assert_eq!(queue.handle(lost_worker(lost)), []);
+    queue.now += 2 * SECOND;
+    let second = queue.arrive_waiting(&Tenant::Unnamed, 0);
+    // The supervisor says again that a worker starts.
+    assert_eq!(queue.handle(lost_worker(queue.now)), []);
+    assert_eq!(queue.policy.next_deadline(), Some(lost + WORKER_WAIT));
+    queue.now = lost + WORKER_WAIT;
+    let refused = |id, waited| AdmissionDecision::Refuse(id, no_worker(waited, SECOND));
+    assert_eq!(queue.handle(AdmissionEvent::Tick), [refused(first, 9 * SECOND + WORKER_WAIT)]);
+    queue.now += 2 * SECOND;
+    assert_eq!(queue.handle(AdmissionEvent::Tick), [refused(second, WORKER_WAIT)]);
+    let third = queue.arrive_waiting(&Tenant::Unnamed, 0);
     assert_eq!(
-        queue.handle(AdmissionEvent::Tick),
-        [AdmissionDecision::Refuse(second, AdmissionError::NoWorker)]
+        queue.handle(AdmissionEvent::WorkersChanged(model(), WorkerAvailability::Gone)),
+        [refused(third, Duration::ZERO)]
     );
-    assert_eq!(queue.end_stream(first), []);
+    assert_eq!(queue.end_stream(holder), []);
     assert_eq!(queue.policy.stats(&model()), None, "a model without workers and requests is removed");
+    assert_eq!(queue.arrive_refused(&Tenant::Unnamed, 0), no_worker(Duration::ZERO, SECOND));
+}
+
+#[test]
+fn a_request_does_not_wait_for_a_worker_that_starts_after_the_bound() {
+    let mut queue = TestQueue::new(1, limits());
+    queue.arrive_admitted(&Tenant::Unnamed, 0);
+    let lost = queue.now;
+    assert_eq!(queue.handle(lost_worker(lost)), []);
+    let early = queue.arrive_waiting(&Tenant::Unnamed, 0);
+    queue.now += 2 * SECOND;
+    let late = queue.arrive_waiting(&Tenant::Unnamed, 0);
+    // Too late for the first request only.
+    let start = lost + WORKER_WAIT + SECOND;
+    let refused = AdmissionDecision::Refuse(early, no_worker(2 * SECOND, 4 * SECOND));
+    assert_eq!(queue.handle(lost_worker(start)), [refused]);
+    let far = start + 90 * SECOND;
+    let refused = AdmissionDecision::Refuse(late, no_worker(Duration::ZERO, 60 * SECOND));
+    assert_eq!(queue.handle(lost_worker(far)), [refused]);
+    let after = Duration::from_millis(7_500);
+    assert_eq!(queue.handle(lost_worker(queue.now + after)), []);
+    assert_eq!(queue.arrive_refused(&Tenant::Unnamed, 0), no_worker(Duration::ZERO, 8 * SECOND));
+}
+
+#[test]
+fn without_a_supervisor_the_bound_counts_from_the_loss_for_all_requests() {
+    let mut queue = TestQueue::new(1, limits());
+    let until = queue.now + WORKER_WAIT;
+    let lost = WorkerAvailability::Expected { not_before: queue.now, until: Some(until) };
+    assert_eq!(queue.handle(AdmissionEvent::WorkersChanged(model(), lost)), []);
+    queue.now += 4 * SECOND;
+    let waiting = queue.arrive_waiting(&Tenant::Unnamed, 0);
+    assert_eq!(queue.policy.next_deadline(), Some(until));
+    queue.now = until;
+    let refused = AdmissionDecision::Refuse(waiting, no_worker(SECOND, SECOND));
+    assert_eq!(queue.handle(AdmissionEvent::Tick), [refused]);
+    assert_eq!(queue.arrive_refused(&Tenant::Unnamed, 0), no_worker(Duration::ZERO, SECOND));
+}
+
+#[test]
+fn the_limits_of_the_queue_hold_without_a_worker() {
+    let mut queue = TestQueue::new(1, limits());
+    assert_eq!(queue.handle(lost_worker(queue.now)), []);
+    for _ in 0..10 {
+        queue.arrive_waiting(&named("a"), 0);
+    }
+    assert!(matches!(
+        queue.arrive_refused(&named("a"), 0),
+        AdmissionError::TenantQueueFull { waiting: 10, .. }
+    ));
+    for _ in 0..4 {
+        queue.arrive_waiting(&Tenant::Unnamed, 0);
+    }
+    let full = queue.arrive_refused(&Tenant::Unnamed, 0);
+    assert!(matches!(full, AdmissionError::QueueFull { waiting: 14, max: 14, .. }), "{full}");
+    let mut small = TestQueue::new(1, AdmissionLimits { streams_max: 5, ..limits() });
+    assert_eq!(small.handle(lost_worker(small.now)), []);
+    for _ in 0..5 {
+        small.arrive_waiting(&Tenant::Unnamed, 0);
+    }
+    let full = small.arrive_refused(&Tenant::Unnamed, 0);
+    assert!(matches!(full, AdmissionError::TooManyStreams { streams: 5, .. }), "{full}");
+}
+
+#[test]
+fn a_wait_of_zero_refuses_at_once() {
+    let mut queue = TestQueue::new(1, AdmissionLimits { worker_wait: Duration::ZERO, ..limits() });
+    queue.arrive_admitted(&Tenant::Unnamed, 0);
+    let waiting = queue.arrive_waiting(&Tenant::Unnamed, 0);
+    let refused = no_worker(Duration::ZERO, SECOND);
+    assert_eq!(queue.handle(lost_worker(queue.now)), [AdmissionDecision::Refuse(waiting, refused)]);
+    assert_eq!(queue.arrive_refused(&Tenant::Unnamed, 0), refused);
 }
 
 #[test]
@@ -338,13 +443,13 @@ fn a_lost_worker_takes_no_permit_from_admitted_requests() {
     let mut queue = TestQueue::new(4, limits());
     let holders: Vec<AdmissionId> = (0..4).map(|_| queue.arrive_admitted(&Tenant::Unnamed, 0)).collect();
     let next = queue.arrive_waiting(&Tenant::Unnamed, 0);
-    assert_eq!(queue.handle(AdmissionEvent::PermitsChanged(model(), 2)), []);
+    assert_eq!(queue.handle(ready(model(), 2)), []);
     assert_eq!(queue.end_stream(holders[0]), []);
     assert_eq!(queue.end_stream(holders[1]), []);
     assert_eq!(queue.end_stream(holders[2]), [AdmissionDecision::Admit(next)]);
     let more = queue.arrive_waiting(&Tenant::Unnamed, 0);
     assert_eq!(
-        queue.handle(AdmissionEvent::PermitsChanged(model(), 3)),
+        queue.handle(ready(model(), 3)),
         [AdmissionDecision::Admit(more)],
         "a new worker adds permits at once"
     );
@@ -390,7 +495,7 @@ fn retry_times_follow_the_measured_rate() {
 fn models_have_separate_queues() {
     let mut queue = TestQueue::new(1, limits());
     let other = ModelKey::numbered(2);
-    assert_eq!(queue.handle(AdmissionEvent::PermitsChanged(other.clone(), 1)), []);
+    assert_eq!(queue.handle(ready(other.clone(), 1)), []);
     queue.arrive_admitted(&Tenant::Unnamed, 0);
     queue.arrive_waiting(&Tenant::Unnamed, 0);
     let (id, decisions) =
@@ -399,5 +504,5 @@ fn models_have_separate_queues() {
     let unknown = ModelKey::numbered(3);
     let (id, decisions) =
         queue.arrive(AdmissionRequest { model: unknown, ..queue.request(&Tenant::Unnamed, 0, 1) });
-    assert_eq!(decisions, [AdmissionDecision::Refuse(id, AdmissionError::NoWorker)]);
+    assert_eq!(decisions, [AdmissionDecision::Refuse(id, no_worker(Duration::ZERO, SECOND))]);
 }

@@ -129,7 +129,7 @@ pub(super) async fn tokenize_chat(
     body: ReceivedBody,
 ) -> Result<(Chat, IgnoredFields), ApiError> {
     let ParsedChat { model, params, conversation, tools, ignored, .. } = parsed;
-    let model = app.generator.registry.resolve_when_known(model.as_deref(), &metadata.models).await?;
+    let model = app.generator.registry.resolve(model.as_deref(), &metadata.models)?;
     let is_off = |name: &str| conversation.variables.get(name) == Some(&Value::Bool(false));
     let may_reason = !is_off("enable_thinking") && !is_off("thinking");
     let tokenizing_model = model.clone();

@@ -53,8 +53,7 @@ pub(crate) async fn post(
     let ParsedBody { endpoint, sampling, response, ignored } =
         parse_body::<CompletionFields>(&body.bytes, &FIELDS, app.unknown_fields)?;
     let mut options = response.options()?;
-    let model =
-        app.generator.registry.resolve_when_known(response.model.as_deref(), &metadata.models).await?;
+    let model = app.generator.registry.resolve(response.model.as_deref(), &metadata.models)?;
     // Ids are all that a model without tokenizer can answer with.
     options.return_token_ids |= model.text.tokenizer().is_err();
     let (params, is_without_output) = completion_params(sampling.params()?, &endpoint, options)?;

@@ -254,7 +254,9 @@ impl From<RequestRefusal> for ApiError {
     fn from(refusal: RequestRefusal) -> Self {
         let message = refusal.to_string();
         match refusal {
-            RequestRefusal::NoWorker => Self::not_ready(message),
+            RequestRefusal::NoWorker { retry_after, .. } => {
+                Self::not_ready(message).with_retry_after(retry_after)
+            }
             RequestRefusal::Overloaded { retry_after, .. } => {
                 Self::server(StatusCode::SERVICE_UNAVAILABLE, "overloaded", message)
                     .with_retry_after(retry_after)

@@ -2,8 +2,10 @@
 
 //! Extracts what every handler needs from an HTTP request: id, tenant, arrival time and the body.
 
+use std::borrow::Cow;
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::extract::{FromRequest, FromRequestParts, Request, State};
 use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
@@ -12,6 +14,7 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use futures::StreamExt;
+use serde::Deserialize;
 use service::metrics::Metrics;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
@@ -25,6 +28,7 @@ use crate::generate::{Generator, RequestOrigin};
 use crate::intake::{RequestBytes, SharedBudget, body_error};
 use crate::metrics;
 use crate::model::unix_seconds;
+use crate::model_wait::ModelQuery;
 use crate::request_id::ClientRequestId;
 use crate::response_store::ResponseStore;
 use crate::tenant;
@@ -119,15 +123,42 @@ impl FromRequest<AppState> for ReceivedBody {
 
     async fn from_request(request: Request, app: &AppState) -> Result<Self, ApiError> {
         check_media_type(request.headers())?;
+        let (mut head, body) = request.into_parts();
         // The middleware around every route limits the body. Copying it keeps the memory in
         // proportion to its length, also if it arrives in chunks of one byte.
-        let (mut parts, mut bytes) = (request.into_body().into_data_stream(), Vec::new());
+        let (mut parts, mut bytes) = (body.into_data_stream(), Vec::new());
         while let Some(part) = parts.next().await {
             bytes.extend_from_slice(&part.map_err(|error| body_error(&error))?);
+        }
+        if app.generator.registry.has_unheard_models() {
+            wait_for_model(&mut head, app, &bytes).await?;
         }
         let parsing = app.reserve_json(bytes.len()).await;
         Ok(Self { bytes, _parsing: parsing })
     }
+}
+
+/// What the wait for a model needs of a body.
+#[derive(Deserialize)]
+struct WaitFields<'a> {
+    #[serde(borrow)]
+    model: Option<Cow<'a, str>>,
+    deadline_ms: Option<u64>,
+}
+
+/// Waits until the router knows the model of the body. A body without these fields is refused
+/// later, with the field's name.
+async fn wait_for_model(head: &mut Parts, app: &AppState, body: &[u8]) -> Result<(), ApiError> {
+    let metadata = RequestMetadata::from_request_parts(head, app).await?;
+    let Ok(WaitFields { model, deadline_ms }) = serde_json::from_slice(body) else { return Ok(()) };
+    let timeout = deadline_ms.map_or(Duration::MAX, Duration::from_millis);
+    let query = ModelQuery {
+        name: model.as_deref(),
+        access: &metadata.models,
+        deadline: app.generator.deadline_of(&metadata.origin, timeout),
+        tenant: metadata.origin.tenant.clone(),
+    };
+    Ok(app.generator.wait_for_model(query).await?)
 }
 
 /// Refuses what is not plain JSON. A web page of another site cannot send this media type without

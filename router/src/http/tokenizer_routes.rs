@@ -51,8 +51,7 @@ pub(super) async fn tokenize(
         }
         false => {
             let fields: TokenizeFields = deserialize(&Value::Object(fields))?;
-            let model =
-                app.generator.registry.resolve_when_known(fields.model.as_deref(), &metadata.models).await?;
+            let model = app.generator.registry.resolve(fields.model.as_deref(), &metadata.models)?;
             let add_special = fields.add_special_tokens.unwrap_or(true);
             let text = model.text.clone();
             let tokens = run_tokenizer(body.bytes.len(), move || {
@@ -81,7 +80,7 @@ pub(super) async fn detokenize(
     body: ReceivedBody,
 ) -> Result<Json<Value>, ApiError> {
     let fields: DetokenizeFields = deserialize(&Value::Object(parse_object(&body.bytes)?))?;
-    let model = app.generator.registry.resolve_when_known(fields.model.as_deref(), &metadata.models).await?;
+    let model = app.generator.registry.resolve(fields.model.as_deref(), &metadata.models)?;
     let tokens = token_ids("tokens", &fields.tokens, model.limits())?;
     let decoded = run_tokenizer(body.bytes.len(), move || {
         model.text.decode(&tokens).map_err(|error| ApiError::invalid(Some("tokens"), error.to_string()))

@@ -5,6 +5,7 @@ use tonic::transport::Endpoint;
 
 use super::*;
 use crate::routing::WorkerFingerprint;
+use crate::worker_outlook::NextWorker;
 
 /// A model without tokenizer. Its key is `name` and `fingerprint`, its content is `digest`.
 fn model(name: &str, fingerprint: u8, digest: u8, generation: u64) -> Arc<ServedModel> {
@@ -258,16 +259,87 @@ async fn an_alias_means_its_model_and_a_key_for_it_is_good_for_nothing_else() {
     assert_eq!(resolve(Some("m"), only("gpt")), Err(ResolveError::Unknown { name: "m".to_owned(), known }));
 }
 
+/// What the supervisor says now: the next worker of each of these models.
+fn answer(models: &[(&str, NextWorker)]) -> Option<FleetAnswer> {
+    let models = models.iter().map(|(name, next)| ((*name).to_owned(), *next)).collect();
+    Some(FleetAnswer { asked: Instant::now(), models })
+}
+
 #[tokio::test]
-async fn requests_of_the_first_seconds_wait_for_the_first_models() {
+async fn a_worker_is_expected_for_a_model_that_has_lost_its_last_one() {
     let registry = registry();
-    let access = ModelAccess::default();
-    let (found, ()) = tokio::join!(registry.resolve_when_known(Some("a"), &access), async {
-        tokio::time::sleep(Duration::from_millis(20)).await;
-        register(&registry, &model("a", 1, 1, 1));
-    });
-    assert_eq!(found.unwrap().name(), "a");
-    let missing = registry.resolve_when_known(Some("b"), &access);
-    let missing = tokio::time::timeout(Duration::from_secs(1), missing).await.expect("all models are known");
-    assert!(matches!(missing, Err(ResolveError::Unknown { .. })), "{missing:?}");
+    let wait = Duration::from_secs(30);
+    let served = model("m", 1, 1, 1);
+    // Times of two steps differ.
+    let step = || std::thread::sleep(Duration::from_millis(2));
+    let lose_worker = || {
+        let worker = register(&registry, &served);
+        step();
+        registry.remove(worker);
+        step();
+    };
+    let next = || registry.next_worker(served.key(), wait);
+    let is_unknown = |next: Option<ExpectedWorker>| {
+        next.is_some_and(|next| {
+            next.until == Some(next.not_before + wait) && next.not_before < Instant::now()
+        })
+    };
+    lose_worker();
+    assert!(is_unknown(next()), "{:?}", next());
+    let start = Instant::now() + wait;
+    registry.set_fleet_answer(answer(&[("m", NextWorker::At(start))]));
+    assert_eq!(next(), Some(ExpectedWorker { not_before: start, until: None }));
+    lose_worker();
+    assert!(is_unknown(next()), "an answer that is older than the loss says nothing: {:?}", next());
+    registry.set_fleet_answer(answer(&[("m", NextWorker::Never)]));
+    assert_eq!(next(), None);
+    registry.set_fleet_answer(None);
+    assert!(is_unknown(next()), "{:?}", next());
+}
+
+#[tokio::test]
+async fn a_worker_with_the_same_text_serves_requests_of_a_model_without_workers() {
+    let registry = registry();
+    let (served, other_file) = (model("m", 1, 1, 1), model("m", 2, 2, 2));
+    let worker = register(&registry, &served);
+    registry.remove(worker);
+    assert_eq!(registry.key_with_workers(&served), *served.key());
+    register(&registry, &other_file);
+    assert_eq!(registry.key_with_workers(&served), *served.key(), "its tokens are others");
+    assert_eq!(registry.next_worker(served.key(), Duration::from_secs(30)), None, "it is replaced");
+    let restarted = model("m", 3, 1, 1);
+    register(&registry, &restarted);
+    assert_eq!(registry.key_with_workers(&served), *restarted.key());
+    register(&registry, &served);
+    assert_eq!(registry.key_with_workers(&served), *served.key());
+}
+
+#[tokio::test]
+async fn a_model_that_the_supervisor_lists_is_not_unknown_before_its_worker_has_told_it() {
+    let registry = registry();
+    register(&registry, &model("a", 1, 1, 1));
+    let resolve = |name: &str| registry.resolve(Some(name), &ModelAccess::default()).unwrap_err();
+    assert!(!registry.has_unheard_models() && matches!(resolve("b"), ResolveError::Unknown { .. }));
+    let at = NextWorker::At(Instant::now());
+    registry.set_fleet_answer(answer(&[("a", at), ("b", at), ("unloaded", NextWorker::Never)]));
+    assert!(registry.has_unheard_models() && registry.is_listed("b"));
+    assert_eq!(resolve("b"), ResolveError::NotAllKnown);
+    assert!(matches!(resolve("unloaded"), ResolveError::Unknown { .. }));
+    let only_a = ModelAccess::only(vec!["a".to_owned()]);
+    assert!(matches!(registry.resolve(Some("b"), &only_a), Err(ResolveError::Unknown { .. })));
+    register(&registry, &model("b", 2, 2, 2));
+    assert!(!registry.has_unheard_models());
+}
+
+#[tokio::test]
+async fn models_of_the_fleet_stay_known_however_many_have_no_worker() {
+    let registry = registry();
+    let names: Vec<String> = (0..12).map(|n| format!("m{n}")).collect();
+    registry.set_fleet_models(names.iter().map(|name| (name.clone(), Vec::new())).collect());
+    for (name, n) in names.iter().zip(1..) {
+        let worker = register(&registry, &model(name, n, n, n.into()));
+        registry.remove(worker);
+    }
+    register(&registry, &model("last", 99, 99, 99));
+    assert_eq!(registry.model_keys().len(), names.len() + 1);
 }

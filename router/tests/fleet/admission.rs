@@ -442,6 +442,56 @@ async fn waiting_requests_go_to_a_new_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_request_waits_for_a_restarted_worker_also_if_its_fingerprint_has_changed() {
+    let script = token_ids_of("fine");
+    for fingerprint in [1, 2] {
+        let mut fleet = RouterHarness::with_config(&script, &[FakeBehaviour::default()], |config| {
+            config.limits.worker_wait = TIMEOUT;
+        })
+        .await;
+        fleet.workers[0].kill();
+        fleet.wait_for_workers(0).await;
+        let completion = start_waiting(&fleet, "a", json!({"stream": false})).await;
+        let streamed = start_waiting(&fleet, "b", json!({"n": 2})).await;
+        fleet.add_worker(0, &script, FakeBehaviour { fingerprint, ..FakeBehaviour::default() }).await;
+        for waiting in [completion, streamed] {
+            let response = wait_for_response(waiting).await;
+            assert_eq!(response.status(), 200, "{fingerprint}: {}", response.text().await.unwrap());
+        }
+        wait_for_waiting(&fleet, 0).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_wait_in_a_queue_for_a_model_that_the_router_has_not_heard() {
+    let config = |config: &mut router::RouterConfig| {
+        config.limits.worker_wait = TIMEOUT;
+        config.admission.queue_max = 2;
+    };
+    let mut fleet = RouterHarness::with_config(&[], &[], config).await;
+    let named = start_waiting(&fleet, "a", json!({"model": "demo"})).await;
+    let unknown = start_waiting(&fleet, "a", json!({"model": "other"})).await;
+    let full = completion_request(&fleet, "a", json!({"model": "third"})).send().await.unwrap();
+    assert_eq!((full.status().as_u16(), full.headers().contains_key("retry-after")), (503, true));
+    let error = full.json::<Value>().await.unwrap();
+    assert_eq!(error["error"]["code"], "overloaded", "{error}");
+    unknown.abort();
+    wait_for_waiting(&fleet, 1).await;
+    let mut client = fleet.grpc().await;
+    let prompt = generate_request::Prompt::Text("x".into());
+    let message = wire::GenerateRequest { prompt: Some(prompt), model: "demo".into(), ..Default::default() };
+    let hurried = wire::GenerateRequest { deadline_ms: 100, ..message.clone() };
+    assert_eq!(client.generate(hurried).await.unwrap_err().code(), Code::DeadlineExceeded);
+    let over_grpc = tokio::spawn(async move { client.generate(message).await.map(drop) });
+    wait_for_waiting(&fleet, 2).await;
+    fleet.add_worker(0, &token_ids_of("fine"), FakeBehaviour::default()).await;
+    assert_eq!(wait_for_response(named).await.status(), 200);
+    over_grpc.await.unwrap().unwrap();
+    let unknown = completion_request(&fleet, "a", json!({"model": "other"})).send().await.unwrap();
+    assert_eq!(unknown.status(), 404);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn tenant_priority_and_salt_reach_the_worker() {
     let fleet = RouterHarness::start(&token_ids_of("x"), &[FakeBehaviour::default()]).await;
     let post = |body: Value| fleet.client.post(format!("{}/v1/completions", fleet.url)).json(&body);

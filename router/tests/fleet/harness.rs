@@ -20,6 +20,9 @@ use crate::fake_worker::{FakeBehaviour, FakeWorker};
 /// Events in these tests take milliseconds. The timeout allows for a loaded machine.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Short, for the tests that wait for its end. The others do not need it.
+pub(crate) const WORKER_WAIT: Duration = Duration::from_secs(1);
+
 pub(crate) struct RouterHarness {
     pub(crate) directory: TempDir,
     pub(crate) url: String,
@@ -57,6 +60,7 @@ impl RouterHarness {
         let workers: Vec<FakeWorker> = workers.await.unwrap();
         let mut config = RouterConfig::new(Some(([127, 0, 0, 1], 0).into()), directory.path().to_owned());
         config.limits.drain = Duration::from_secs(20);
+        config.limits.worker_wait = WORKER_WAIT;
         change(&mut config);
         let router = Router::bind(config, None, metrics()).await.unwrap();
         let url = format!("http://{}", router.address().unwrap());

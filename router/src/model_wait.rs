@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Requests wait for models that the router has not heard: it has restarted, or a model is new, and
+//! no worker of the model has told its metadata. Without them a request cannot be tokenized.
+//!
+//! Such a request waits in a queue of admission control, before its body is parsed. So the bounds
+//! of waiting requests hold, and bodies that wait keep no other request from being parsed.
+
+use tokio::time::Instant;
+
+use crate::access::ModelAccess;
+use crate::admission::{AdmissionError, AdmissionRequest, Tenant};
+use crate::generate::Generator;
+use crate::opening::RequestRefusal;
+use crate::registry::{ResolveError, WorkerRegistry};
+use crate::routing::{ModelKey, WorkerFingerprint};
+
+/// What a request tells of itself before it is parsed.
+#[derive(Debug)]
+pub(crate) struct ModelQuery<'a> {
+    pub(crate) name: Option<&'a str>,
+    pub(crate) access: &'a ModelAccess,
+    pub(crate) tenant: Tenant,
+    pub(crate) deadline: Instant,
+}
+
+impl ModelKey {
+    /// The queue of requests for a model that the router has not heard. Names that only clients
+    /// know share one queue, without a name.
+    pub(crate) fn unheard(name: &str) -> Self {
+        Self { name: name.into(), fingerprint: WorkerFingerprint(Vec::new()) }
+    }
+
+    pub(crate) fn is_unheard(&self) -> bool {
+        self.fingerprint.0.is_empty()
+    }
+}
+
+impl WorkerRegistry {
+    fn may_hear(&self, query: &ModelQuery<'_>) -> bool {
+        matches!(
+            self.resolve(query.name, query.access),
+            Err(ResolveError::NoModel | ResolveError::NotAllKnown)
+        )
+    }
+}
+
+impl Generator {
+    /// Waits until the router knows which model a request means. If it does not hear it in time,
+    /// this returns `Ok` too: [`WorkerRegistry::resolve`] then has the error.
+    pub(crate) async fn wait_for_model(&self, query: ModelQuery<'_>) -> Result<(), RequestRefusal> {
+        if !self.registry.may_hear(&query) {
+            return Ok(());
+        }
+        let listed = query.name.filter(|name| self.registry.is_listed(name));
+        let request = AdmissionRequest {
+            model: ModelKey::unheard(listed.unwrap_or_default()),
+            tenant: query.tenant.clone(),
+            priority: 0,
+            permits: 1,
+            deadline: self.admission.uptime_at(query.deadline),
+        };
+        let mut changes = self.registry.subscribe();
+        // Dropping the future takes the request out of the queue.
+        let mut admitted = std::pin::pin!(self.admission.admit(listed.unwrap_or_default(), request));
+        loop {
+            changes.borrow_and_update();
+            if !self.registry.may_hear(&query) {
+                return Ok(());
+            }
+            tokio::select! {
+                // The sender lives as long as the registry.
+                _ = changes.changed() => {}
+                answer = &mut admitted => return match answer {
+                    Ok(_) | Err(AdmissionError::NoWorker { .. }) => Ok(()),
+                    Err(error) => Err(error.into()),
+                },
+            }
+        }
+    }
+}

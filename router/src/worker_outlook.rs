@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! When a model without a worker gets one, as far as the router can know. A plain value, which
+//! [`crate::registry`] owns.
+//!
+//! 1. The supervisor says when the next worker of each model starts. What it said before the last
+//!    worker was lost does not count.
+//! 2. Without a supervisor that answers, a worker is expected for a bounded time after the last one
+//!    was lost.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// When the next worker of a model starts, as the supervisor says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NextWorker {
+    /// A process of a worker is running, starting or stopping, or starts then.
+    At(Instant),
+    /// The model is being unloaded, or all its workers are stopped.
+    Never,
+}
+
+impl NextWorker {
+    /// The earlier one.
+    pub(crate) fn or(self, other: Self) -> Self {
+        match (self, other) {
+            (NextWorker::At(a), NextWorker::At(b)) => NextWorker::At(a.min(b)),
+            (NextWorker::Never, next) | (next, NextWorker::Never) => next,
+        }
+    }
+}
+
+/// The time in which a worker is expected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ExpectedWorker {
+    pub(crate) not_before: Instant,
+    /// Afterwards no worker is expected any more.
+    pub(crate) until: Option<Instant>,
+}
+
+/// An answer of the supervisor about the models of the fleet, by name.
+#[derive(Clone, Debug)]
+pub(crate) struct FleetAnswer {
+    /// When the supervisor was asked.
+    pub(crate) asked: Instant,
+    pub(crate) models: HashMap<String, NextWorker>,
+}
+
+/// What is known about workers that are not ready.
+#[derive(Debug, Default)]
+pub(crate) struct WorkerOutlook {
+    answer: Option<FleetAnswer>,
+}
+
+impl WorkerOutlook {
+    /// `None`: no supervisor answers.
+    pub(crate) fn set_answer(&mut self, answer: Option<FleetAnswer>) {
+        self.answer = answer;
+    }
+
+    /// The models that the supervisor lists and that may get workers.
+    pub(crate) fn listed(&self) -> impl Iterator<Item = &str> {
+        let models = self.answer.iter().flat_map(|answer| &answer.models);
+        models.filter(|(_, next)| **next != NextWorker::Never).map(|(name, _)| name.as_str())
+    }
+
+    pub(crate) fn lists(&self, name: &str) -> bool {
+        self.listed().any(|listed| listed == name)
+    }
+
+    /// When a worker of the model is expected, which lost its last one at `lost`. Without a
+    /// supervisor, or without a name that one knows, it is expected for `wait`.
+    pub(crate) fn next_worker(
+        &self,
+        name: Option<&str>,
+        lost: Instant,
+        wait: Duration,
+        now: Instant,
+    ) -> Option<ExpectedWorker> {
+        let answer = self.answer.as_ref().filter(|answer| answer.asked > lost);
+        match answer.zip(name) {
+            Some((answer, name)) => match answer.models.get(name)? {
+                NextWorker::At(start) => Some(ExpectedWorker { not_before: *start, until: None }),
+                NextWorker::Never => None,
+            },
+            None => {
+                let until = lost + wait;
+                (until > now).then_some(ExpectedWorker { not_before: lost, until: Some(until) })
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WAIT: Duration = Duration::from_secs(30);
+
+    fn answered(asked: Instant, next: NextWorker) -> WorkerOutlook {
+        let models = HashMap::from([("m".to_owned(), next)]);
+        WorkerOutlook { answer: Some(FleetAnswer { asked, models }) }
+    }
+
+    #[test]
+    fn without_a_supervisor_a_worker_is_expected_for_a_bounded_time_after_the_loss() {
+        let lost = Instant::now();
+        let outlook = WorkerOutlook::default();
+        let next = |now| outlook.next_worker(Some("m"), lost, WAIT, now);
+        let expected = ExpectedWorker { not_before: lost, until: Some(lost + WAIT) };
+        assert_eq!(next(lost), Some(expected));
+        assert_eq!(next(lost + WAIT - Duration::from_millis(1)), Some(expected));
+        assert_eq!(next(lost + WAIT), None);
+        assert!(!outlook.lists("m"));
+    }
+
+    #[test]
+    fn the_supervisor_s_answer_counts_if_it_is_younger_than_the_loss() {
+        let lost = Instant::now();
+        let later = lost + Duration::from_millis(1);
+        let start = lost + Duration::from_secs(40);
+        let outlook = answered(later, NextWorker::At(start));
+        let next = |outlook: &WorkerOutlook, name, lost| outlook.next_worker(Some(name), lost, WAIT, later);
+        assert_eq!(next(&outlook, "m", lost), Some(ExpectedWorker { not_before: start, until: None }));
+        assert_eq!(next(&outlook, "unloaded", lost), None);
+        assert!(outlook.lists("m") && !outlook.lists("unloaded"));
+        let until = Some(lost + WAIT);
+        let of_any = outlook.next_worker(None, lost, WAIT, later);
+        assert_eq!(of_any, Some(ExpectedWorker { not_before: lost, until }));
+
+        let stopped = answered(later, NextWorker::Never);
+        assert_eq!(next(&stopped, "m", lost), None);
+        assert!(!stopped.lists("m"));
+        // The worker was started again and lost since then.
+        let until = Some(later + WAIT);
+        assert_eq!(next(&stopped, "m", later), Some(ExpectedWorker { not_before: later, until }));
+    }
+
+    #[test]
+    fn the_earliest_start_of_several_workers_counts() {
+        let now = Instant::now();
+        let (soon, late) = (NextWorker::At(now), NextWorker::At(now + WAIT));
+        assert_eq!([late.or(soon), soon.or(late), NextWorker::Never.or(soon)], [soon; 3]);
+        assert_eq!(late.or(NextWorker::Never), late);
+        assert_eq!(NextWorker::Never.or(NextWorker::Never), NextWorker::Never);
+    }
+}
