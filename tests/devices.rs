@@ -87,7 +87,10 @@ fn what_is_no_device_is_refused_before_anything_starts() {
     let output = ballast().arg("plan").arg(demo_7m()).args(["--device", "gpu0"]).output().unwrap();
     let (_, stderr) = text(&output);
     assert_eq!(output.status.code(), Some(USAGE), "{stderr}");
-    assert!(stderr.contains("\"gpu0\" is not a device; use auto, host, cuda:0, or a UUID"), "{stderr}");
+    assert!(
+        stderr.contains("\"gpu0\" is not a device; use auto, host, host:0, cuda:0, or a UUID"),
+        "{stderr}"
+    );
 }
 
 #[test]

@@ -127,7 +127,8 @@ struct BenchFleetArguments {
     /// Token budget of one step of a worker
     #[arg(long, value_name = "TOKENS")]
     step_tokens: Option<u32>,
-    /// Device of the weights and the workers: auto, host, cuda:N, or a GPU's UUID
+    /// Device of the weights and the workers: auto, host, host:N for a NUMA node, cuda:N,
+    /// or a GPU's UUID
     #[arg(long, default_value_t = DeviceOption::Auto)]
     device: DeviceOption,
     /// How the router chooses workers, as in `ballast serve` [default: auto]

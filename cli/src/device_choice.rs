@@ -21,7 +21,8 @@ use worker::ComputeDevice;
 use crate::cli_error::{CliError, CliResult};
 use crate::devices::{GpuInfo, GpuInventory};
 
-/// Value of `--device` and of the key `device`: auto, host, cuda:N, or a GPU's UUID.
+/// One device of `--device` and of the key `device`: auto, host, host:N for a NUMA node, cuda:N, or
+/// a GPU's UUID.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub(crate) enum DeviceOption {
@@ -29,11 +30,13 @@ pub(crate) enum DeviceOption {
     #[default]
     Auto,
     Host,
+    /// A NUMA node of the host.
+    HostNode(u32),
     Gpu(DeviceSelector),
 }
 
 #[derive(Debug, thiserror::Error)]
-#[error("{text:?} is not a device; use auto, host, cuda:0, or a UUID as nvidia-smi -L shows it")]
+#[error("{text:?} is not a device; use auto, host, host:0, cuda:0, or a UUID as nvidia-smi -L shows it")]
 pub(crate) struct ParseDeviceError {
     text: String,
 }
@@ -43,19 +46,25 @@ pub(crate) struct ParseDeviceError {
 pub(crate) struct DeviceChoice {
     /// The GPU; `None` is the host.
     pub(crate) gpu: Option<GpuInfo>,
+    /// The NUMA node of the host, if only that is used.
+    pub(crate) node: Option<u32>,
     /// The reason, if the user left the choice open.
     pub(crate) why: Option<String>,
 }
 
 impl DeviceChoice {
     pub(crate) fn host(why: Option<String>) -> Self {
-        Self { gpu: None, why }
+        Self { gpu: None, node: None, why }
     }
 
     /// The device's name in configurations and protocols.
     pub(crate) fn device(&self) -> ComputeDevice {
-        // The UUID comes from the driver, so it always parses.
-        self.gpu.as_ref().and_then(|gpu| gpu.uuid.parse().ok()).unwrap_or_default()
+        match (&self.gpu, self.node) {
+            // The UUID comes from the driver, so it always parses.
+            (Some(gpu), _) => gpu.uuid.parse().unwrap_or_default(),
+            (None, Some(node)) => ComputeDevice::HostNode(node),
+            (None, None) => ComputeDevice::Host,
+        }
     }
 }
 
@@ -64,7 +73,7 @@ impl fmt::Display for DeviceChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.gpu {
             Some(GpuInfo { ordinal, name, uuid, .. }) => write!(f, "cuda:{ordinal} {name} ({uuid})")?,
-            None => f.write_str("host")?,
+            None => self.device().fmt(f)?,
         }
         self.why.as_ref().map_or(Ok(()), |why| write!(f, " ({why})"))
     }
@@ -93,6 +102,7 @@ pub(crate) fn choose(
 ) -> CliResult<DeviceChoice> {
     match wanted {
         DeviceOption::Host => Ok(DeviceChoice::host(None)),
+        DeviceOption::HostNode(node) => Ok(DeviceChoice { node: Some(node), ..DeviceChoice::host(None) }),
         DeviceOption::Auto => Ok(automatic(seen, without_kernel)),
         DeviceOption::Gpu(selector) => {
             let refused = |exit, why: &str| {
@@ -112,7 +122,7 @@ pub(crate) fn choose(
             }
             match without_kernel {
                 Some(why) => Err(refused(Exit::ModelRefused, why)),
-                None => Ok(DeviceChoice { gpu: Some(gpu.clone()), why: None }),
+                None => Ok(DeviceChoice { gpu: Some(gpu.clone()), node: None, why: None }),
             }
         }
     }
@@ -123,7 +133,7 @@ fn automatic(seen: &GpuInventory, without_kernel: Option<&str>) -> DeviceChoice 
     let first_unusable = || seen.gpus.iter().find_map(|gpu| gpu.unusable.as_deref());
     match (reason, seen.gpus.iter().find(|gpu| gpu.unusable.is_none())) {
         (None, Some(gpu)) => {
-            DeviceChoice { gpu: Some(gpu.clone()), why: Some("the first usable GPU".to_owned()) }
+            DeviceChoice { gpu: Some(gpu.clone()), node: None, why: Some("the first usable GPU".to_owned()) }
         }
         (Some(reason), _) => DeviceChoice::host(Some(reason.to_owned())),
         (None, None) => {
@@ -148,6 +158,12 @@ fn present(gpus: &[GpuInfo]) -> String {
     }
 }
 
+impl DeviceOption {
+    pub(crate) fn is_on_host(self) -> bool {
+        matches!(self, Self::Host | Self::HostNode(_))
+    }
+}
+
 impl FromStr for DeviceOption {
     type Err = ParseDeviceError;
 
@@ -157,6 +173,7 @@ impl FromStr for DeviceOption {
         }
         match text.parse() {
             Ok(ComputeDevice::Host) => Ok(Self::Host),
+            Ok(ComputeDevice::HostNode(node)) => Ok(Self::HostNode(node)),
             Ok(ComputeDevice::Gpu(selector)) => Ok(Self::Gpu(selector)),
             Err(_) => Err(ParseDeviceError { text: text.to_owned() }),
         }
@@ -176,6 +193,7 @@ impl fmt::Display for DeviceOption {
         match self {
             Self::Auto => f.write_str("auto"),
             Self::Host => ComputeDevice::Host.fmt(f),
+            Self::HostNode(node) => ComputeDevice::HostNode(*node).fmt(f),
             Self::Gpu(selector) => selector.fmt(f),
         }
     }
@@ -274,14 +292,14 @@ mod tests {
 
     #[test]
     fn devices_are_written_as_they_are_read() {
-        for text in ["auto", "host", "cuda:0", "GPU-00112233-4455-6677-8899-aabbccddeeff"] {
+        for text in ["auto", "host", "host:2", "cuda:0", "GPU-00112233-4455-6677-8899-aabbccddeeff"] {
             assert_eq!(wanted(text).to_string(), text);
         }
-        for text in ["", "cpu", "cuda", "cuda:", "cuda:-1", "gpu0", "GPU-00"] {
+        for text in ["", "cpu", "host:", "cuda", "cuda:", "cuda:-1", "gpu0", "GPU-00"] {
             let error = text.parse::<DeviceOption>().unwrap_err().to_string();
             assert!(
                 error.ends_with(
-                    "is not a device; use auto, host, cuda:0, or a UUID as nvidia-smi -L shows it"
+                    "is not a device; use auto, host, host:0, cuda:0, or a UUID as nvidia-smi -L shows it"
                 ),
                 "{error}"
             );

@@ -44,7 +44,8 @@ fn routing_mode() -> impl TypedValueParser<Value = RoutingMode> {
 /// Arguments of the workers of one model.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct WorkerArguments {
-    /// Device of the weights and the workers: auto, host, cuda:N, or a GPU's UUID
+    /// Device of the weights and the workers: auto, host, host:N for a NUMA node, cuda:N,
+    /// or a GPU's UUID
     #[arg(long, default_value_t = DeviceOption::Auto)]
     device: DeviceOption,
     /// Threads of each worker [default: cores / workers]

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use memory::manifest::HOST_DEVICE;
+use memory::numa::is_host_device;
 use serde::{Deserialize, Serialize};
 use service::runtime_dir::WORKERS_MAX;
 use service::{ByteSize, Exit, RuntimeDir};
@@ -166,11 +167,11 @@ impl FleetConfig {
             set("weights-socket", of_workers.weights_socket().to_string_lossy().into_owned());
             set("listen", of_workers.worker_socket(slot.index).to_string_lossy().into_owned());
             let device = table.get("device").and_then(Value::as_str).unwrap_or(HOST_DEVICE).to_owned();
-            if sharing.turns && !sharing.mps && device != HOST_DEVICE {
+            if sharing.turns && !sharing.mps && !is_host_device(&device) {
                 let file = of_workers.turn_file(&device).to_string_lossy().into_owned();
                 table.insert("turn-file".to_owned(), Value::String(file));
             }
-            if sharing.mps && device != HOST_DEVICE {
+            if sharing.mps && !is_host_device(&device) {
                 let mps = of_workers.mps_directory().to_string_lossy().into_owned();
                 table.insert("mps-directory".to_owned(), Value::String(mps));
             }
@@ -299,7 +300,7 @@ pub(crate) fn check_names(models: &[FleetModelConfig]) -> Result<(), String> {
 
 /// Lists the GPUs, unless all models run on the host.
 pub(crate) fn devices_for(wanted: impl IntoIterator<Item = DeviceOption>) -> CliResult<GpuInventory> {
-    match wanted.into_iter().all(|wanted| wanted == DeviceOption::Host) {
+    match wanted.into_iter().all(|wanted| wanted.is_on_host()) {
         true => Ok(GpuInventory::default()),
         false => devices::discover_gpus(),
     }

@@ -36,7 +36,7 @@ pub(crate) struct FleetModelConfig {
     /// Values for sampling parameters that a request leaves out.
     #[serde(default, skip_serializing_if = "SamplingDefaults::is_empty")]
     pub(crate) sampling: SamplingDefaults,
-    /// auto, host, cuda:N, or a GPU's UUID.
+    /// auto, host, host:N for a NUMA node, cuda:N, or a GPU's UUID.
     #[serde(default)]
     pub(crate) device: DeviceOption,
     #[serde(default = "default_workers")]

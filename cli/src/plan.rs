@@ -8,10 +8,13 @@
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
+use memory::manifest::HOST_DEVICE;
+use memory::numa::{NumaNode, node_of_device};
 use serde_json::{Value, json};
 use service::{ByteSize, Exit};
 
 use crate::cli_error::{CliError, CliResult};
+use crate::device_choice::DeviceChoice;
 use crate::fleet_arguments::FleetArguments;
 use crate::fleet_config::FleetConfig;
 use crate::sized_model::SizedModel;
@@ -45,6 +48,8 @@ struct DeviceMemoryPlan {
     free: Option<u64>,
     weights: u64,
     workers: Vec<WorkerMemory>,
+    /// On the host: what its NUMA nodes need, which are devices of their own too.
+    of_nodes: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +61,7 @@ struct WorkerMemory {
 
 impl DeviceMemoryPlan {
     fn needed(&self) -> u64 {
-        self.weights + self.workers.iter().map(|worker| worker.bytes).sum::<u64>()
+        self.weights + self.workers.iter().map(|worker| worker.bytes).sum::<u64>() + self.of_nodes
     }
 
     /// Bytes that the fleet can allocate now.
@@ -73,9 +78,10 @@ impl DeviceMemoryPlan {
         if self.missing() == 0 {
             return None;
         }
-        let Some(mut left) = self.room().checked_sub(self.weights) else {
-            let over = ByteSize(self.weights - self.room()).rounded();
-            let percent = (self.room() as f64 / self.weights as f64 * 100.0).floor();
+        let weights = self.weights + self.of_nodes;
+        let Some(mut left) = self.room().checked_sub(weights) else {
+            let over = ByteSize(weights - self.room()).rounded();
+            let percent = (self.room() as f64 / weights as f64 * 100.0).floor();
             return Some(format!(
                 "the weights alone are {over} too large; a quantization with {percent}% of their size would fit"
             ));
@@ -128,13 +134,7 @@ fn devices(config: &FleetConfig, models: &[SizedModel]) -> Vec<DeviceMemoryPlan>
     for (index, model) in models.iter().enumerate() {
         let id = model.choice.device().to_string();
         let at = devices.iter().position(|device| device.id == id).unwrap_or_else(|| {
-            let (name, budget, free) = match &model.choice.gpu {
-                Some(gpu) => {
-                    (format!("cuda:{} {}", gpu.ordinal, gpu.name), config.budget_of(gpu), gpu.free_bytes)
-                }
-                None => ("host".to_owned(), config.host_bytes(), None),
-            };
-            devices.push(DeviceMemoryPlan { id, name, budget, free, weights: 0, workers: Vec::new() });
+            devices.push(device_plan(config, &model.choice));
             devices.len() - 1
         });
         if shared_with(&models[..index], model).is_none() {
@@ -143,7 +143,40 @@ fn devices(config: &FleetConfig, models: &[SizedModel]) -> Vec<DeviceMemoryPlan>
         let worker = WorkerMemory { bytes: model.demand.total(), kv: model.demand.kv };
         devices[at].workers.extend((0..model.workers).map(|_| worker));
     }
+    add_nodes_to_host(config, &mut devices);
     devices
+}
+
+/// A device on which nothing is yet.
+fn device_plan(config: &FleetConfig, choice: &DeviceChoice) -> DeviceMemoryPlan {
+    let id = choice.device().to_string();
+    let (name, budget, free) = match (&choice.gpu, choice.node) {
+        (Some(gpu), _) => {
+            (format!("cuda:{} {}", gpu.ordinal, gpu.name), config.budget_of(gpu), gpu.free_bytes)
+        }
+        (None, Some(number)) => {
+            let memory = NumaNode::find(number).map_or(u64::MAX, |node| node.memory_bytes);
+            (id.clone(), memory, NumaNode::available_bytes(number).ok())
+        }
+        (None, None) => (id.clone(), config.host_bytes(), None),
+    };
+    DeviceMemoryPlan { id, name, budget, free, weights: 0, workers: Vec::new(), of_nodes: 0 }
+}
+
+/// The memory of a NUMA node counts on the host too.
+fn add_nodes_to_host(config: &FleetConfig, devices: &mut Vec<DeviceMemoryPlan>) {
+    let nodes = devices.iter().filter(|device| node_of_device(&device.id).is_some());
+    let of_nodes: u64 = nodes.map(DeviceMemoryPlan::needed).sum();
+    if of_nodes == 0 {
+        return;
+    }
+    match devices.iter_mut().find(|device| device.id == HOST_DEVICE) {
+        Some(host) => host.of_nodes = of_nodes,
+        None => {
+            let host = device_plan(config, &DeviceChoice::host(None));
+            devices.push(DeviceMemoryPlan { of_nodes, ..host });
+        }
+    }
 }
 
 /// The earlier model whose copy of the weights serves this one too.
@@ -282,6 +315,7 @@ mod tests {
             free: None,
             weights,
             workers,
+            of_nodes: 0,
         }
     }
 

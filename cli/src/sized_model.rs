@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use engine::{EngineConfig, EngineConfigError, KvBudget};
 use gguf::GgufModel;
+use memory::numa::NumaNode;
 use memory::pack::{PackPlan, Packing};
 use models::ModelDescription;
 use ops::{KvLayout, KvTypes};
@@ -119,6 +120,7 @@ impl SizedModel {
         check_context(config, &description)?;
         let unfit = without_kernel(&model, &description);
         let choice = choose(config.device, seen, unfit.as_deref())?;
+        check_node(&choice)?;
         let weights = WeightSizes::of(&path, &model, &choice, config.pack)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         // On a GPU these threads only serve; the GPU computes.
@@ -261,6 +263,12 @@ impl SizedModel {
             worker_config: to_toml_table(&self.worker)?,
         })
     }
+}
+
+/// Refuses a NUMA node that this machine lacks.
+fn check_node(choice: &DeviceChoice) -> CliResult {
+    let node = choice.node.map_or(Ok(()), |number| NumaNode::find(number).map(drop));
+    node.map_err(|error| CliError::new(Exit::Usage, error.to_string()))
 }
 
 /// Refuses a context longer than the model's at the start, instead of at the first long prompt. A

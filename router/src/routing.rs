@@ -41,8 +41,11 @@ use worker_load::WorkerLoad;
 /// takes some 70 ms (8B Q4_K_M on an H200).
 const PREFIX_GAIN_TOKENS: u64 = 1024;
 
-/// The device of workers that compute on the host.
-const HOST: &str = "host";
+/// Whether workers of the device compute on the host: "host", or a NUMA node of it as "host:N". A
+/// worker that tells no device does too.
+fn is_on_host(device: &str) -> bool {
+    device.is_empty() || device.split(':').next() == Some("host")
+}
 
 /// Time since the router's start.
 pub type RouterTime = Duration;
@@ -236,7 +239,7 @@ impl RoutingPolicy {
 
     fn is_packed(&self, load: &WorkerLoad) -> bool {
         match self.mode {
-            RoutingMode::Auto => !matches!(&*load.profile.device, HOST | ""),
+            RoutingMode::Auto => !is_on_host(&load.profile.device),
             RoutingMode::Packed => true,
             RoutingMode::LeastLoaded => false,
         }

@@ -15,8 +15,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use memory::manifest::{Digest, FileIdentity, HOST_DEVICE, Manifest};
+use memory::manifest::{Digest, FileIdentity, Manifest};
 use memory::memfd::SealedMemfd;
+use memory::numa::is_host_device;
 
 use crate::ids::CallId;
 use crate::ledger::LedgerReservation;
@@ -96,7 +97,7 @@ impl GenerationContents {
     /// What the generation reserves: its device's memory, and one descriptor for each allocation
     /// and for the manifest. The manifest is in host memory on every device.
     pub fn reservation(&self, device: &str) -> LedgerReservation {
-        let manifest = if device == HOST_DEVICE { self.manifest_bytes } else { 0 };
+        let manifest = if is_host_device(device) { self.manifest_bytes } else { 0 };
         let bytes = self.allocation_bytes.saturating_add(manifest).saturating_add(self.staging_bytes);
         LedgerReservation { device: device.to_owned(), bytes, fds: u64::from(self.allocations) + 1 }
     }
@@ -170,7 +171,7 @@ impl Generation {
         match self.phase {
             GenerationPhase::Storing | GenerationPhase::Ready | GenerationPhase::Retiring => 0,
             GenerationPhase::Queued | GenerationPhase::Starting | GenerationPhase::Loading
-                if self.key.device == HOST_DEVICE =>
+                if is_host_device(&self.key.device) =>
             {
                 reserved.saturating_sub(self.done_bytes)
             }

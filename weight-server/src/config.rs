@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use memory::manifest::HOST_DEVICE;
+use memory::numa::is_host_device;
 use serde::Deserialize;
 use service::{ByteSize, UserId};
 
@@ -36,7 +37,7 @@ pub struct ModelLoadConfig {
     /// The name that workers use.
     pub name: String,
     pub path: PathBuf,
-    /// "host", or the UUID of one of `devices`.
+    /// "host", a NUMA node as "host:N", or the UUID of one of `devices`.
     #[serde(default = "host")]
     pub device: String,
     /// False gives every tensor its own allocation.
@@ -80,7 +81,7 @@ pub(crate) struct LoaderThreads {
 
 impl LoaderThreads {
     pub(crate) fn onto(self, device: &str) -> usize {
-        if device == HOST_DEVICE { self.host } else { self.gpu }
+        if is_host_device(device) { self.host } else { self.gpu }
     }
 }
 

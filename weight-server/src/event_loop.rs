@@ -30,7 +30,7 @@ use crate::refusal::{UnloadRefusal, VerifyFailure};
 use crate::state::WeightServerState;
 use crate::status::{CatalogChange, StatusSnapshot};
 use crate::stored_fds::StoredFdName;
-use crate::system_limits::available_bytes;
+use crate::system_limits::available_bytes_for;
 use crate::verifier_child::{self, VerifierHandle};
 use crate::waiters::WaiterId;
 
@@ -193,7 +193,7 @@ impl WeightServerLoop {
             LoopInput::Load { params, call } => {
                 let id = self.next_call();
                 self.load_calls.insert(id, call);
-                let available_bytes = available_bytes();
+                let available_bytes = available_bytes_for(&params.device);
                 self.handle_event(WeightServerEvent::LoadRequested { call: id, params, available_bytes });
             }
             LoopInput::Unload { model, generation, answer } => {

@@ -7,6 +7,7 @@ use std::pin::Pin;
 
 use futures::Stream;
 use memory::manifest::HOST_DEVICE;
+use memory::numa::node_of_device;
 use prost::Message;
 use proto::weights::v1::{self as wire, load_event, weight_server_server::WeightServer};
 use service::admin_audit::{AdminCall, AdminCallKind, AdminCaller};
@@ -358,7 +359,13 @@ impl From<StatusSnapshot> for wire::Status {
             .map(|(key, reservation)| reservation_message(*key, reservation, &orphaned))
             .collect();
         let ledger = wire::Ledger {
-            capacity_bytes: snapshot.devices.iter().map(|(_, capacity, _)| capacity).sum(),
+            // The memory of a node is counted with the host's.
+            capacity_bytes: snapshot
+                .devices
+                .iter()
+                .filter(|(device, _, _)| node_of_device(device).is_none())
+                .map(|(_, capacity, _)| capacity)
+                .sum(),
             reserved_bytes: reservations.iter().fold(0, |sum, row| row.bytes.saturating_add(sum)),
             capacity_fds: snapshot.capacity_fds,
             reserved_fds: reservations.iter().map(|reservation| reservation.fds).sum(),

@@ -6,9 +6,12 @@
 //! 1. The reservations of a device never exceed its capacity, except for those made with
 //!    `reserve_unchecked`.
 //! 2. Memory is reserved before it is allocated.
+//! 3. Memory of a NUMA node counts on the node ("host:N") and on the host.
 
 use std::collections::BTreeMap;
 
+use memory::manifest::HOST_DEVICE;
+use memory::numa::is_host_device;
 use service::ByteSize;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -28,6 +31,12 @@ pub struct LedgerReservation {
     pub device: String,
     pub bytes: u64,
     pub fds: u64,
+}
+
+impl LedgerReservation {
+    fn counts_on(&self, device: &str) -> bool {
+        self.device == device || (device == HOST_DEVICE && is_host_device(&self.device))
+    }
 }
 
 #[derive(Debug)]
@@ -65,26 +74,24 @@ impl Ledger {
         key: ReservationKey,
         reservation: LedgerReservation,
     ) -> Result<(), ReservationError> {
-        let Some(&capacity) = self.devices.get(&reservation.device) else {
+        if !self.devices.contains_key(&reservation.device) {
             let known = self.devices.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
             return Err(ReservationError::UnknownDevice {
                 device: reservation.device,
                 known: format!("known are {known}"),
             });
-        };
+        }
         let others = |of: fn(&LedgerReservation) -> u64, same: &dyn Fn(&LedgerReservation) -> bool| -> u64 {
             let counted = self.reservations.iter().filter(|(k, r)| **k != key && same(r));
             // Rows that workers have returned are not checked against a capacity.
             counted.map(|(_, r)| of(r)).fold(0, u64::saturating_add)
         };
-        let free = capacity.saturating_sub(others(|r| r.bytes, &|r| r.device == reservation.device));
-        if reservation.bytes > free {
-            return Err(ReservationError::InsufficientMemory {
-                device: reservation.device,
-                needed: reservation.bytes,
-                free,
-                capacity,
-            });
+        for (device, &capacity) in self.devices.iter().filter(|(device, _)| reservation.counts_on(device)) {
+            let free = capacity.saturating_sub(others(|r| r.bytes, &|r| r.counts_on(device)));
+            if reservation.bytes > free {
+                let (device, needed) = (device.clone(), reservation.bytes);
+                return Err(ReservationError::InsufficientMemory { device, needed, free, capacity });
+            }
         }
         let free = self.fds.saturating_sub(others(|r| r.fds, &|_| true));
         if reservation.fds > free {
@@ -133,7 +140,7 @@ impl Ledger {
     /// Capacity and reserved bytes of each device.
     pub fn devices(&self) -> impl Iterator<Item = (&str, u64, u64)> {
         self.devices.iter().map(|(device, capacity)| {
-            let reservations = self.reservations.values().filter(|reservation| reservation.device == *device);
+            let reservations = self.reservations.values().filter(|reservation| reservation.counts_on(device));
             let bytes = reservations.map(|reservation| reservation.bytes);
             (device.as_str(), *capacity, bytes.fold(0, u64::saturating_add))
         })
@@ -193,6 +200,26 @@ mod tests {
                 LedgerReservation { device: "gpu".to_owned(), bytes: 50, fds: 0 },
             )
             .unwrap();
+    }
+
+    #[test]
+    fn memory_of_a_node_counts_on_the_node_and_on_the_host() {
+        let devices = [("host", 1000), ("host:0", 600), ("host:1", 600)];
+        let mut ledger = Ledger::new(devices.map(|(id, bytes)| (id.to_owned(), bytes)).into(), 10);
+        let on = |device: &str, bytes| LedgerReservation { device: device.to_owned(), bytes, fds: 0 };
+        ledger.reserve(ReservationKey::Weights(1), on("host:0", 600)).unwrap();
+        ledger.reserve(ReservationKey::Weights(2), on("host:1", 300)).unwrap();
+        let refused = |ledger: &mut Ledger, device, bytes| match ledger
+            .reserve(ReservationKey::Weights(3), on(device, bytes))
+        {
+            Err(ReservationError::InsufficientMemory { device, free, .. }) => (device, free),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(refused(&mut ledger, "host:0", 1), ("host:0".to_owned(), 0));
+        assert_eq!(refused(&mut ledger, "host:1", 200), ("host".to_owned(), 100));
+        assert_eq!(refused(&mut ledger, "host", 101), ("host".to_owned(), 100));
+        let held: Vec<u64> = ledger.devices().map(|(_, _, held)| held).collect();
+        assert_eq!(held, [900, 600, 300]);
     }
 
     #[test]

@@ -54,6 +54,7 @@ use std::time::{Duration, Instant};
 
 use handoff::seqpacket::{Listener, SocketError};
 use memory::manifest::HOST_DEVICE;
+use memory::numa::is_host_device;
 use nix::fcntl::{Flock, FlockArg};
 use proto::weights::v1::weight_server_server::{SERVICE_NAME, WeightServerServer};
 use service::listen::{InheritedFd, ListenError, inherited_fds};
@@ -234,8 +235,9 @@ fn driver(
     supervised: bool,
     started: Instant,
 ) -> WeightServerLoop {
-    let on_host = adopted.generations.iter().filter(|(generation, _)| generation.key.device == HOST_DEVICE);
-    let held: u64 = on_host.map(|(generation, _)| generation.contents.reservation(HOST_DEVICE).bytes).sum();
+    let on_host = adopted.generations.iter().filter(|(generation, _)| is_host_device(&generation.key.device));
+    let held: u64 =
+        on_host.map(|(generation, _)| generation.contents.reservation(&generation.key.device).bytes).sum();
     // Adopted memory is in use already, so it comes on top of what is available.
     let budget = config
         .host_budget
@@ -246,6 +248,7 @@ fn driver(
             .iter()
             .map(|device| (device.id.clone(), device.budget.0))
             .chain([(HOST_DEVICE.to_owned(), budget)])
+            .chain(system_limits::node_bytes())
             .collect(),
         fds,
         uids: allowed_uids(config),

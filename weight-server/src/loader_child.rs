@@ -274,7 +274,7 @@ async fn run_session(
             Some(loader_frame::Kind::Plan(plan)) if collector.is_none() => {
                 collector = Some(FdCollector::new(plan.allocations.saturating_add(1))?);
                 let contents = contents_from_plan(&plan);
-                let available_bytes = crate::system_limits::available_bytes();
+                let available_bytes = crate::system_limits::available_bytes_for(&job.key.device);
                 inputs
                     .send(LoopInput::Event(WeightServerEvent::LoadPlanned {
                         generation,

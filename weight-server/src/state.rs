@@ -44,7 +44,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use handoff::lease_record::LeaseRecord;
-use memory::manifest::HOST_DEVICE;
+use memory::numa::is_host_device;
 
 use crate::catalog::{Generation, GenerationIntegrity, GenerationPhase, VerificationState};
 use crate::events::{AdoptedGeneration, ChangeNotice, WeightServerAction, WeightServerEvent};
@@ -157,7 +157,7 @@ impl WeightServerState {
         self.next_generation = self.next_generation.max(id + 1);
         self.ledger.reserve_unchecked(ReservationKey::Weights(id), contents.reservation(&key.device));
         // The kernel's seals protect host memory.
-        let integrity = if key.device == HOST_DEVICE {
+        let integrity = if is_host_device(&key.device) {
             GenerationIntegrity::Loaded
         } else {
             GenerationIntegrity::Unverified

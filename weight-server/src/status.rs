@@ -4,6 +4,8 @@
 
 use std::path::PathBuf;
 
+use memory::numa::node_of_device;
+
 use crate::catalog::{Generation, GenerationContents, GenerationIntegrity, GenerationPhase};
 use crate::events::ChangeNotice;
 use crate::lease_table::{LeaseEntry, LeasePhase};
@@ -106,7 +108,13 @@ impl StatusSnapshot {
                 .reservations()
                 .map(|(key, reservation)| (key, reservation.clone()))
                 .collect(),
-            devices: state.ledger().devices().map(|(id, all, held)| (id.to_owned(), all, held)).collect(),
+            // A node that no model names is only a part of the host.
+            devices: state
+                .ledger()
+                .devices()
+                .filter(|(id, _, held)| *held > 0 || node_of_device(id).is_none())
+                .map(|(id, all, held)| (id.to_owned(), all, held))
+                .collect(),
             capacity_fds: state.ledger().capacity_fds(),
             tokens_required: state.tokens_required(),
             registered_tokens: state.registered_tokens(),

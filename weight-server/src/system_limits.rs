@@ -2,6 +2,7 @@
 
 //! The limits of the machine and the process: available memory and open descriptors.
 
+use memory::numa::{self, NumaNode, node_of_device};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// Not available to the ledger: sockets, the runtime, libraries, a loader's socket and files, and
@@ -20,6 +21,23 @@ pub(crate) fn available_bytes() -> u64 {
         tracing::debug!(%error, "cannot tell how much memory is available");
         u64::MAX
     })
+}
+
+/// The memory of each NUMA node of this machine, by its device.
+pub(crate) fn node_bytes() -> impl Iterator<Item = (String, u64)> {
+    let nodes = numa::nodes().into_iter().filter_map(|number| NumaNode::find(number).ok());
+    nodes.map(|node| (numa::device_of_node(node.number), node.memory_bytes))
+}
+
+/// What [`available_bytes`] leaves for a load onto a device: a NUMA node has a part of the memory.
+pub(crate) fn available_bytes_for(device: &str) -> u64 {
+    let of_node = |number| {
+        NumaNode::available_bytes(number).unwrap_or_else(|error| {
+            tracing::debug!(%error, "cannot tell how much memory of a NUMA node is available");
+            u64::MAX
+        })
+    };
+    available_bytes().min(node_of_device(device).map_or(u64::MAX, of_node))
 }
 
 #[derive(Debug, thiserror::Error)]

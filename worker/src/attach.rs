@@ -254,6 +254,8 @@ fn is_transient(error: &handoff::AttachModelError) -> bool {
         E::Refused { reason, .. } => matches!(
             reason,
             RefusalReason::UnknownModel
+                // The copies of a model on several devices are requested one after the other.
+                | RefusalReason::Device
                 | RefusalReason::Busy
                 | RefusalReason::ShuttingDown
                 | RefusalReason::Token

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use cuda::{DeviceError, OpenDriverError};
 use engine::EngineStartError;
+use memory::numa::NumaError;
 use models::{BuildModelError, WeightError};
 use ops::OpError;
 use prefix::FingerprintError;
@@ -23,6 +24,8 @@ pub enum WorkerAttachError {
     Driver(#[from] OpenDriverError),
     #[error(transparent)]
     Device(#[from] DeviceError),
+    #[error(transparent)]
+    Node(#[from] NumaError),
     #[error(
         "the GPU {device} has no memory left for a context, which takes half a GiB: end other processes on it"
     )]
@@ -64,6 +67,8 @@ impl HasExit for WorkerAttachError {
             WorkerAttachError::Driver(OpenDriverError::Init(_))
             | WorkerAttachError::Device(DeviceError::Driver(_)) => Exit::Internal,
             WorkerAttachError::Driver(_) | WorkerAttachError::Device(_) => Exit::Usage,
+            WorkerAttachError::Node(NumaError::Unknown { .. }) => Exit::Usage,
+            WorkerAttachError::Node(_) => Exit::Internal,
             WorkerAttachError::NoRoom { .. } => Exit::OutOfResources,
             WorkerAttachError::Context { .. } => Exit::Internal,
             WorkerAttachError::Attach {

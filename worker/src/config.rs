@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use cuda::{DeviceSelector, DeviceSelectorError};
 use memory::manifest::HOST_DEVICE;
+use memory::numa::{device_of_node, node_of_device};
 use ops::KvTypes;
 use sampling_params::SamplingDefaults;
 use serde::{Deserialize, Serialize};
@@ -109,12 +110,15 @@ pub struct CheckedChatTemplate {
     pub text: String,
 }
 
-/// The device of weights and computation: "host", "cuda:N", or a GPU's UUID as nvidia-smi shows it.
+/// The device of weights and computation: "host", "host:N" for a NUMA node, "cuda:N", or a GPU's
+/// UUID as nvidia-smi shows it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum ComputeDevice {
     #[default]
     Host,
+    /// Memory and processors of one NUMA node.
+    HostNode(u32),
     Gpu(DeviceSelector),
 }
 
@@ -159,7 +163,11 @@ impl FromStr for ComputeDevice {
     type Err = DeviceSelectorError;
 
     fn from_str(text: &str) -> Result<Self, DeviceSelectorError> {
-        if text == HOST_DEVICE { Ok(Self::Host) } else { text.parse().map(Self::Gpu) }
+        match (text, node_of_device(text)) {
+            (HOST_DEVICE, _) => Ok(Self::Host),
+            (_, Some(node)) => Ok(Self::HostNode(node)),
+            (_, None) => text.parse().map(Self::Gpu),
+        }
     }
 }
 
@@ -175,6 +183,7 @@ impl fmt::Display for ComputeDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Host => f.write_str(HOST_DEVICE),
+            Self::HostNode(node) => f.write_str(&device_of_node(*node)),
             Self::Gpu(selector) => selector.fmt(f),
         }
     }
@@ -272,7 +281,7 @@ mod tests {
 
     #[test]
     fn a_device_reads_back_what_it_prints() {
-        for text in ["host", "cuda:3", "GPU-00112233-4455-6677-8899-aabbccddeeff"] {
+        for text in ["host", "host:1", "cuda:3", "GPU-00112233-4455-6677-8899-aabbccddeeff"] {
             assert_eq!(text.parse::<ComputeDevice>().map(|device| device.to_string()).as_deref(), Ok(text));
         }
         let error = "cpu".parse::<ComputeDevice>().unwrap_err();

@@ -37,7 +37,7 @@ impl MemoryPlan {
         let layout = engine.kv_layout(model.kv_layers(&config.kv_type))?;
         let kv = layout.blocks as u64 * layout.block_bytes() as u64;
         Ok(match config.device {
-            ComputeDevice::Host => {
+            ComputeDevice::Host | ComputeDevice::HostNode(_) => {
                 Self { context: 0, kv, workspace: host::worker_workspace(config, &layout, model, dtypes) }
             }
             ComputeDevice::Gpu(_) => Self {
@@ -51,7 +51,9 @@ impl MemoryPlan {
     /// The plan with a draft model added. Its KV cache is part of the worker's KV budget.
     pub fn with_draft(self, config: &WorkerConfig, draft: &ModelDescription, dtypes: &[DType]) -> Self {
         let workspace = match config.device {
-            ComputeDevice::Host => host::model_workspace(config, config.draft_limits(), draft, dtypes),
+            ComputeDevice::Host | ComputeDevice::HostNode(_) => {
+                host::model_workspace(config, config.draft_limits(), draft, dtypes)
+            }
             ComputeDevice::Gpu(_) => gpu::workspace(config.draft_limits(), draft, dtypes),
         };
         Self { workspace: self.workspace.shared_with(workspace), ..self }

@@ -26,7 +26,7 @@ impl WorkerConfig {
     /// Bytes reserved for the CUDA context before it exists and can be measured.
     pub(crate) fn reserved_context_bytes(&self) -> u64 {
         match self.device {
-            ComputeDevice::Host => 0,
+            ComputeDevice::Host | ComputeDevice::HostNode(_) => 0,
             ComputeDevice::Gpu(_) => CONTEXT_BYTES,
         }
     }
@@ -34,7 +34,7 @@ impl WorkerConfig {
     /// Bytes reserved beside context and KV cache, for all models in the process.
     pub(crate) fn reserved_workspace_bytes(&self) -> u64 {
         let default = match self.device {
-            ComputeDevice::Host => HOST_WORKSPACE_BYTES,
+            ComputeDevice::Host | ComputeDevice::HostNode(_) => HOST_WORKSPACE_BYTES,
             ComputeDevice::Gpu(_) => GPU_WORKSPACE_BYTES,
         };
         let draft = if matches!(self.draft, DraftSource::Model(_)) { DRAFT_WORKSPACE_BYTES } else { 0 };

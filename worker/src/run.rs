@@ -193,8 +193,8 @@ fn drain_on_request(
 fn run_engine_thread(mut thread: EngineThread<'_>) -> Result<(), WorkerRunError> {
     thread.timeline.mark("sockets");
     match thread.config.device {
-        ComputeDevice::Host => {
-            let runtime = HostRuntime::new(thread.config.threads);
+        ComputeDevice::Host | ComputeDevice::HostNode(_) => {
+            let runtime = HostRuntime::open(thread.config.device, thread.config.threads)?;
             let granted = thread.request_grant::<HostRuntime>(runtime.device())?;
             thread.timeline.mark("wait");
             thread.run_on(&runtime, granted)

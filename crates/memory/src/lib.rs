@@ -80,4 +80,5 @@ pub mod host_import;
 pub mod manifest;
 pub mod mapping;
 pub mod memfd;
+pub mod numa;
 pub mod pack;

@@ -82,7 +82,7 @@ impl FileIdentity {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ManifestDevice {
     pub kind: DeviceKind,
-    /// "host", or the GPU's UUID.
+    /// "host", "host:N" for a NUMA node of it, or the GPU's UUID.
     pub id: String,
     /// Major * 10 + minor; 0 on the host.
     pub compute_capability: u32,
@@ -90,7 +90,12 @@ pub struct ManifestDevice {
 
 impl ManifestDevice {
     pub fn host() -> Self {
-        Self { kind: DeviceKind::Host, id: HOST_DEVICE.to_owned(), compute_capability: 0 }
+        Self::host_memory(HOST_DEVICE)
+    }
+
+    /// The host, or one of its NUMA nodes.
+    pub fn host_memory(id: &str) -> Self {
+        Self { kind: DeviceKind::Host, id: id.to_owned(), compute_capability: 0 }
     }
 }
 

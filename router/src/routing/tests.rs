@@ -16,7 +16,7 @@ fn model(n: u8) -> ModelKey {
 }
 
 fn add_worker(policy: &mut RoutingPolicy, id: u64, model: ModelKey, running_max: u32) {
-    let profile = WorkerProfile { model, device: HOST.into(), running_max, kv_tokens: 0 };
+    let profile = WorkerProfile { model, device: "host".into(), running_max, kv_tokens: 0 };
     policy.add_worker(WorkerId(id), profile, NOW);
 }
 
@@ -157,9 +157,10 @@ fn workers_of_a_gpu_are_filled_one_after_the_other() {
 fn the_mode_decides_whether_workers_are_packed() {
     for (mode, device, expected) in [
         (RoutingMode::Auto, GPU, [0, 0]),
-        (RoutingMode::Auto, HOST, [0, 1]),
+        (RoutingMode::Auto, "host", [0, 1]),
+        (RoutingMode::Auto, "host:1", [0, 1]),
         (RoutingMode::Auto, "", [0, 1]),
-        (RoutingMode::Packed, HOST, [0, 0]),
+        (RoutingMode::Packed, "host", [0, 0]),
         (RoutingMode::LeastLoaded, GPU, [0, 1]),
     ] {
         let mut policy = RoutingPolicy::new(mode);

@@ -16,7 +16,8 @@ use std::os::fd::OwnedFd;
 
 use cuda::DeviceUuid;
 use memory::host_import::import_host;
-use memory::manifest::{FileIdentity, HOST_DEVICE, Manifest};
+use memory::manifest::{FileIdentity, Manifest};
+use memory::numa::is_host_device;
 use proto::weights::v1::LoadFailure;
 use quant::layout::{LAYOUT_GGML, LAYOUT_TILES};
 
@@ -31,7 +32,7 @@ pub(super) type ComputeChecksums =
 
 /// The layout that all tensors on a device have.
 pub(crate) fn layout_for_device(device: &str) -> u32 {
-    if device == HOST_DEVICE { LAYOUT_GGML } else { LAYOUT_TILES }
+    if is_host_device(device) { LAYOUT_GGML } else { LAYOUT_TILES }
 }
 
 /// Opens the device that the model is loaded into. On a GPU this creates the context, which takes
@@ -46,7 +47,7 @@ pub(super) fn open_target(
         return Err(OpenTargetError::Layout { layout, device: device.to_owned(), expected });
     }
     match device {
-        HOST_DEVICE => Ok(Box::new(HostTarget)),
+        name if is_host_device(name) => Ok(Box::new(HostTarget::open(name)?)),
         name => Ok(open_gpu(parse_uuid(name)?, files)?),
     }
 }
@@ -54,7 +55,7 @@ pub(super) fn open_target(
 /// Opens the device on which a generation is verified.
 pub(super) fn open_for_checksums(device: &str) -> Result<ComputeChecksums, OpenTargetError> {
     match device {
-        HOST_DEVICE => Ok(Box::new(host_checksums)),
+        name if is_host_device(name) => Ok(Box::new(host_checksums)),
         name => Ok(open_gpu_for_checksums(parse_uuid(name)?)?),
     }
 }

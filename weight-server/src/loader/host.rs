@@ -8,6 +8,7 @@ use gguf::GgufModel;
 use memory::host::HostAllocation;
 use memory::manifest::{Allocation, ManifestDevice};
 use memory::memfd::SealedMemfd;
+use memory::numa::{NumaError, NumaNode, node_of_device};
 use memory::pack::PackPlan;
 use quant::layout::LAYOUT_GGML;
 
@@ -16,12 +17,26 @@ use super::load_error::ModelLoadError;
 use super::sandbox::SandboxProfile;
 use super::target::{FilledAllocations, LoadOverhead, LoadPlan, LoadTarget};
 
-/// The host's memory.
-pub(super) struct HostTarget;
+/// The host's memory, or that of one of its nodes.
+pub(super) struct HostTarget {
+    device: String,
+}
+
+impl HostTarget {
+    /// Binds this thread, and the threads that it starts, to the node of the device.
+    pub(super) fn open(device: &str) -> Result<Self, NumaError> {
+        if let Some(number) = node_of_device(device) {
+            let node = NumaNode::find(number)?;
+            node.bind_memory()?;
+            node.pin_thread()?;
+        }
+        Ok(Self { device: device.to_owned() })
+    }
+}
 
 impl LoadTarget for HostTarget {
     fn device(&self) -> ManifestDevice {
-        ManifestDevice::host()
+        ManifestDevice::host_memory(&self.device)
     }
 
     fn layout(&self) -> u32 {

@@ -8,6 +8,7 @@ use std::io;
 use std::path::PathBuf;
 
 use memory::memfd::MemfdError;
+use memory::numa::NumaError;
 use memory::pack::PackError;
 use proto::weights::v1::LoadFailure;
 
@@ -48,8 +49,12 @@ impl Error for DeviceFailure {
 pub(super) enum OpenTargetError {
     #[error("layout {layout} is not supported on {device}: use layout {expected}")]
     Layout { layout: u32, device: String, expected: u32 },
-    #[error("{name:?} is not a device: use \"host\" or the UUID of a GPU, as nvidia-smi -L shows it")]
+    #[error(
+        "{name:?} is not a device: use \"host\", a NUMA node as \"host:0\", or the UUID of a GPU, as nvidia-smi -L shows it"
+    )]
     Name { name: String },
+    #[error(transparent)]
+    Node(#[from] NumaError),
     #[error(transparent)]
     Device(#[from] DeviceFailure),
 }
@@ -81,9 +86,9 @@ pub(super) enum ModelLoadError {
 impl ModelLoadError {
     pub(super) fn failure(&self) -> LoadFailure {
         match self {
-            Self::Target(OpenTargetError::Layout { .. } | OpenTargetError::Name { .. }) => {
-                LoadFailure::Unsupported
-            }
+            Self::Target(
+                OpenTargetError::Layout { .. } | OpenTargetError::Name { .. } | OpenTargetError::Node(_),
+            ) => LoadFailure::Unsupported,
             Self::Target(OpenTargetError::Device(error)) | Self::Device(error) => error.failure(),
             Self::Open(gguf::OpenError::Io { .. }) | Self::Inspect { .. } => LoadFailure::File,
             Self::Open(_) | Self::Model { .. } | Self::Pack { .. } => LoadFailure::ModelRefused,

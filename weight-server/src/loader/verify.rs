@@ -15,7 +15,8 @@
 use handoff::fd_batches::{FdBatchError, FdCollector};
 use handoff::manifest::{SplitHandoffError, split_handoff};
 use handoff::seqpacket::Connection;
-use memory::manifest::{HOST_DEVICE, Manifest};
+use memory::manifest::Manifest;
+use memory::numa::is_host_device;
 use proto::weights::v1::{self as wire, LoadFailure, loader_command, loader_frame};
 use service::exit::one_line;
 
@@ -57,7 +58,7 @@ pub(super) fn run(connection: &Connection, job: &wire::VerifyJob) -> Result<(), 
 
 fn verify(connection: &Connection, job: &wire::VerifyJob) -> Result<wire::Verified, VerifyError> {
     let compute_checksums = open_for_checksums(&job.device)?;
-    let profile = if job.device == HOST_DEVICE { SandboxProfile::Host } else { SandboxProfile::Gpu };
+    let profile = if is_host_device(&job.device) { SandboxProfile::Host } else { SandboxProfile::Gpu };
     sandbox::enter(profile).map_err(LoaderError::Sandbox)?;
     service::logging::start_thread();
     let mut collector = FdCollector::new(job.fds)?;

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use memory::manifest::HOST_DEVICE;
+use memory::numa::is_host_device;
 
 use super::{MAX_PENDING_LOADS, WeightServerState};
 use crate::catalog::{
@@ -124,7 +124,7 @@ impl WeightServerState {
         let file_bytes: u64 = key.files.iter().fold(0, |sum, file| file.bytes.saturating_add(sum));
         // A first bound. The loader's plan gives the exact sizes before it allocates memory for the
         // model.
-        let host_bytes = if key.device == HOST_DEVICE { file_bytes } else { PINNED_BYTES };
+        let host_bytes = if is_host_device(&key.device) { file_bytes } else { PINNED_BYTES };
         self.check_available_memory(id, host_bytes, available_bytes)?;
         let waits = self.generations.values().any(|g| g.key.device == key.device && g.occupies_loader());
         let context = if waits { 0 } else { context_bytes(&key.device) };
@@ -414,5 +414,5 @@ impl WeightServerState {
 
 /// Device memory of the context of a loader or verifier.
 pub(super) fn context_bytes(device: &str) -> u64 {
-    if device == HOST_DEVICE { 0 } else { CONTEXT_BYTES }
+    if is_host_device(device) { 0 } else { CONTEXT_BYTES }
 }

@@ -29,6 +29,7 @@ use std::time::Duration;
 
 use handoff::fd_batches::MAX_HANDOFF_FDS;
 use memory::manifest::HOST_DEVICE;
+use memory::numa::is_host_device;
 
 use super::{
     MAX_CLIENTS, MAX_LEASES_PER_PROCESS, RECLAIM_TIMEOUT, UNKNOWN_RESERVATIONS_WAIT, WeightServerState,
@@ -218,8 +219,8 @@ impl WeightServerState {
             return self.discard_returned(id);
         };
         let waiters = self.cancel_loads_of(&generation);
-        if self.host_capacity_is_measured && generation.key.device == HOST_DEVICE {
-            let held = generation.contents.reservation(HOST_DEVICE).bytes;
+        if self.host_capacity_is_measured && is_host_device(&generation.key.device) {
+            let held = generation.contents.reservation(&generation.key.device).bytes;
             self.ledger.raise_capacity(HOST_DEVICE, held);
         }
         self.adopt_generation(generation);

@@ -13,7 +13,7 @@
 
 use std::time::Duration;
 
-use memory::manifest::HOST_DEVICE;
+use memory::numa::is_host_device;
 
 use super::WeightServerState;
 use super::loading::context_bytes;
@@ -32,7 +32,7 @@ impl WeightServerState {
         let asked = |g: &&mut Generation| {
             g.model == model
                 && g.phase == GenerationPhase::Ready
-                && g.key.device != HOST_DEVICE
+                && !is_host_device(&g.key.device)
                 && (device.is_empty() || g.key.device == device)
         };
         match self.generations.values_mut().rfind(asked) {

@@ -1,25 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The host as a [`DeviceRuntime`]: weights in sealed memfds, SIMD kernels on threads.
+//! The host, or one of its NUMA nodes, as a [`DeviceRuntime`]: weights in sealed memfds, SIMD
+//! kernels on threads.
 
 use bytes::Bytes;
 use handoff::AttachModelError;
 use handoff::attach::{AttachedModel, GrantedModel};
 use kernels::{Cpu, Isa};
-use memory::manifest::HOST_DEVICE;
+use memory::numa::NumaNode;
 use ops::OpError;
 use quant::DType;
 use quant::layout::LAYOUT_GGML;
 
 use super::{BackendUsage, DeviceRuntime};
+use crate::attach_error::WorkerAttachError;
+use crate::config::ComputeDevice;
 
 pub(crate) struct HostRuntime {
+    device: ComputeDevice,
     threads: usize,
 }
 
 impl HostRuntime {
-    pub(crate) fn new(threads: usize) -> Self {
-        Self { threads: threads.max(1) }
+    /// On a NUMA node, this thread and those that it starts run and allocate there from now on.
+    pub(crate) fn open(device: ComputeDevice, threads: usize) -> Result<Self, WorkerAttachError> {
+        if let ComputeDevice::HostNode(number) = device {
+            let node = NumaNode::find(number)?;
+            node.pin_thread()?;
+            node.bind_memory()?;
+        }
+        Ok(Self { device, threads: threads.max(1) })
     }
 }
 
@@ -33,7 +43,7 @@ impl DeviceRuntime for HostRuntime {
     }
 
     fn device(&self) -> String {
-        HOST_DEVICE.to_owned()
+        self.device.to_string()
     }
 
     fn context_bytes(&self) -> u64 {
@@ -45,7 +55,7 @@ impl DeviceRuntime for HostRuntime {
     }
 
     fn describe(&self) -> String {
-        format!("host {}", Isa::best())
+        format!("{} {}", self.device, Isa::best())
     }
 
     /// Tensors are slices of the shared mapping, not copies.
