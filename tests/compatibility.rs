@@ -157,6 +157,7 @@ fn recorded() -> Vec<RecordedModel> {
         configured_path: std::path::PathBuf::new(),
         settings: toml::Table::new(),
         worker_config: "threads = 2\nkv-tokens = 1024\n".parse().unwrap(),
+        further_copies: Vec::new(),
     };
     vec![model("configured", false), model("by/command", true)]
 }

@@ -13,7 +13,7 @@ use service::Exit;
 use service::exit::{exit_for_io_error, one_line};
 
 use crate::cli_error::{CliError, CliResult, IoContext};
-use crate::device_choice::DeviceOption;
+use crate::device_selection::DeviceSelection;
 use crate::running_fleet::block_on;
 use crate::terminal::print_stdout;
 
@@ -127,10 +127,9 @@ struct BenchFleetArguments {
     /// Token budget of one step of a worker
     #[arg(long, value_name = "TOKENS")]
     step_tokens: Option<u32>,
-    /// Device of the weights and the workers: auto, host, host:N for a NUMA node, cuda:N,
-    /// or a GPU's UUID
-    #[arg(long, default_value_t = DeviceOption::Auto)]
-    device: DeviceOption,
+    /// Device of the weights and the workers, as in `ballast serve`
+    #[arg(long, default_value_t = DeviceSelection::default())]
+    device: DeviceSelection,
     /// How the router chooses workers, as in `ballast serve` [default: auto]
     #[arg(long, value_name = "MODE")]
     routing: Option<String>,

@@ -14,7 +14,6 @@ use gguf::GgufModel;
 use models::ModelDescription;
 use ops::AttentionSpan;
 use quant::layout::planes;
-use serde::{Deserialize, Serialize};
 use service::Exit;
 use worker::ComputeDevice;
 
@@ -23,8 +22,7 @@ use crate::devices::{GpuInfo, GpuInventory};
 
 /// One device of `--device` and of the key `device`: auto, host, host:N for a NUMA node, cuda:N, or
 /// a GPU's UUID.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum DeviceOption {
     /// The first GPU that can run the model; the host if there is none.
     #[default]
@@ -55,6 +53,10 @@ pub(crate) struct DeviceChoice {
 impl DeviceChoice {
     pub(crate) fn host(why: Option<String>) -> Self {
         Self { gpu: None, node: None, why }
+    }
+
+    pub(crate) fn gpu(gpu: GpuInfo, why: Option<String>) -> Self {
+        Self { gpu: Some(gpu), node: None, why }
     }
 
     /// The device's name in configurations and protocols.
@@ -122,24 +124,27 @@ pub(crate) fn choose(
             }
             match without_kernel {
                 Some(why) => Err(refused(Exit::ModelRefused, why)),
-                None => Ok(DeviceChoice { gpu: Some(gpu.clone()), node: None, why: None }),
+                None => Ok(DeviceChoice::gpu(gpu.clone(), None)),
             }
         }
     }
 }
 
 fn automatic(seen: &GpuInventory, without_kernel: Option<&str>) -> DeviceChoice {
-    let reason = seen.problem.as_deref().or(without_kernel);
-    let first_unusable = || seen.gpus.iter().find_map(|gpu| gpu.unusable.as_deref());
-    match (reason, seen.gpus.iter().find(|gpu| gpu.unusable.is_none())) {
-        (None, Some(gpu)) => {
-            DeviceChoice { gpu: Some(gpu.clone()), node: None, why: Some("the first usable GPU".to_owned()) }
-        }
-        (Some(reason), _) => DeviceChoice::host(Some(reason.to_owned())),
-        (None, None) => {
-            DeviceChoice::host(Some(first_unusable().unwrap_or("this process sees no GPU").to_owned()))
-        }
+    let first = seen.gpus.iter().find(|gpu| gpu.unusable.is_none());
+    match (no_gpu_reason(seen, without_kernel), first) {
+        (None, Some(gpu)) => DeviceChoice::gpu(gpu.clone(), Some("the first usable GPU".to_owned())),
+        (reason, _) => DeviceChoice::host(reason),
     }
+}
+
+/// The reason why no GPU can run the model, if none can.
+pub(crate) fn no_gpu_reason(seen: &GpuInventory, without_kernel: Option<&str>) -> Option<String> {
+    let is_usable = seen.gpus.iter().any(|gpu| gpu.unusable.is_none());
+    let first_unusable = || seen.gpus.iter().find_map(|gpu| gpu.unusable.as_deref());
+    let without_gpu = || first_unusable().unwrap_or("this process sees no GPU");
+    let reason = seen.problem.as_deref().or(without_kernel);
+    reason.or_else(|| (!is_usable).then(without_gpu)).map(str::to_owned)
 }
 
 fn means(selector: DeviceSelector, gpu: &GpuInfo) -> bool {
@@ -180,14 +185,6 @@ impl FromStr for DeviceOption {
     }
 }
 
-impl TryFrom<String> for DeviceOption {
-    type Error = ParseDeviceError;
-
-    fn try_from(text: String) -> Result<Self, ParseDeviceError> {
-        text.parse()
-    }
-}
-
 impl fmt::Display for DeviceOption {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -196,12 +193,6 @@ impl fmt::Display for DeviceOption {
             Self::HostNode(node) => ComputeDevice::HostNode(*node).fmt(f),
             Self::Gpu(selector) => selector.fmt(f),
         }
-    }
-}
-
-impl From<DeviceOption> for String {
-    fn from(wanted: DeviceOption) -> Self {
-        wanted.to_string()
     }
 }
 

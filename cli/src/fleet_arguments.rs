@@ -13,7 +13,7 @@ use sampling_params::SamplingDefaults;
 use service::ByteSize;
 use service::runtime_dir::WORKERS_MAX;
 
-use crate::device_choice::DeviceOption;
+use crate::device_selection::DeviceSelection;
 use crate::fleet_config::{FleetConfig, GpuSharingConfig};
 use crate::model_config::{DEFAULT_WORKERS, FleetModelConfig};
 
@@ -22,7 +22,7 @@ const LOOKUP: &str = "lookup";
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct FleetArguments {
-    /// Worker processes; all share one copy of the weights
+    /// Worker processes on each device; all of a device share one copy of the weights
     #[arg(long, value_name = "N", default_value_t = DEFAULT_WORKERS, value_parser = clap::value_parser!(u32).range(1..=i64::from(WORKERS_MAX)))]
     workers: u32,
     /// Directory of the fleet's sockets [default: a new one]
@@ -44,10 +44,10 @@ fn routing_mode() -> impl TypedValueParser<Value = RoutingMode> {
 /// Arguments of the workers of one model.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct WorkerArguments {
-    /// Device of the weights and the workers: auto, host, host:N for a NUMA node, cuda:N,
-    /// or a GPU's UUID
-    #[arg(long, default_value_t = DeviceOption::Auto)]
-    device: DeviceOption,
+    /// Device of the weights and the workers: auto, host, host:N for a NUMA node, cuda:N, or a
+    /// GPU's UUID. Several with commas, or all for every GPU: then each has a copy and workers
+    #[arg(long, default_value_t = DeviceSelection::default())]
+    device: DeviceSelection,
     /// Threads of each worker [default: cores / workers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
@@ -109,7 +109,7 @@ impl WorkerArguments {
             configured_path: None,
             chat_template: None,
             sampling: SamplingDefaults::default(),
-            device: self.device,
+            device: self.device.clone(),
             workers,
             threads: self.threads,
             ctx_size: self.ctx_size,

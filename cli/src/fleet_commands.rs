@@ -13,12 +13,13 @@ use proto::weights::v1::weight_server_client::WeightServerClient;
 use proto::worker::v1::ResetPrefixCacheRequest;
 use proto::worker::v1::worker_client::WorkerClient;
 use service::Exit;
+use service::logging::print_line;
+use service::printable::printable_lines;
 use service::runtime_dir::WORKERS_MAX;
-use supervisor::ModelSpec;
+use supervisor::{CopySpec, ModelSpec};
 
 use crate::chat_templates::{UnusableTemplate, read_chat_templates};
 use crate::cli_error::{CliError, CliResult, IoContext};
-use crate::device_choice::DeviceOption;
 use crate::devices::GpuInventory;
 use crate::fleet_arguments::{ChatTemplateArgument, WorkerArguments, model_name};
 use crate::fleet_choice::find_fleet;
@@ -130,11 +131,11 @@ pub(crate) fn load(arguments: LoadArguments) -> CliResult {
     models[0].chat_template = chat_template.file();
     models.extend(worker.draft_model());
     check_names(&models).map_err(|text| CliError::new(Exit::Usage, text))?;
-    let mut seen = devices_for(models.iter().map(|model| model.device))?;
-    if models[0].device == DeviceOption::Auto && !seen.gpus.is_empty() {
+    let mut seen = devices_for(models.iter().map(|model| &model.device))?;
+    if models[0].device.is_open() && !seen.gpus.is_empty() {
         seen = known_to_fleet(seen, &fleet)?;
     }
-    let mut sized = SizedModel::all(&models, workers, &seen)?;
+    let mut sized = SizedModel::all(&models, 0, &seen)?;
     block_on(read_chat_templates(&mut sized, &[], UnusableTemplate::Refuse))?;
     // Loads the draft model first, unless the fleet has it already: the workers wait for it.
     sized[1..].iter().try_for_each(|draft| load_one(&fleet, draft, true))?;
@@ -145,30 +146,44 @@ fn load_one(place: &FleetSelector, model: &SizedModel, may_be_there: bool) -> Cl
     let plan = model.plan()?;
     let what = format!("cannot load {}", plan.path.display());
     let request = load_request(plan);
+    let mut failed = Vec::new();
     call_supervisor(place, &what, async |client| {
         let mut events = match client.load_model(request).await {
             Err(status) if may_be_there && status.code() == tonic::Code::AlreadyExists => return Ok(()),
             answer => answer?.into_inner(),
         };
         while let Some(event) = events.message().await? {
-            if let Some(wire::load_model_event::Kind::Loaded(_)) = event.kind {
+            if let Some(wire::load_model_event::Kind::Loaded(loaded)) = event.kind {
+                failed.extend(loaded.copies.into_iter().filter(|copy| !copy.failure.is_empty()));
                 return Ok(());
             }
         }
         Err(tonic::Status::unavailable("the fleet stopped during the load"))
-    })
+    })?;
+    for wire::ModelCopy { device, failure, .. } in failed {
+        let text = format!("not on {device} yet, which is tried again: {failure}");
+        print_line(&printable_lines(&text));
+    }
+    Ok(())
 }
 
 pub(crate) fn load_request(model: ModelSpec) -> wire::LoadModelRequest {
+    let copy = |copy: CopySpec| wire::FurtherCopy {
+        device: copy.device,
+        worker_config: copy.worker_config.to_string(),
+    };
+    let mut copies = model.copies.into_iter().map(copy);
+    let wire::FurtherCopy { device, worker_config } = copies.next().unwrap_or_default();
     wire::LoadModelRequest {
         name: model.name,
         path: model.path.to_string_lossy().into_owned(),
         workers: model.workers,
-        worker_config: model.worker_config.to_string(),
-        device: model.device,
+        worker_config,
+        device,
         no_packing: !model.pack,
         files: model.files,
         settings: model.settings.to_string(),
+        further_copies: copies.collect(),
     }
 }
 

@@ -21,7 +21,7 @@ use toml::{Table, Value};
 
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::config_source::ConfigSource;
-use crate::device_choice::DeviceOption;
+use crate::device_selection::DeviceSelection;
 use crate::devices::{self, GpuInfo, GpuInventory};
 use crate::model_config::{FleetModelConfig, to_toml_table};
 use crate::resident_models::ResidentModels;
@@ -117,11 +117,8 @@ impl FleetConfig {
             );
             return Err(invalid(&text));
         }
-        let workers: u64 = config.models.iter().map(|model| u64::from(model.workers)).sum();
-        if workers > u64::from(WORKERS_MAX) {
-            let text = format!("the models have {workers} workers, a fleet may have {WORKERS_MAX}");
-            return Err(invalid(&text));
-        }
+        let total = |model: &FleetModelConfig| u64::from(model.workers) * u64::from(model.device.count_min());
+        check_worker_count(config.models.iter().map(total).sum()).map_err(|text| invalid(&text))?;
         check_names(&config.models).map_err(|text| invalid(&text))?;
         config.source = Some(ConfigSource::new(path, &config)?);
         if let Some(runtime_dir) = runtime_dir {
@@ -140,9 +137,10 @@ impl FleetConfig {
     pub(crate) fn sized_without(&self, resident: &ResidentModels) -> CliResult<Vec<SizedModel>> {
         let readable = self.models.iter().filter(|model| resident.get(&model.name).is_none());
         let readable: Vec<FleetModelConfig> = readable.cloned().collect();
-        let seen = devices_for(readable.iter().map(|model| model.device))?;
-        let workers = self.models.iter().map(|m| m.workers).sum();
-        SizedModel::all(&readable, workers, &seen)
+        let seen = devices_for(readable.iter().map(|model| &model.device))?;
+        let unreadable = self.models.iter().filter_map(|model| resident.get(&model.name));
+        let others = unreadable.map(|recorded| recorded.spec().total_workers()).sum();
+        SizedModel::all(&readable, others, &seen)
     }
 
     /// Builds the specification of the fleet for the supervisor. `socket` is the public socket, if
@@ -156,6 +154,9 @@ impl FleetConfig {
         resident: &ResidentModels,
     ) -> CliResult<FleetSpec> {
         let models = self.model_specs(sized, resident)?;
+        // With `device = "all"`, the number of devices is known only here.
+        check_worker_count(models.iter().map(|model| u64::from(model.total_workers())).sum())
+            .map_err(|text| CliError::new(Exit::Usage, text))?;
         let (of_workers, sharing) = (directory.clone(), self.gpu);
         let worker = move |slot: &WorkerSlot, table: &mut Table| {
             let mut set = |key: &str, value: String| table.insert(key.to_owned(), Value::String(value));
@@ -177,7 +178,7 @@ impl FleetConfig {
             }
         };
         let (listen, router_socket) = self.listen(directory, socket)?;
-        let gpus = sized.iter().filter_map(|model| model.choice.gpu.as_ref());
+        let gpus = sized.iter().flat_map(|model| &model.copies).filter_map(|copy| copy.choice.gpu.as_ref());
         let mut weight_server = self.weight_server(directory, gpus);
         resident.add_devices(&mut weight_server);
         let mps = (self.gpu.mps && weight_server.contains_key("devices"))
@@ -284,6 +285,13 @@ impl FleetConfig {
     }
 }
 
+fn check_worker_count(workers: u64) -> Result<(), String> {
+    match workers > u64::from(WORKERS_MAX) {
+        true => Err(format!("the models have {workers} workers, a fleet may have {WORKERS_MAX}")),
+        false => Ok(()),
+    }
+}
+
 /// A name means one model, whether it is its own or an alias.
 pub(crate) fn check_names(models: &[FleetModelConfig]) -> Result<(), String> {
     let mut seen = BTreeSet::new();
@@ -299,7 +307,9 @@ pub(crate) fn check_names(models: &[FleetModelConfig]) -> Result<(), String> {
 }
 
 /// Lists the GPUs, unless all models run on the host.
-pub(crate) fn devices_for(wanted: impl IntoIterator<Item = DeviceOption>) -> CliResult<GpuInventory> {
+pub(crate) fn devices_for<'a>(
+    wanted: impl IntoIterator<Item = &'a DeviceSelection>,
+) -> CliResult<GpuInventory> {
     match wanted.into_iter().all(|wanted| wanted.is_on_host()) {
         true => Ok(GpuInventory::default()),
         false => devices::discover_gpus(),
@@ -309,6 +319,7 @@ pub(crate) fn devices_for(wanted: impl IntoIterator<Item = DeviceOption>) -> Cli
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device_choice::DeviceOption;
     use crate::model_config::DEFAULT_WORKERS;
 
     #[test]
@@ -361,11 +372,10 @@ mod tests {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/ballast.toml");
         let config = FleetConfig::load(&path, None).unwrap();
         assert!(config.models.iter().all(|model| model.path.exists()), "{:?}", config.models);
-        let on_host =
-            |model: &FleetModelConfig| FleetModelConfig { device: DeviceOption::Host, ..model.clone() };
+        let host = DeviceSelection::One(DeviceOption::Host);
+        let on_host = |model: &FleetModelConfig| FleetModelConfig { device: host.clone(), ..model.clone() };
         let models: Vec<FleetModelConfig> = config.models.iter().map(on_host).collect();
-        let workers = models.iter().map(|m| m.workers).sum();
-        for sized in SizedModel::all(&models, workers, &GpuInventory::default()).unwrap() {
+        for sized in SizedModel::all(&models, 0, &GpuInventory::default()).unwrap() {
             sized.plan().unwrap();
         }
     }
@@ -385,15 +395,19 @@ mod tests {
             std::fs::write(&path, text).unwrap();
             FleetConfig::load(&path, None).unwrap().sized().map(|mut sized| sized.remove(0))
         };
+        let of = |model: &SizedModel| {
+            let spec = model.plan().unwrap();
+            (model.copies[0].demand, spec.copies[0].worker_config["workspace-bytes"].clone())
+        };
         let (alone, drafted) =
             (sized(&text.replace("draft = \"small\"\n", "")).unwrap(), sized(&text).unwrap());
-        let more = drafted.demand.workspace.total() - alone.demand.workspace.total();
+        let ((alone, _), (drafted, reserved)) = (of(&alone), of(&drafted));
+        let more = drafted.workspace.total() - alone.workspace.total();
         // 512 rows of logits for draft tokens, 8,000 values each, and activations. Both models
         // share the kernels' scratch memory.
         assert!((17 << 20..24 << 20).contains(&more), "{more} bytes");
-        assert!(drafted.demand.kv > alone.demand.kv);
-        let reserved = drafted.plan().unwrap().worker_config["workspace-bytes"].clone();
-        assert_eq!(reserved.as_str(), Some(ByteSize(drafted.demand.workspace.total()).to_string().as_str()));
+        assert!(drafted.kv > alone.kv);
+        assert_eq!(reserved.as_str(), Some(ByteSize(drafted.workspace.total()).to_string().as_str()));
 
         let failure = sized(&text.replace("name = \"small\"", "name = \"other\"")).map(drop).unwrap_err();
         assert!(

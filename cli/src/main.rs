@@ -17,6 +17,7 @@ mod cli_error;
 mod completion;
 mod config_source;
 mod device_choice;
+mod device_selection;
 mod devices;
 mod doctor;
 mod eval;

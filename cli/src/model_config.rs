@@ -12,7 +12,7 @@ use service::{ByteSize, Exit};
 use toml::Table;
 
 use crate::cli_error::{CliError, CliResult};
-use crate::device_choice::DeviceOption;
+use crate::device_selection::DeviceSelection;
 
 /// Two workers show the purpose of a fleet: they share one copy of the weights, and a stream
 /// survives the death of its worker.
@@ -36,9 +36,11 @@ pub(crate) struct FleetModelConfig {
     /// Values for sampling parameters that a request leaves out.
     #[serde(default, skip_serializing_if = "SamplingDefaults::is_empty")]
     pub(crate) sampling: SamplingDefaults,
-    /// auto, host, host:N for a NUMA node, cuda:N, or a GPU's UUID.
+    /// Where the copies of its weights are: auto, host, host:N for a NUMA node, cuda:N, a GPU's
+    /// UUID, all for every GPU, or a list.
     #[serde(default)]
-    pub(crate) device: DeviceOption,
+    pub(crate) device: DeviceSelection,
+    /// Of each copy.
     #[serde(default = "default_workers")]
     pub(crate) workers: u32,
     /// Threads of each worker. If absent, cores / workers of the fleet.

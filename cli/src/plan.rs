@@ -17,7 +17,7 @@ use crate::cli_error::{CliError, CliResult};
 use crate::device_choice::DeviceChoice;
 use crate::fleet_arguments::FleetArguments;
 use crate::fleet_config::FleetConfig;
-use crate::sized_model::SizedModel;
+use crate::sized_model::{SizedCopy, SizedModel};
 use crate::terminal::print_stdout;
 
 #[derive(clap::Args)]
@@ -109,10 +109,14 @@ pub(crate) fn run(arguments: PlanArguments) -> CliResult {
         (None, None) => return Err(CliError::new(Exit::Usage, "name a model file or --config FILE.toml")),
     };
     let models = config.sized()?;
-    let devices = devices(&config, &models);
+    let copies: Vec<PlannedCopy<'_>> = models
+        .iter()
+        .flat_map(|model| model.copies.iter().map(move |copy| PlannedCopy { model, copy }))
+        .collect();
+    let devices = devices(&config, &copies);
     print_stdout(&match arguments.json {
-        true => format!("{}\n", report(&models, &devices)),
-        false => text(&models, &devices),
+        true => format!("{}\n", report(&copies, &devices)),
+        false => text(&copies, &devices),
     })?;
     let unfit = |device: &&DeviceMemoryPlan| device.missing() > 0;
     match devices.iter().find(unfit) {
@@ -129,18 +133,32 @@ pub(crate) fn run(arguments: PlanArguments) -> CliResult {
     }
 }
 
-fn devices(config: &FleetConfig, models: &[SizedModel]) -> Vec<DeviceMemoryPlan> {
+/// A model on one of its devices.
+#[derive(Clone, Copy)]
+struct PlannedCopy<'a> {
+    model: &'a SizedModel,
+    copy: &'a SizedCopy,
+}
+
+impl PlannedCopy<'_> {
+    fn is_beside(&self, other: &PlannedCopy<'_>) -> bool {
+        self.copy.choice.device() == other.copy.choice.device()
+    }
+}
+
+fn devices(config: &FleetConfig, copies: &[PlannedCopy<'_>]) -> Vec<DeviceMemoryPlan> {
     let mut devices: Vec<DeviceMemoryPlan> = Vec::new();
-    for (index, model) in models.iter().enumerate() {
-        let id = model.choice.device().to_string();
+    for (index, planned) in copies.iter().enumerate() {
+        let PlannedCopy { model, copy } = planned;
+        let id = copy.choice.device().to_string();
         let at = devices.iter().position(|device| device.id == id).unwrap_or_else(|| {
-            devices.push(device_plan(config, &model.choice));
+            devices.push(device_plan(config, &copy.choice));
             devices.len() - 1
         });
-        if shared_with(&models[..index], model).is_none() {
-            devices[at].weights += model.weights.total();
+        if shared_with(&copies[..index], planned).is_none() {
+            devices[at].weights += copy.weights.total();
         }
-        let worker = WorkerMemory { bytes: model.demand.total(), kv: model.demand.kv };
+        let worker = WorkerMemory { bytes: copy.demand.total(), kv: copy.demand.kv };
         devices[at].workers.extend((0..model.workers).map(|_| worker));
     }
     add_nodes_to_host(config, &mut devices);
@@ -180,22 +198,28 @@ fn add_nodes_to_host(config: &FleetConfig, devices: &mut Vec<DeviceMemoryPlan>) 
 }
 
 /// The earlier model whose copy of the weights serves this one too.
-fn shared_with<'a>(earlier: &'a [SizedModel], model: &SizedModel) -> Option<&'a SizedModel> {
-    earlier.iter().find(|other| other.has_same_copy(model))
+fn shared_with<'a>(earlier: &[PlannedCopy<'a>], planned: &PlannedCopy<'_>) -> Option<&'a SizedModel> {
+    let is_it =
+        |other: &&PlannedCopy<'a>| other.model.has_same_copy(planned.model) && other.is_beside(planned);
+    earlier.iter().find(is_it).map(|other| other.model)
 }
 
 /// What to say about the weights of a model whose file another model has too.
-fn copy_text(earlier: &[SizedModel], model: &SizedModel) -> Option<String> {
-    if let Some(shared) = shared_with(earlier, model) {
+fn copy_text(earlier: &[PlannedCopy<'_>], planned: &PlannedCopy<'_>) -> Option<String> {
+    if let Some(shared) = shared_with(earlier, planned) {
         return Some(format!("the copy of {}, counted there", shared.name));
     }
-    let other = earlier.iter().find(|other| other.has_same_files(model))?;
-    Some(format!("a copy of its own: `pack` differs from {}, which has the same file", other.name))
+    let is_it =
+        |other: &&PlannedCopy<'_>| other.model.has_same_files(planned.model) && other.is_beside(planned);
+    let other = &earlier.iter().find(is_it)?.model.name;
+    Some(format!("a copy of its own: `pack` differs from {other}, which has the same file"))
 }
 
-fn report(models: &[SizedModel], devices: &[DeviceMemoryPlan]) -> Value {
-    let model = |(index, model): (usize, &SizedModel)| {
-        let SizedModel { name, path, workers, choice, weights, demand, .. } = model;
+/// One entry of `models` for each copy.
+fn report(copies: &[PlannedCopy<'_>], devices: &[DeviceMemoryPlan]) -> Value {
+    let model = |(index, planned): (usize, &PlannedCopy<'_>)| {
+        let SizedModel { name, path, workers, .. } = planned.model;
+        let SizedCopy { choice, weights, demand, .. } = planned.copy;
         json!({
             "name": name,
             "path": path,
@@ -207,7 +231,7 @@ fn report(models: &[SizedModel], devices: &[DeviceMemoryPlan]) -> Value {
                 "manifest": weights.manifest_bytes,
                 "allocations": weights.allocations,
                 "total": weights.total(),
-                "shared_with": shared_with(&models[..index], model).map(|shared| &shared.name),
+                "shared_with": shared_with(&copies[..index], planned).map(|shared| &shared.name),
             },
             "workers": workers,
             "worker": {
@@ -234,18 +258,19 @@ fn report(models: &[SizedModel], devices: &[DeviceMemoryPlan]) -> Value {
         })
     };
     json!({
-        "models": models.iter().enumerate().map(model).collect::<Vec<_>>(),
+        "models": copies.iter().enumerate().map(model).collect::<Vec<_>>(),
         "devices": devices.iter().map(device).collect::<Vec<_>>(),
         "fits": devices.iter().all(|device| device.missing() == 0),
     })
 }
 
-fn text(models: &[SizedModel], devices: &[DeviceMemoryPlan]) -> String {
+fn text(copies: &[PlannedCopy<'_>], devices: &[DeviceMemoryPlan]) -> String {
     let rounded = |bytes: u64| ByteSize(bytes).rounded();
     let mut text = String::new();
     // Writing to a string cannot fail.
-    for (index, model) in models.iter().enumerate() {
-        let SizedModel { name, workers, choice, weights, demand, .. } = model;
+    for (index, planned) in copies.iter().enumerate() {
+        let SizedModel { name, workers, .. } = planned.model;
+        let SizedCopy { choice, weights, demand, .. } = planned.copy;
         let _ = writeln!(text, "model {name} on {choice}");
         let _ = writeln!(
             text,
@@ -255,7 +280,7 @@ fn text(models: &[SizedModel], devices: &[DeviceMemoryPlan]) -> String {
             rounded(weights.tensor_bytes),
             weights.allocations
         );
-        if let Some(copy) = copy_text(&models[..index], model) {
+        if let Some(copy) = copy_text(&copies[..index], planned) {
             let _ = writeln!(text, "  {:<12} {:>12}  {copy}", "", "");
         }
         let parts = [

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use proto::fleet::v1::fleet_client::FleetClient;
-use proto::fleet::v1::{Child, ChildState, GetStatusRequest, Memory, ModelState, Role, Status};
+use proto::fleet::v1::{Child, ChildState, GetStatusRequest, Memory, Model, ModelState, Role, Status};
 use proto::weights::v1::weight_server_client::WeightServerClient;
 use proto::weights::v1::{self as weights, Generation, GenerationIntegrity, GenerationState};
 use proto::worker::v1::worker_client::WorkerClient;
@@ -126,7 +126,7 @@ impl FleetSnapshot {
                 "next_start_ms": child.next_start_ms,
                 "model": child.model,
                 "memory": child.memory.map(memory_json),
-                "device": self.workers.get(&child.name).map(|stats| stats.device.clone()),
+                "device": self.device(child),
                 "device_memory": self.workers.get(&child.name).map(device_memory_json),
                 "timeline_ms": self.workers.get(&child.name).map(timeline_json),
                 "ready_ms": self.workers.get(&child.name).map(|stats| stats.ready_ms),
@@ -134,8 +134,10 @@ impl FleetSnapshot {
             })
         });
         let generations = self.weight_server.generations.iter().map(|g| generation_json(g, self.users(g)));
+        let models = status.models.iter().map(model_json);
         std::iter::once(supervisor)
             .chain(children)
+            .chain(models)
             .chain(generations)
             .map(|line| format!("{line}\n"))
             .collect()
@@ -143,8 +145,19 @@ impl FleetSnapshot {
 
     /// The models that use this copy of weights.
     fn users(&self, generation: &Generation) -> Vec<&str> {
-        let models = self.status.models.iter().filter(|model| model.weights == generation.model);
-        models.map(|model| model.name.as_str()).collect()
+        let uses = |model: &&Model| {
+            // A supervisor of an earlier version names no copies.
+            let is_there =
+                model.copies.is_empty() || model.copies.iter().any(|copy| copy.device == generation.device);
+            model.weights == generation.model && is_there
+        };
+        self.status.models.iter().filter(uses).map(|model| model.name.as_str()).collect()
+    }
+
+    /// The device of a worker. The supervisor knows it also of one that does not run.
+    fn device<'a>(&'a self, child: &'a Child) -> Option<&'a str> {
+        let told = self.workers.get(&child.name).map(|stats| stats.device.as_str());
+        told.or((!child.device.is_empty()).then_some(child.device.as_str()))
     }
 
     /// The router reports its figure on /metrics.
@@ -166,7 +179,7 @@ impl FleetSnapshot {
             let own = child.memory.map_or_else(String::new, |m| ByteSize(m.anonymous).rounded());
             let weights = child.memory.filter(|m| m.weights_resident > 0);
             let weights = weights.map_or_else(String::new, |m| ByteSize(m.weights_resident).rounded());
-            let stats = self.workers.get(&child.name).filter(|stats| !stats.device.is_empty());
+            let stats = self.workers.get(&child.name);
             let words = status_words(child);
             text += &format!(
                 "{:<14} {:>8} {:<12} {:>9} {:>10} {:>10} {:>10} {:>10} {:>10}  {words}\n",
@@ -177,22 +190,18 @@ impl FleetSnapshot {
                 uptime(child.uptime_ms),
                 own,
                 weights,
-                stats.map_or("", |stats| short(&stats.device)),
+                self.device(child).map_or("", short),
                 stats.map_or_else(String::new, |stats| ByteSize(reserved(stats)).rounded()),
             );
         }
         for model in &status.models {
-            let state = match model.state() {
-                ModelState::Loading => format!(
-                    "loading {} of {}",
-                    ByteSize(model.done_bytes).rounded(),
-                    ByteSize(model.total_bytes).rounded()
-                ),
-                ModelState::Ready => "ready".to_owned(),
-                ModelState::Failed => format!("failed: {}", model.failure),
-                ModelState::Unspecified => "unknown".to_owned(),
-            };
+            let state = load_state(model.state(), (model.done_bytes, model.total_bytes), &model.failure);
             text += &format!("model {}: {state}, {}\n", model.name, model.path);
+            // The copy of a model on one device has the state of the model.
+            for copy in model.copies.iter().filter(|_| model.copies.len() > 1) {
+                let state = load_state(copy.state(), (copy.done_bytes, copy.total_bytes), &copy.failure);
+                text += &format!("  on {}: {state}\n", copy.device);
+            }
         }
         for generation in &self.weight_server.generations {
             let users = match self.users(generation) {
@@ -220,6 +229,40 @@ impl FleetSnapshot {
         }
         text
     }
+}
+
+/// How far the load of a model or of one of its copies is.
+fn load_state(state: ModelState, (done, total): (u64, u64), failure: &str) -> String {
+    match state {
+        ModelState::Loading => {
+            format!("loading {} of {}", ByteSize(done).rounded(), ByteSize(total).rounded())
+        }
+        ModelState::Ready => "ready".to_owned(),
+        ModelState::Failed => format!("failed: {failure}"),
+        ModelState::Unspecified => "unknown".to_owned(),
+    }
+}
+
+fn model_json(model: &Model) -> serde_json::Value {
+    let word = |state| match state {
+        ModelState::Loading => "loading",
+        ModelState::Ready => "ready",
+        ModelState::Failed => "failed",
+        ModelState::Unspecified => "unknown",
+    };
+    let failure = |text: &str| (!text.is_empty()).then(|| text.to_owned());
+    let copies = model.copies.iter().map(
+        |copy| json!({"device": copy.device, "state": word(copy.state()), "failure": failure(&copy.failure)}),
+    );
+    json!({
+        "name": model.name,
+        "role": "model",
+        "state": word(model.state()),
+        "failure": failure(&model.failure),
+        "path": model.path,
+        "weights": model.weights,
+        "copies": copies.collect::<Vec<_>>(),
+    })
 }
 
 fn memory_json(memory: Memory) -> serde_json::Value {

@@ -24,6 +24,7 @@ use crate::fleet_config::FleetConfig;
 use crate::fleet_models::FleetModels;
 use crate::progress_bar::{LoadProgressBar, LoadingModel};
 use crate::served_workers::served_workers;
+use crate::sized_model::SizedModel;
 
 /// The start fails after this time without any progress: no byte loaded and no child's state
 /// changed.
@@ -50,7 +51,7 @@ pub(crate) struct RunningFleet {
     pub(crate) fleet: FleetHandle,
     pub(crate) shutdown: Shutdown,
     models: HashMap<String, u32>,
-    /// The device of each model, in the order of the configuration.
+    /// The devices of each model, in the order of the configuration.
     pub(crate) devices: Vec<(String, DeviceChoice)>,
     progress: LoadProgressBar,
 }
@@ -77,7 +78,11 @@ impl RunningFleet {
         };
         read_chat_templates(&mut sized, &recorded_models(claimed.directory()), unusable).await?;
         let plan = config.plan(claimed.directory(), socket, log, &sized, &resident)?;
-        let devices = sized.into_iter().map(|model| (model.name, model.choice)).collect();
+        let of_model = |model: SizedModel| {
+            let name = model.name;
+            model.copies.into_iter().map(move |copy| (name.clone(), copy.choice))
+        };
+        let devices = sized.into_iter().flat_map(of_model).collect();
         let models = plan.models.iter().map(|m| (m.name.clone(), m.workers)).collect();
         let fleet = FleetHandle::start(plan, claimed, notify, kept).await?;
         Ok(Self { fleet, shutdown, models, devices, progress: LoadProgressBar::start() })
@@ -181,9 +186,16 @@ impl RunningFleet {
         // If the router does not answer, it is still starting or restarting.
         let Ok(reply) = client.list_models(proto::v1::ListModelsRequest {}).await else { return false };
         let served = served_workers(reply.into_inner());
-        self.models
-            .iter()
-            .all(|(name, workers)| *workers == 0 || served.get(name).is_some_and(|found| found >= workers))
+        let Ok(status) = self.fleet.status().await else { return false };
+        let is_served = |(name, workers): (&String, &u32)| {
+            let Some(model) = status.models.iter().find(|model| model.name == *name) else { return false };
+            // The others serve without a copy that cannot be loaded.
+            let copies = model.copies.len() - model.failed_copies().count();
+            let expected = workers.saturating_mul(u32::try_from(copies).unwrap_or(u32::MAX));
+            expected == 0 || served.get(name).is_some_and(|found| *found >= expected)
+        };
+        let is_settled = |model: &ModelStatus| model.copies.len() == 1 || model.state == ModelState::Ready;
+        status.models.iter().all(is_settled) && self.models.iter().all(is_served)
     }
 
     /// Fails if a model or a child has an error that waiting cannot cure. A model that cannot be
@@ -196,9 +208,12 @@ impl RunningFleet {
                 return Err(CliError::new(failure.exit, text));
             }
         }
-        let is_ready =
-            |name: &String| status.models.iter().any(|m| m.name == *name && m.state == ModelState::Ready);
-        let may_fail = |child: &&ChildStatus| child.model.as_ref().is_none_or(is_ready);
+        let is_ready = |child: &ChildStatus, name: &String| {
+            let model = status.models.iter().find(|model| model.name == *name);
+            let mut copies = model.into_iter().flat_map(|model| &model.copies);
+            copies.any(|copy| Some(&copy.device) == child.device.as_ref() && copy.state == ModelState::Ready)
+        };
+        let may_fail = |child: &&ChildStatus| child.model.as_ref().is_none_or(|name| is_ready(child, name));
         status.children.iter().filter(may_fail).try_for_each(check_child)
     }
 

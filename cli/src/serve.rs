@@ -3,7 +3,7 @@
 //! `ballast serve` runs a fleet in the foreground; `ballast supervisor` does the same for a service
 //! manager.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::{Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -96,7 +96,10 @@ pub(crate) fn run(arguments: ServeArguments) -> CliResult {
     let scheme = if config.tls.is_some() { "https" } else { "http" };
     foreground(&config, Level::ERROR, async |fleet| {
         fleet.ready().await?;
-        tokio::spawn(report(fleet.fleet.events()));
+        let events = fleet.fleet.events();
+        let mut failed = FailedCopies::default();
+        fleet.status().await?.models.iter().for_each(|model| failed.report(model));
+        tokio::spawn(report(events, failed));
         tokio::spawn(report_stop(fleet.shutdown.requested(), drain));
         tokio::spawn(announce(announcement(fleet, scheme, json).await?));
         Ok(())
@@ -125,7 +128,7 @@ async fn report_stop(requested: impl Future<Output = ()>, drain: Duration) {
 }
 
 /// Prints one line for every child that crashes and every model that cannot be loaded.
-async fn report(mut events: broadcast::Receiver<FleetEvent>) {
+async fn report(mut events: broadcast::Receiver<FleetEvent>, mut failed: FailedCopies) {
     let mut told: HashMap<String, u32> = HashMap::new();
     loop {
         match events.recv().await {
@@ -138,8 +141,33 @@ async fn report(mut events: broadcast::Receiver<FleetEvent>) {
             Ok(FleetEvent::Model(ModelStatus { name, state: ModelState::Failed(failure), .. })) => {
                 print_line(&printable_lines(&format!("model {name}: {}", failure.text)));
             }
+            Ok(FleetEvent::Model(model)) => failed.report(&model),
             Ok(_) | Err(RecvError::Lagged(_)) => {}
             Err(RecvError::Closed) => return,
+        }
+    }
+}
+
+/// The copies that are known to have failed, by model and device.
+#[derive(Default)]
+struct FailedCopies(HashSet<(String, String)>);
+
+impl FailedCopies {
+    /// Prints one line when a copy fails, and one when it has come nevertheless.
+    fn report(&mut self, model: &ModelStatus) {
+        for copy in &model.copies {
+            let (name, device) = (&model.name, &copy.device);
+            let key = (name.clone(), device.clone());
+            let line = match &copy.state {
+                ModelState::Failed(failure) if self.0.insert(key) => {
+                    format!("model {name}: not on {device} yet, which is tried again: {}", failure.text)
+                }
+                ModelState::Ready if self.0.remove(&(name.clone(), device.clone())) => {
+                    format!("model {name}: now on {device} too")
+                }
+                _ => continue,
+            };
+            print_line(&printable_lines(&line));
         }
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`SizedModel`]: a model of a fleet with its device and its memory, computed from the header of
+//! [`SizedModel`]: a model of a fleet with its devices and its memory, computed from the header of
 //! its file.
 //!
 //! The figures go into the configuration of the processes and into `ballast plan`.
@@ -17,11 +17,11 @@ use quant::DType;
 use quant::layout::Tiles;
 use service::exit::one_line;
 use service::{ByteSize, Exit};
-use supervisor::ModelSpec;
+use supervisor::{CopySpec, ModelSpec};
 use worker::{ChatTemplateSetting, CheckedChatTemplate, DraftSource, MemoryPlan};
 
 use crate::cli_error::{CliError, CliResult, IoContext};
-use crate::device_choice::{DeviceChoice, choose, without_kernel};
+use crate::device_choice::{DeviceChoice, without_kernel};
 use crate::devices::{GpuInfo, GpuInventory};
 use crate::gguf_file;
 use crate::model_config::{FleetModelConfig, to_toml_table};
@@ -39,18 +39,34 @@ const MANIFEST_ENTRY_BYTES: u64 = 128;
 pub(crate) struct SizedModel {
     pub(crate) name: String,
     pub(crate) path: PathBuf,
+    /// On each device.
     pub(crate) workers: u32,
-    pub(crate) choice: DeviceChoice,
-    pub(crate) weights: WeightSizes,
-    /// Memory of each worker.
-    pub(crate) demand: MemoryPlan,
-    worker: worker::WorkerConfig,
+    /// At least one, in the order of the configuration.
+    pub(crate) copies: Vec<SizedCopy>,
     head: ModelFileSummary,
     pack: bool,
     /// Identifies the files and their versions.
     files: String,
     /// The settings of which this follows.
     settings: FleetModelConfig,
+}
+
+/// A model on one of its devices.
+pub(crate) struct SizedCopy {
+    pub(crate) choice: DeviceChoice,
+    pub(crate) weights: WeightSizes,
+    /// Memory of each worker.
+    pub(crate) demand: MemoryPlan,
+    worker: worker::WorkerConfig,
+}
+
+/// A model whose file and devices are known, and whose sizes are not.
+struct ModelOnDevices {
+    /// The fleet's processes have other working directories, so it is absolute.
+    path: PathBuf,
+    file: GgufModel,
+    description: ModelDescription,
+    choices: Vec<DeviceChoice>,
 }
 
 /// Properties of a model from the header of its file.
@@ -107,89 +123,123 @@ impl WeightSizes {
     }
 }
 
-impl SizedModel {
-    /// Checks the header of the model file and computes the memory of its weights and workers.
-    fn of(config: &FleetModelConfig, fleet_workers: u32, seen: &GpuInventory) -> CliResult<Self> {
-        // The fleet's processes have other working directories, so the path must be absolute.
+impl ModelOnDevices {
+    /// Checks the header of the model file and chooses the devices.
+    fn of(config: &FleetModelConfig, seen: &GpuInventory) -> CliResult<Self> {
         let path = std::path::absolute(&config.path)
             .with_context(|| format!("cannot find {}", config.path.display()))?;
-        let chat_template = config.chat_template.as_deref().map(std::path::absolute).transpose();
-        let chat_template = chat_template.with_context(|| "cannot find the chat template".to_owned())?;
-        let model = gguf_file::open(&path)?;
-        let description = gguf_file::describe(&path, &model)?;
+        let file = gguf_file::open(&path)?;
+        let description = gguf_file::describe(&path, &file)?;
         check_context(config, &description)?;
-        let unfit = without_kernel(&model, &description);
-        let choice = choose(config.device, seen, unfit.as_deref())?;
-        check_node(&choice)?;
-        let weights = WeightSizes::of(&path, &model, &choice, config.pack)?;
+        let unfit = without_kernel(&file, &description);
+        let choices = config.device.choose(&config.name, seen, unfit.as_deref())?;
+        choices.iter().try_for_each(check_node)?;
+        Ok(Self { path, file, description, choices })
+    }
+}
+
+impl SizedCopy {
+    /// Computes the memory of the weights and of each worker on this device.
+    fn of(
+        config: &FleetModelConfig,
+        model: &ModelOnDevices,
+        choice: DeviceChoice,
+        fleet_workers: u32,
+    ) -> CliResult<Self> {
+        let ModelOnDevices { path, file, description, .. } = model;
+        let weights = WeightSizes::of(path, file, &choice, config.pack)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         // On a GPU these threads only serve; the GPU computes.
         let threads = match config.threads {
             Some(threads) => threads as usize,
             None => (cores / fleet_workers.max(1) as usize).max(1),
         };
-        let places = || (String::new(), PathBuf::new());
-        let ((name, listen), (model_name, weights_socket)) = (places(), places());
         let kv_bytes = match config.kv_bytes {
             Some(bytes) => bytes,
-            None => kv_bytes(config, &description, choice.gpu.as_ref(), &weights)?,
+            None => kv_bytes(config, description, choice.gpu.as_ref(), &weights)?,
         };
-        let mut worker =
-            worker::WorkerConfig::new(name, model_name, weights_socket, listen, kv_bytes, threads);
-        worker.aliases = config.aliases.clone();
-        worker.sampling = config.sampling.clone();
+        let mut worker = worker_config(config, kv_bytes, threads);
         worker.device = choice.device();
-        worker.kv_type = config.kv_type.clone();
-        worker.context_tokens = config.ctx_size.map(|tokens| tokens as usize);
-        if let Some(tokens) = config.step_tokens {
-            worker.step_tokens = tokens as usize;
-            // Every running sequence needs at least one row in every step.
-            worker.running_max = worker.running_max.min(worker.step_tokens);
-        }
-        worker.step_timeout = config.step_timeout;
-        worker.draft = config.draft.clone().map_or_else(DraftSource::default, DraftSource::from);
-        worker.draft_depth = config.draft_depth.map_or(worker.draft_depth, |depth| depth as usize);
         let unfit = |error: EngineConfigError| {
             CliError::new(Exit::Usage, format!("{}: {}", path.display(), one_line(&error)))
         };
-        let mut dtypes: Vec<DType> = model.tensors().map(|(_, tensor)| tensor.dtype).collect();
-        dtypes.sort_unstable();
-        dtypes.dedup();
-        let demand = MemoryPlan::of(&worker, &description, &dtypes).map_err(unfit)?;
+        let demand = MemoryPlan::of(&worker, description, &distinct_dtypes(file)).map_err(unfit)?;
         // The device allocates whole units; the budget covers them.
         worker.kv_bytes = worker.kv_bytes.max(ByteSize(demand.kv));
         worker.workspace_bytes = Some(ByteSize(demand.workspace.total()));
-        let (name, workers, pack) = (config.name.clone(), config.workers, config.pack);
+        Ok(Self { choice, weights, demand, worker })
+    }
+}
+
+/// What the workers of all devices have in common.
+fn worker_config(config: &FleetModelConfig, kv_bytes: ByteSize, threads: usize) -> worker::WorkerConfig {
+    let places = || (String::new(), PathBuf::new());
+    let ((name, listen), (model_name, weights_socket)) = (places(), places());
+    let mut worker = worker::WorkerConfig::new(name, model_name, weights_socket, listen, kv_bytes, threads);
+    worker.aliases = config.aliases.clone();
+    worker.sampling = config.sampling.clone();
+    worker.kv_type = config.kv_type.clone();
+    worker.context_tokens = config.ctx_size.map(|tokens| tokens as usize);
+    if let Some(tokens) = config.step_tokens {
+        worker.step_tokens = tokens as usize;
+        // Every running sequence needs at least one row in every step.
+        worker.running_max = worker.running_max.min(worker.step_tokens);
+    }
+    worker.step_timeout = config.step_timeout;
+    worker.draft = config.draft.clone().map_or_else(DraftSource::default, DraftSource::from);
+    worker.draft_depth = config.draft_depth.map_or(worker.draft_depth, |depth| depth as usize);
+    worker
+}
+
+fn distinct_dtypes(file: &GgufModel) -> Vec<DType> {
+    let mut dtypes: Vec<DType> = file.tensors().map(|(_, tensor)| tensor.dtype).collect();
+    dtypes.sort_unstable();
+    dtypes.dedup();
+    dtypes
+}
+
+impl SizedModel {
+    fn of(config: &FleetModelConfig, model: ModelOnDevices, fleet_workers: u32) -> CliResult<Self> {
+        let chat_template = config.chat_template.as_deref().map(std::path::absolute).transpose();
+        let chat_template = chat_template.with_context(|| "cannot find the chat template".to_owned())?;
+        let copy = |choice: &DeviceChoice| SizedCopy::of(config, &model, choice.clone(), fleet_workers);
+        let copies = model.choices.iter().map(copy).collect::<CliResult<Vec<SizedCopy>>>()?;
+        let ModelOnDevices { path, file, description, .. } = model;
         Ok(Self {
-            name,
-            files: gguf_file::identity(&model)?,
+            name: config.name.clone(),
+            files: gguf_file::identity(&file)?,
             settings: FleetModelConfig { path: path.clone(), chat_template, ..config.clone() },
             path,
-            workers,
-            choice,
-            weights,
-            demand,
-            worker,
-            head: ModelFileSummary { description, dtypes },
-            pack,
+            workers: config.workers,
+            copies,
+            head: ModelFileSummary { description, dtypes: distinct_dtypes(&file) },
+            pack: config.pack,
         })
     }
 
     /// Computes the sizes of all models of a fleet. They depend on each other, because some are
-    /// draft models of others. `fleet_workers` is the number of workers of the whole fleet.
+    /// draft models of others. `other_workers` is the number of workers of models that are not
+    /// among these.
     pub(crate) fn all(
         models: &[FleetModelConfig],
-        fleet_workers: u32,
+        other_workers: u32,
         seen: &GpuInventory,
     ) -> CliResult<Vec<Self>> {
-        let size = |model| Self::of(model, fleet_workers, seen);
-        let mut sized = models.iter().map(size).collect::<CliResult<Vec<Self>>>()?;
+        let on_devices = models.iter().map(|config| ModelOnDevices::of(config, seen));
+        let on_devices = on_devices.collect::<CliResult<Vec<ModelOnDevices>>>()?;
+        let of_model = |(config, model): (&FleetModelConfig, &ModelOnDevices)| {
+            config.workers.saturating_mul(u32::try_from(model.choices.len()).unwrap_or(u32::MAX))
+        };
+        let workers = models.iter().zip(&on_devices).map(of_model).fold(other_workers, u32::saturating_add);
+        let size = |(config, model)| Self::of(config, model, workers);
+        let mut sized = models.iter().zip(on_devices).map(size).collect::<CliResult<Vec<Self>>>()?;
         for (index, config) in models.iter().enumerate() {
             let Some(name) = sized[index].drafted_by() else { continue };
             let Some(draft) = sized.iter().find(|model| model.name == name) else {
                 let text = format!("model {:?}: its draft model {name:?} is not in this fleet", config.name);
                 return Err(CliError::new(Exit::Usage, text));
             };
+            check_draft_devices(&sized[index], draft)?;
             let draft = draft.head.clone();
             sized[index].make_room_for(&draft, config)?;
         }
@@ -203,7 +253,9 @@ impl SizedModel {
     }
 
     pub(crate) fn set_chat_template(&mut self, template: CheckedChatTemplate) {
-        self.worker.chat_template = Some(ChatTemplateSetting::Checked(template));
+        for copy in &mut self.copies {
+            copy.worker.chat_template = Some(ChatTemplateSetting::Checked(template.clone()));
+        }
     }
 
     /// Identifies the files and their versions.
@@ -213,9 +265,9 @@ impl SizedModel {
 
     /// Name of this model's draft model.
     fn drafted_by(&self) -> Option<&str> {
-        match &self.worker.draft {
-            DraftSource::Model(name) => Some(name),
-            DraftSource::Off | DraftSource::Lookup => None,
+        match self.copies.first().map(|copy| &copy.worker.draft) {
+            Some(DraftSource::Model(name)) => Some(name),
+            Some(DraftSource::Off | DraftSource::Lookup) | None => None,
         }
     }
 
@@ -226,27 +278,30 @@ impl SizedModel {
         let drafts = draft.description.kv_layers(&config.kv_type.rest().into());
         engine::check_draft(&layers, &drafts)
             .map_err(|error| CliError::new(Exit::Usage, format!("{}: {error}", self.path.display())))?;
-        self.demand = self.demand.with_draft(&self.worker, &draft.description, &draft.dtypes);
-        self.worker.workspace_bytes = Some(ByteSize(self.demand.workspace.total()));
-        if config.kv_bytes.is_none() {
-            // A block of the model and a block of the draft model together.
-            let block_bytes = |layers| KvLayout { block_tokens: 1, blocks: 1, layers }.block_bytes() as u64;
-            let own = block_bytes(layers);
-            let both = own + block_bytes(drafts);
-            self.demand.kv = self.demand.kv.saturating_mul(both) / own.max(1);
-            self.worker.kv_bytes = ByteSize(self.demand.kv);
+        for copy in &mut self.copies {
+            copy.demand = copy.demand.with_draft(&copy.worker, &draft.description, &draft.dtypes);
+            copy.worker.workspace_bytes = Some(ByteSize(copy.demand.workspace.total()));
+            if config.kv_bytes.is_none() {
+                // A block of the model and a block of the draft model together.
+                let block_bytes =
+                    |layers| KvLayout { block_tokens: 1, blocks: 1, layers }.block_bytes() as u64;
+                let own = block_bytes(layers.clone());
+                let both = own + block_bytes(drafts.clone());
+                copy.demand.kv = copy.demand.kv.saturating_mul(both) / own.max(1);
+                copy.worker.kv_bytes = ByteSize(copy.demand.kv);
+            }
         }
         Ok(())
     }
 
-    /// Whether one copy of the weights serves both models.
+    /// Whether one copy of the weights on a common device serves both models.
     pub(crate) fn has_same_copy(&self, other: &Self) -> bool {
         self.has_same_files(other) && self.pack == other.pack
     }
 
-    /// Whether the models differ at most in the layout of their weights.
+    /// Whether the models differ at most in the layout and the devices of their weights.
     pub(crate) fn has_same_files(&self, other: &Self) -> bool {
-        self.files == other.files && self.choice.device() == other.choice.device()
+        self.files == other.files
     }
 
     pub(crate) fn plan(&self) -> CliResult<ModelSpec> {
@@ -254,15 +309,33 @@ impl SizedModel {
             name: self.name.clone(),
             path: self.path.clone(),
             workers: self.workers,
-            device: self.choice.device().to_string(),
+            copies: self.copies.iter().map(SizedCopy::plan).collect::<CliResult<_>>()?,
             pack: self.pack,
             files: self.files.clone(),
             weights: String::new(),
             configured_path: self.settings.configured_path.clone().unwrap_or(self.path.clone()),
             settings: to_toml_table(&self.settings)?,
-            worker_config: to_toml_table(&self.worker)?,
         })
     }
+}
+
+impl SizedCopy {
+    fn plan(&self) -> CliResult<CopySpec> {
+        let device = self.choice.device().to_string();
+        Ok(CopySpec { device, worker_config: to_toml_table(&self.worker)? })
+    }
+}
+
+/// A draft model is on the one device of its model.
+fn check_draft_devices(model: &SizedModel, draft: &SizedModel) -> CliResult {
+    let (name, drafts) = (&model.name, &draft.name);
+    let text = match (&model.copies[..], &draft.copies[..]) {
+        ([_], [_]) => return Ok(()),
+        ([_], _) => format!("`device` of {drafts:?} names several devices, and it drafts for {name:?}"),
+        _ => format!("`device` of {name:?} names several devices, and its `draft` is the model {drafts:?}"),
+    };
+    let text = format!("{text}: a draft model works on one device; `draft = \"lookup\"` works on all");
+    Err(CliError::new(Exit::Usage, text))
 }
 
 /// Refuses a NUMA node that this machine lacks.

@@ -2,6 +2,7 @@
 
 //! The summary of `ballast generate`: the shared weights, the memory of each worker, and the speed.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::time::Duration;
 
@@ -26,8 +27,10 @@ pub(crate) struct RunSummary {
     tensor_bytes: u64,
     /// Bytes of the memory that holds them, with padding.
     weight_bytes: u64,
+    /// Devices that have a copy of the weights.
+    devices: usize,
     workers: Vec<(u32, StatsReply)>,
-    /// Device of the only model.
+    /// Devices of the models.
     device: String,
     measured: GenerationRun,
 }
@@ -52,7 +55,8 @@ impl RunSummary {
             tensor_bytes: status.generations.iter().map(|g| g.tensor_bytes).sum(),
             weight_bytes: status.generations.iter().map(|g| g.allocation_bytes).sum(),
             workers,
-            device: fleet.devices.iter().map(|(_, choice)| choice.to_string()).collect(),
+            devices: status.generations.iter().map(|g| &g.device).collect::<BTreeSet<_>>().len(),
+            device: fleet.devices.iter().map(|(_, choice)| choice.to_string()).collect::<Vec<_>>().join(", "),
             measured,
         })
     }
@@ -63,10 +67,11 @@ impl fmt::Display for RunSummary {
         let GenerationRun { elapsed, finished } = &self.measured;
         writeln!(
             f,
-            "\nweights     {} bytes in memory once, shared by {} workers ({} with padding)",
-            self.tensor_bytes,
+            "\nweights     {} bytes in memory once{}, shared by {} workers ({} with padding)",
+            self.tensor_bytes / self.devices.max(1) as u64,
+            if self.devices > 1 { " on each device" } else { "" },
             self.workers.len(),
-            ByteSize(self.weight_bytes).rounded(),
+            ByteSize(self.weight_bytes / self.devices.max(1) as u64).rounded(),
         )?;
         writeln!(f, "device      {}", self.device)?;
         for (index, stats) in &self.workers {

@@ -10,7 +10,6 @@ use service::Exit;
 
 use crate::chat_templates::{UnusableTemplate, read_chat_templates};
 use crate::cli_error::{CliError, CliResult, IoContext};
-use crate::device_choice::DeviceOption;
 use crate::fleet_commands::{DrainTimeout, FleetSelector, call_supervisor, known_to_fleet, load_request};
 use crate::fleet_config::devices_for;
 use crate::model_config::FleetModelConfig;
@@ -72,16 +71,22 @@ fn sized(fleet: &FleetSelector, name: &str, file: &std::path::Path) -> CliResult
         let text = format!("no model is called {name:?}; `ballast ps` lists them");
         return Err(CliError::new(Exit::Usage, text));
     };
-    let workers = models.iter().map(|model| Ok(settings(model)?.workers)).sum::<CliResult<u32>>()?;
+    let total = |model: &wire::Model| {
+        let copies = u32::try_from(model.copies.len()).unwrap_or(u32::MAX).max(1);
+        Ok(settings(model)?.workers.saturating_mul(copies))
+    };
+    let others = models.iter().filter(|other| other.name != model.name);
+    let others = others.map(total).sum::<CliResult<u32>>()?;
     let mut configs = vec![FleetModelConfig { path: file.to_owned(), ..settings(model)? }];
     if let Some(draft) = configs[0].draft.as_deref().and_then(named) {
-        configs.push(settings(draft)?);
+        // It has no workers of its own here: they count with the other models.
+        configs.push(FleetModelConfig { workers: 0, ..settings(draft)? });
     }
-    let mut seen = devices_for(configs.iter().map(|config| config.device))?;
-    if configs[0].device == DeviceOption::Auto && !seen.gpus.is_empty() {
+    let mut seen = devices_for(configs.iter().map(|config| &config.device))?;
+    if configs[0].device.is_open() && !seen.gpus.is_empty() {
         seen = known_to_fleet(seen, fleet)?;
     }
-    let mut sized = SizedModel::all(&configs, workers, &seen)?;
+    let mut sized = SizedModel::all(&configs, others, &seen)?;
     block_on(read_chat_templates(&mut sized, &[], UnusableTemplate::Refuse))?;
     Ok(sized.swap_remove(0))
 }

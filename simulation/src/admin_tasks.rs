@@ -4,8 +4,9 @@
 //! they decide is in `supervisor::resident_models`.
 
 use bytes::Bytes;
+use memory::manifest::HOST_DEVICE;
 use supervisor::resident_models::{
-    OlderGenerations, find_known, leftovers, older_generations, resident_names,
+    OlderGenerations, WeightsOnDevice, find_known, leftovers, older_generations, resident_weights,
 };
 use weight_server::tokens::token_digest;
 
@@ -18,6 +19,11 @@ const TOKEN_RETRY: Micros = 20 * MILLISECOND;
 const LOAD_RETRY: Micros = 200 * MILLISECOND;
 const FAILED_LOAD_PAUSE: Micros = SECOND;
 const FAILED_LOAD_PAUSE_MAX: Micros = 60 * SECOND;
+
+/// The copy of a model: simulated fleets have no other device.
+fn on_host(model: &str) -> WeightsOnDevice {
+    WeightsOnDevice { weights: model.to_owned(), device: HOST_DEVICE.to_owned() }
+}
 
 /// A model of the fleet.
 #[derive(Debug)]
@@ -235,7 +241,9 @@ impl Fleet {
 
     fn unload_leftovers(&mut self, sync: u64, status: &Status) {
         let supervisor = self.supervisor.as_ref().expect("it handles an answer");
-        let mut rest = leftovers(resident_names(status), |name| supervisor.models.contains_key(name));
+        let is_of_fleet = |copy: &WeightsOnDevice| supervisor.models.contains_key(&copy.weights);
+        let left = leftovers(resident_weights(status), is_of_fleet);
+        let mut rest: Vec<String> = left.into_iter().map(|copy| copy.weights).collect();
         match rest.pop() {
             Some(first) => self.call_admin(AdminTask::UnloadLeftover { sync, first, rest }),
             None => self.request_models(),
@@ -252,7 +260,7 @@ impl Fleet {
             }
             (ModelStep::FindKnown, AdminAnswer::Status(status)) => {
                 let digest = self.supervisor.as_ref().and_then(|s| s.models.get(&name)?.digest.clone());
-                let known = digest.and_then(|digest| find_known(&status, &name, "host", &digest));
+                let known = digest.and_then(|digest| find_known(&status, &on_host(&name), &digest));
                 match known {
                     Some(found) => {
                         let digest = found.digest[..].try_into().unwrap_or_default();
@@ -267,7 +275,7 @@ impl Fleet {
             (ModelStep::Load, AdminAnswer::Failed { is_memory_short: true }) => ModelStep::FindReplaceable,
             (ModelStep::FindOlder { generation, digest }, AdminAnswer::Status(status)) => {
                 let OlderGenerations { to_unload: older, readers } =
-                    older_generations(&status, &name, Some(generation));
+                    older_generations(&status, &on_host(&name), Some(generation));
                 if older.is_empty() {
                     return self.model_loaded(&name, digest, &readers);
                 }
@@ -281,7 +289,8 @@ impl Fleet {
                 ModelStep::UnloadOlder { generation, digest, older, readers }
             }
             (ModelStep::FindReplaceable, AdminAnswer::Status(status)) => {
-                let OlderGenerations { to_unload: older, readers } = older_generations(&status, &name, None);
+                let OlderGenerations { to_unload: older, readers } =
+                    older_generations(&status, &on_host(&name), None);
                 if older.is_empty() {
                     return self.replace_readers(name, task, &readers);
                 }

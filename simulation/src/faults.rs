@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use supervisor::{ChildRole, FleetSpec, ModelSpec, SupervisionConfig, Termination};
+use supervisor::{ChildRole, CopySpec, FleetSpec, ModelSpec, SupervisionConfig, Termination};
 use weight_server::events::WeightServerEvent;
 use weight_server::refusal::LoadFailure;
 
@@ -75,13 +75,12 @@ impl FaultPlan {
             name: MODELS[index].to_owned(),
             path: path_of(MODELS[index]).into(),
             workers,
-            device: "host".to_owned(),
+            copies: vec![CopySpec { device: "host".to_owned(), worker_config: Default::default() }],
             pack: true,
             files: String::new(),
             weights: MODELS[index].to_owned(),
             configured_path: std::path::PathBuf::new(),
             settings: toml::Table::new(),
-            worker_config: toml::Table::new(),
         });
         FleetSpec {
             weight_server: toml::Table::new(),

@@ -11,6 +11,7 @@
 
 mod children;
 mod commands;
+mod copies;
 mod crashes;
 mod notifications;
 mod reload;
@@ -24,7 +25,6 @@ use std::io;
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
-use bytes::Bytes;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use service::exit::{Exit, HasExit, exit_for_io_error};
 use service::grpc::{BindError, ConnectError};
@@ -47,6 +47,7 @@ use crate::events::SupervisorEvent;
 use crate::fd_store::FdStore;
 use crate::fleet::{CommandSender, EVENT_BROADCAST_CAPACITY, FleetHandle, FleetLoss};
 use crate::grpc;
+use crate::model_copies::ModelCopies;
 use crate::model_record::recorded_models;
 use crate::notify_server::Checkpoint;
 use crate::parent_fd_store::ParentFdStore;
@@ -54,7 +55,7 @@ use crate::process::ChildProcess;
 use crate::rolling_restart::{RollingEvent, RollingRestart};
 use crate::spec::{ChildSpec, FleetSpec, ModelSpec, WorkerSlot};
 use crate::state::{ChildEvent, ChildState, ChildStateMachine};
-use crate::status::{ChildStatus, FleetEvent, LastTermination, ModelState, ModelStatus};
+use crate::status::{ChildStatus, FleetEvent, LastTermination};
 use crate::weight_server_admin::WeightServerAdmin;
 
 /// Events that wait for the loop. Senders wait when the queue is full.
@@ -137,13 +138,9 @@ struct ManagedModel {
     spec: ModelSpec,
     /// A command loaded the model: the configuration does not name it.
     by_command: bool,
-    state: ModelState,
-    /// Digest of the resident weights. A weight-server that restarts has to hold these, whatever
-    /// has become of the file.
-    digest: Option<Bytes>,
-    /// The model was ready before: its workers stay, and a failed load is repeated for ever.
-    was_served: bool,
-    task: Option<AbortHandle>,
+    copies: ModelCopies,
+    /// The load of each copy, by device.
+    tasks: BTreeMap<String, AbortHandle>,
     unloading: Option<CommandReply<()>>,
 }
 
@@ -184,7 +181,7 @@ impl FleetHandle {
         parent: Notify,
         stored: Vec<InheritedFd>,
     ) -> Result<FleetHandle, FleetStartError> {
-        check_descriptors(spec.models.iter().map(|model| u64::from(model.workers)).sum())?;
+        check_descriptors(spec.models.iter().map(|model| u64::from(model.total_workers())).sum())?;
         let names = directory.directory().clone();
         let (sender, receiver) = mpsc::channel(EVENT_QUEUE_CAPACITY);
         let commands =
@@ -225,8 +222,8 @@ impl FleetHandle {
         event_loop.add_initial_models(&recorded_models(&names));
         event_loop.record_models();
         let living = LivingChildren::find(&names)?;
-        for model in event_loop.models.values_mut() {
-            model.was_served = !living.is_empty();
+        if !living.is_empty() {
+            event_loop.models.values_mut().for_each(|model| model.copies.set_served());
         }
         for (spec, slot) in event_loop.spec.initial_children(&living.slots()) {
             event_loop.add_child(spec, slot)?;
@@ -348,10 +345,12 @@ impl SupervisorLoop {
             SupervisorEvent::TokenAllowed { child, start_number, refusal } => {
                 self.token_allowed(&child, start_number, refusal)
             }
-            SupervisorEvent::ResidentModels { names } => self.unload_leftovers(names),
+            SupervisorEvent::ResidentWeights { resident } => self.unload_leftovers(resident),
             SupervisorEvent::LeftoversUnloaded => self.request_models(),
-            SupervisorEvent::ModelStateChanged { name, state } => self.set_model_state(&name, state),
-            SupervisorEvent::ModelLoaded { name, loaded } => self.model_loaded(&name, loaded),
+            SupervisorEvent::CopyStateChanged { name, device, state } => {
+                self.copy_state_changed(&name, &device, state)
+            }
+            SupervisorEvent::CopyLoaded { name, device, loaded } => self.copy_loaded(&name, &device, loaded),
             SupervisorEvent::WorkersOutdated { pids } => self.restart_processes(&pids),
             SupervisorEvent::ModelUnloaded { name, refusal } => self.model_unloaded(&name, refusal),
             SupervisorEvent::WorkerJoined { child, is_used: true } => self.roll(RollingEvent::Joined(&child)),
@@ -410,29 +409,7 @@ impl SupervisedChild {
             status_text: self.status_text.clone(),
             last_termination: self.last_termination.clone(),
             model: self.slot.as_ref().map(|s| s.model.clone()),
-        }
-    }
-}
-
-impl ManagedModel {
-    fn status(&self) -> ModelStatus {
-        let ModelSpec { name, path, weights, settings, .. } = self.spec.clone();
-        let digest = self.digest.clone().unwrap_or_default();
-        let (state, is_unloading) = (self.state.clone(), self.unloading.is_some());
-        ModelStatus { name, path, state, weights, digest, settings, is_unloading }
-    }
-
-    fn load(&mut self, admin: &WeightServerAdmin, commands: &CommandSender) {
-        self.abort();
-        let (digest, event_loop) = (self.digest.clone(), commands.event_loop.clone());
-        let load = admin.clone().load(self.spec.clone(), digest, self.was_served, event_loop);
-        let task = tokio::spawn(load);
-        self.task = Some(task.abort_handle());
-    }
-
-    fn abort(&self) {
-        if let Some(task) = &self.task {
-            task.abort();
+            device: self.slot.as_ref().map(|s| s.device.clone()),
         }
     }
 }

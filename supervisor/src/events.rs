@@ -9,15 +9,17 @@ use bytes::Bytes;
 use crate::commands::{CommandError, CommandReply, FleetCommand};
 use crate::model_swap::SwapEvent;
 use crate::notification::Notification;
+use crate::resident_models::WeightsOnDevice;
 use crate::spec::ReloadedSpec;
 use crate::spec_diff::SpecChange;
 use crate::status::ModelState;
 
-/// A model that is resident now.
+/// A copy that is resident now.
 #[derive(Debug)]
-pub(crate) struct ResidentModel {
+pub(crate) struct ResidentCopy {
+    pub(crate) generation: u64,
     pub(crate) digest: Bytes,
-    /// Process ids of the workers that hold other weights of this model.
+    /// Process ids of the workers that hold other weights of this model on this device.
     pub(crate) outdated: Vec<u32>,
 }
 
@@ -43,8 +45,8 @@ pub(crate) enum SupervisorEvent {
         refusal: Option<String>,
     },
     /// What the weight-server holds, to be compared with the fleet's models.
-    ResidentModels {
-        names: Vec<String>,
+    ResidentWeights {
+        resident: Vec<WeightsOnDevice>,
     },
     LeftoversUnloaded,
     /// The worker of this start has drained, or did not answer.
@@ -52,13 +54,15 @@ pub(crate) enum SupervisorEvent {
         child: Arc<str>,
         start_number: u64,
     },
-    ModelStateChanged {
+    CopyStateChanged {
         name: String,
+        device: String,
         state: ModelState,
     },
-    ModelLoaded {
+    CopyLoaded {
         name: String,
-        loaded: ResidentModel,
+        device: String,
+        loaded: ResidentCopy,
     },
     /// Workers hold older weights of a model, whose memory the new weights need.
     WorkersOutdated {

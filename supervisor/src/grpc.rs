@@ -20,10 +20,10 @@ use tonic::{Request, Response, Status};
 
 use crate::commands::{CommandError, CommandReply, DRAIN_GRACE, FleetCommand};
 use crate::fleet::CommandSender;
-use crate::spec::{ChildRole, ModelSpec};
+use crate::spec::{ChildRole, CopySpec, ModelSpec};
 use crate::spec_diff::SpecChange;
 use crate::state::{BackoffReason, ChildState};
-use crate::status::{ChildStatus, FleetEvent, ModelFailure, ModelState, ModelStatus};
+use crate::status::{ChildStatus, CopyStatus, FleetEvent, ModelFailure, ModelState, ModelStatus};
 
 /// Events that wait for one client.
 const STREAM_CAPACITY: usize = 16;
@@ -299,24 +299,41 @@ fn drain_grace(milliseconds: Option<u64>) -> Duration {
 }
 
 fn model_spec(request: wire::LoadModelRequest) -> Result<ModelSpec, Status> {
-    let wire::LoadModelRequest { name, path, workers, worker_config, device, no_packing, files, settings } =
-        request;
+    let wire::LoadModelRequest {
+        name,
+        path,
+        workers,
+        worker_config,
+        device,
+        no_packing,
+        files,
+        settings,
+        further_copies,
+    } = request;
     let table = |field: &str, text: &str| {
         let parsed = text.parse::<toml::Table>();
         parsed.map_err(|error| Status::invalid_argument(format!("{field}: {}", error.message())))
     };
+    let first = wire::FurtherCopy { device, worker_config };
+    let mut copies: Vec<CopySpec> = Vec::new();
+    for wire::FurtherCopy { device, worker_config } in std::iter::once(first).chain(further_copies) {
+        let device = if device.is_empty() { HOST_DEVICE.to_owned() } else { device };
+        if copies.iter().any(|copy| copy.device == device) {
+            return Err(Status::invalid_argument(format!("further_copies: {device} is named twice")));
+        }
+        copies.push(CopySpec { device, worker_config: table("worker_config", &worker_config)? });
+    }
     Ok(ModelSpec {
         name,
         path: path.into(),
         workers,
-        device: if device.is_empty() { HOST_DEVICE.to_owned() } else { device },
+        copies,
         pack: !no_packing,
         files,
         // The event loop chooses it.
         weights: String::new(),
         configured_path: PathBuf::new(),
         settings: table("settings", &settings)?,
-        worker_config: table("worker_config", &worker_config)?,
     })
 }
 
@@ -357,6 +374,7 @@ impl From<ChildStatus> for wire::Child {
             status_text: child.status_text,
             last_termination: child.last_termination.map(|end| end.to_string()).unwrap_or_default(),
             model: child.model.unwrap_or_default(),
+            device: child.device.unwrap_or_default(),
             memory: None,
             consecutive_crashes: child.consecutive_crashes,
             next_start_ms: child
@@ -394,13 +412,7 @@ impl From<ChildState> for wire::ChildState {
 
 impl From<ModelStatus> for wire::Model {
     fn from(model: ModelStatus) -> Self {
-        let (state, done_bytes, total_bytes, failure) = match model.state {
-            ModelState::Loading { done_bytes, total_bytes } => {
-                (wire::ModelState::Loading, done_bytes, total_bytes, String::new())
-            }
-            ModelState::Ready => (wire::ModelState::Ready, 0, 0, String::new()),
-            ModelState::Failed(failure) => (wire::ModelState::Failed, 0, 0, failure.text),
-        };
+        let (state, done_bytes, total_bytes, failure) = state_parts(model.state);
         Self {
             name: model.name,
             path: model.path.display().to_string(),
@@ -412,7 +424,25 @@ impl From<ModelStatus> for wire::Model {
             digest: model.digest,
             settings: model.settings.to_string(),
             is_unloading: model.is_unloading,
+            copies: model.copies.into_iter().map(wire::ModelCopy::from).collect(),
         }
+    }
+}
+
+impl From<CopyStatus> for wire::ModelCopy {
+    fn from(copy: CopyStatus) -> Self {
+        let (state, done_bytes, total_bytes, failure) = state_parts(copy.state);
+        Self { device: copy.device, state: state.into(), done_bytes, total_bytes, failure }
+    }
+}
+
+fn state_parts(state: ModelState) -> (wire::ModelState, u64, u64, String) {
+    match state {
+        ModelState::Loading { done_bytes, total_bytes } => {
+            (wire::ModelState::Loading, done_bytes, total_bytes, String::new())
+        }
+        ModelState::Ready => (wire::ModelState::Ready, 0, 0, String::new()),
+        ModelState::Failed(failure) => (wire::ModelState::Failed, 0, 0, failure.text),
     }
 }
 

@@ -34,6 +34,7 @@ mod events;
 pub mod fd_store;
 mod fleet;
 mod grpc;
+mod model_copies;
 mod model_record;
 mod model_swap;
 pub mod mps;
@@ -60,11 +61,12 @@ pub use event_loop::{FleetStartError, raise_descriptor_limit};
 pub use fleet::FleetHandle;
 pub use model_record::{RecordedModel, recorded_models};
 pub use spec::{
-    ChildRole, ChildSpec, CompleteWorkerConfig, FleetSpec, ModelSpec, ReadSpec, ReloadedSpec, WorkerSlot,
+    ChildRole, ChildSpec, CompleteWorkerConfig, CopySpec, FleetSpec, ModelSpec, ReadSpec, ReloadedSpec,
+    WorkerSlot,
 };
 pub use spec_diff::{SettingChange, SpecChange, diff_settings};
 pub use state::{BackoffReason, ChildState, Termination};
 pub use status::{
-    ChildStatus, CrashReportStatus, FleetEvent, FleetStatus, LastTermination, ModelFailure, ModelState,
-    ModelStatus,
+    ChildStatus, CopyStatus, CrashReportStatus, FleetEvent, FleetStatus, LastTermination, ModelFailure,
+    ModelState, ModelStatus,
 };

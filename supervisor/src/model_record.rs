@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use service::RuntimeDir;
 use service::config::{self, ConfigFileError};
 
-use crate::spec::ModelSpec;
+use crate::spec::{CopySpec, ModelSpec};
 
 /// A model that the predecessor served.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -22,6 +22,7 @@ pub struct RecordedModel {
     pub name: String,
     pub path: PathBuf,
     pub workers: u32,
+    /// Of the first copy, so that earlier versions read the record of a model with one.
     pub device: String,
     pub pack: bool,
     /// A command loaded it: the configuration does not name it.
@@ -36,6 +37,17 @@ pub struct RecordedModel {
     pub configured_path: PathBuf,
     #[serde(default)]
     pub settings: toml::Table,
+    /// Of the first copy.
+    pub worker_config: toml::Table,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub further_copies: Vec<RecordedCopy>,
+}
+
+/// A further copy of a model on another device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct RecordedCopy {
+    pub device: String,
     pub worker_config: toml::Table,
 }
 
@@ -48,18 +60,11 @@ struct ModelRecord {
 
 impl RecordedModel {
     pub(crate) fn of(spec: &ModelSpec, by_command: bool) -> Self {
-        let ModelSpec {
-            name,
-            path,
-            workers,
-            device,
-            pack,
-            files,
-            weights,
-            configured_path,
-            settings,
-            worker_config,
-        } = spec.clone();
+        let ModelSpec { name, path, workers, copies, pack, files, weights, configured_path, settings } =
+            spec.clone();
+        let copy = |CopySpec { device, worker_config }| RecordedCopy { device, worker_config };
+        let mut copies = copies.into_iter().map(copy);
+        let RecordedCopy { device, worker_config } = copies.next().expect("invariant: a model has a copy");
         Self {
             name,
             path,
@@ -72,22 +77,29 @@ impl RecordedModel {
             configured_path,
             settings,
             worker_config,
+            further_copies: copies.collect(),
         }
+    }
+
+    pub fn devices(&self) -> impl Iterator<Item = &str> {
+        let further = self.further_copies.iter().map(|copy| copy.device.as_str());
+        std::iter::once(self.device.as_str()).chain(further)
     }
 
     pub fn spec(&self) -> ModelSpec {
         let known = self.clone();
+        let first = CopySpec { device: known.device, worker_config: known.worker_config };
+        let copy = |RecordedCopy { device, worker_config }| CopySpec { device, worker_config };
         ModelSpec {
             name: known.name,
             path: known.path,
             workers: known.workers,
-            device: known.device,
+            copies: std::iter::once(first).chain(known.further_copies.into_iter().map(copy)).collect(),
             pack: known.pack,
             files: known.files,
             weights: known.weights,
             configured_path: known.configured_path,
             settings: known.settings,
-            worker_config: known.worker_config,
         }
     }
 }
@@ -127,17 +139,18 @@ mod tests {
         let directory = RuntimeDir::at(folder.path());
         assert_eq!(recorded_models(&directory), []);
         let worker_config: toml::Table = "threads = 2\n[kv]\ntype = \"f16\"".parse().unwrap();
+        let copy =
+            |device: &str| CopySpec { device: device.to_owned(), worker_config: worker_config.clone() };
         let spec = ModelSpec {
             name: "a/b \"c\"".to_owned(),
             path: "/models/a.gguf".into(),
             workers: 2,
-            device: "host".to_owned(),
+            copies: ["host", "host:1"].map(copy).into(),
             pack: true,
             files: "1:2".to_owned(),
             weights: "a#2".to_owned(),
             configured_path: "/models/b.gguf".into(),
             settings: "name = \"a\"".parse().unwrap(),
-            worker_config,
         };
         let models = vec![RecordedModel::of(&spec, true), RecordedModel::of(&spec, false)];
         store_models(&directory, models.clone()).unwrap();

@@ -5,6 +5,9 @@
 
 use crate::spec::WorkerSlot;
 
+/// The device of a worker whose configuration names none.
+const DEFAULT_DEVICE: &str = "host";
+
 /// The place of an orphan in the fleet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OrphanPlace {
@@ -42,7 +45,8 @@ pub(crate) fn worker_index(name: &str) -> Option<u32> {
 pub fn slot_of_worker(index: u32, config: &toml::Table) -> WorkerSlot {
     let text = |key: &str| config.get(key).and_then(toml::Value::as_str).map(str::to_owned);
     let weights = text("model").unwrap_or_default();
-    WorkerSlot { index, model: text("served-model").unwrap_or(weights.clone()), weights }
+    let device = text("device").unwrap_or_else(|| DEFAULT_DEVICE.to_owned());
+    WorkerSlot { index, model: text("served-model").unwrap_or(weights.clone()), weights, device }
 }
 
 #[cfg(test)]
@@ -63,9 +67,12 @@ mod tests {
             index: 3,
             model: model.to_owned(),
             weights: weights.to_owned(),
+            device: "host".to_owned(),
         };
         assert_eq!(slot_of_worker(3, &b), slot("b", "b"));
         let shared = "model = \"a\"\nserved-model = \"b\"".parse().unwrap();
         assert_eq!(slot_of_worker(3, &shared), slot("b", "a"));
+        let elsewhere = "model = \"b\"\ndevice = \"host:1\"".parse().unwrap();
+        assert_eq!(slot_of_worker(3, &elsewhere).device, "host:1");
     }
 }

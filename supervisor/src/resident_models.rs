@@ -7,49 +7,75 @@
 use bytes::Bytes;
 use proto::weights::v1 as wire;
 
-/// Older generations of a model.
+/// Older generations of a copy.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct OlderGenerations {
-    /// Those that still have the model's name.
+    /// Those that still have the weights' name.
     pub to_unload: Vec<u64>,
     /// Process ids of the workers that hold any of them.
     pub readers: Vec<u32>,
 }
 
-/// The models that are not of this fleet, among those that the weight-server names.
-pub fn leftovers(resident: Vec<String>, is_of_fleet: impl Fn(&str) -> bool) -> Vec<String> {
-    resident.into_iter().filter(|name| !is_of_fleet(name)).collect()
+/// A copy of weights: their name at the weight-server, and where they are.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct WeightsOnDevice {
+    pub weights: String,
+    pub device: String,
 }
 
-/// The names of the models that the weight-server holds or loads.
-pub fn resident_names(status: &wire::Status) -> Vec<String> {
+/// The copies that are not of this fleet, among those that the weight-server names.
+pub fn leftovers(
+    resident: Vec<WeightsOnDevice>,
+    is_of_fleet: impl Fn(&WeightsOnDevice) -> bool,
+) -> Vec<WeightsOnDevice> {
+    resident.into_iter().filter(|copy| !is_of_fleet(copy)).collect()
+}
+
+/// The copies that the weight-server holds or loads, and that have a name.
+pub fn resident_weights(status: &wire::Status) -> Vec<WeightsOnDevice> {
     let named = status.generations.iter().filter(|generation| !is_retiring(generation));
-    let mut names: Vec<String> = named.map(|generation| generation.model.clone()).collect();
-    names.sort_unstable();
-    names.dedup();
-    names
+    let copy = |generation: &wire::Generation| WeightsOnDevice {
+        weights: generation.model.clone(),
+        device: generation.device.clone(),
+    };
+    let mut copies: Vec<WeightsOnDevice> = named.map(copy).collect();
+    copies.sort_unstable();
+    copies.dedup();
+    copies
+}
+
+/// Every generation of the copy, also one that lost its name.
+pub fn generations_of(status: &wire::Status, copy: &WeightsOnDevice) -> Vec<u64> {
+    let is_it = |generation: &&wire::Generation| is_of(generation, copy);
+    status.generations.iter().filter(is_it).map(|generation| generation.generation).collect()
+}
+
+fn is_of(generation: &wire::Generation, copy: &WeightsOnDevice) -> bool {
+    generation.model == copy.weights && generation.device == copy.device
 }
 
 /// The generation with the digest that the model is known to have.
 pub fn find_known<'a>(
     status: &'a wire::Status,
-    model: &str,
-    device: &str,
+    copy: &WeightsOnDevice,
     digest: &Bytes,
 ) -> Option<&'a wire::Generation> {
     status.generations.iter().find(|generation| {
-        generation.model == model
-            && generation.device == device
+        is_of(generation, copy)
             && generation.digest == *digest
             && generation.state() == wire::GenerationState::Ready
     })
 }
 
-/// The generations of the model other than `current`, which replaces them. Without `current`: all
-/// of them.
-pub fn older_generations(status: &wire::Status, model: &str, current: Option<u64>) -> OlderGenerations {
+/// The generations of the copy other than `current`, which replaces them. Without `current`: all
+/// of them. Other devices are other copies.
+pub fn older_generations(
+    status: &wire::Status,
+    copy: &WeightsOnDevice,
+    current: Option<u64>,
+) -> OlderGenerations {
     let is_older = |generation: &&wire::Generation| {
-        generation.model == model && current.is_none_or(|current| generation.generation != current)
+        is_of(generation, copy) && current.is_none_or(|current| generation.generation != current)
     };
     let older: Vec<&wire::Generation> = status.generations.iter().filter(is_older).collect();
     let named = older.iter().filter(|generation| !is_retiring(generation));
@@ -74,6 +100,7 @@ mod tests {
         let generation = |number, model: &str, state: wire::GenerationState| wire::Generation {
             generation: number,
             model: model.to_owned(),
+            device: if number == 5 { "host:1" } else { "host" }.to_owned(),
             state: state.into(),
             ..Default::default()
         };
@@ -84,15 +111,24 @@ mod tests {
                 generation(2, "m", wire::GenerationState::Ready),
                 generation(3, "m", wire::GenerationState::Ready),
                 generation(4, "other", wire::GenerationState::Ready),
+                generation(5, "m", wire::GenerationState::Ready),
             ],
-            leases: vec![lease(11, 1), lease(12, 2), lease(13, 3), lease(14, 4)],
+            leases: vec![lease(11, 1), lease(12, 2), lease(13, 3), lease(14, 4), lease(15, 5)],
             ..Default::default()
         };
         let expected = OlderGenerations { to_unload: vec![2], readers: vec![11, 12] };
-        assert_eq!(older_generations(&status, "m", Some(3)), expected);
+        let copy = |weights: &str, device: &str| WeightsOnDevice {
+            weights: weights.to_owned(),
+            device: device.to_owned(),
+        };
+        let (m, elsewhere) = (copy("m", "host"), copy("m", "host:1"));
+        assert_eq!(older_generations(&status, &m, Some(3)), expected);
+        assert_eq!(older_generations(&status, &elsewhere, Some(5)), OlderGenerations::default());
         let all = OlderGenerations { to_unload: vec![2, 3], readers: vec![11, 12, 13] };
-        assert_eq!(older_generations(&status, "m", None), all);
-        assert_eq!(resident_names(&status), ["m", "other"]);
-        assert_eq!(leftovers(resident_names(&status), |name| name == "m"), ["other"]);
+        assert_eq!(older_generations(&status, &m, None), all);
+        assert_eq!(generations_of(&status, &m), [1, 2, 3]);
+        let other = copy("other", "host");
+        assert_eq!(resident_weights(&status), [m.clone(), elsewhere.clone(), other.clone()]);
+        assert_eq!(leftovers(resident_weights(&status), |copy| *copy == m), [elsewhere, other]);
     }
 }

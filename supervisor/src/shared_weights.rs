@@ -28,9 +28,10 @@ pub fn name_for<'a>(
 /// Names the weights of all models of a fleet. `recorded` are the models of the predecessor.
 pub fn name_all(models: &mut [ModelSpec], recorded: &[RecordedModel]) {
     for model in models.iter_mut() {
+        // The copies on devices that the model keeps stay where they are.
         let is_it = |known: &&RecordedModel| {
-            known.name == model.name
-                && (&known.path, &known.device, known.pack) == (&model.path, &model.device, model.pack)
+            let keeps_copy = || known.devices().any(|device| model.copy_on(device).is_some());
+            known.name == model.name && known.path == model.path && known.pack == model.pack && keeps_copy()
         };
         let known = recorded.iter().find(is_it);
         model.weights = known.map_or_else(String::new, |known| match known.weights.as_str() {
@@ -51,19 +52,19 @@ pub fn name_all(models: &mut [ModelSpec], recorded: &[RecordedModel]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::spec::CopySpec;
 
     fn model(name: &str, files: &str, pack: bool) -> ModelSpec {
         ModelSpec {
             name: name.to_owned(),
             path: format!("/{files}.gguf").into(),
             workers: 1,
-            device: "host".to_owned(),
+            copies: vec![CopySpec { device: "host".to_owned(), worker_config: toml::Table::new() }],
             pack,
             files: files.to_owned(),
             weights: String::new(),
             configured_path: std::path::PathBuf::new(),
             settings: toml::Table::new(),
-            worker_config: toml::Table::new(),
         }
     }
 
@@ -79,6 +80,23 @@ mod tests {
         let mut unknown = [model("a", "", true), model("b", "", true)];
         name_all(&mut unknown, &[]);
         assert_eq!(names(&unknown), ["a", "b"]);
+    }
+
+    #[test]
+    fn models_share_a_name_if_they_have_a_copy_in_common() {
+        let on = |name: &str, devices: &[&str]| {
+            let copy =
+                |device: &&str| CopySpec { device: (*device).to_owned(), worker_config: toml::Table::new() };
+            ModelSpec { copies: devices.iter().map(copy).collect(), ..model(name, "f", true) }
+        };
+        let mut models = [on("a", &["0", "1"]), on("b", &["1", "2"]), on("c", &["3"])];
+        name_all(&mut models, &[]);
+        assert_eq!(names(&models), ["a", "a", "c"]);
+        let recorded =
+            [RecordedModel::of(&ModelSpec { weights: "a#2".to_owned(), ..on("a", &["0"]) }, false)];
+        let mut more = [on("a", &["0", "1"])];
+        name_all(&mut more, &recorded);
+        assert_eq!(names(&more), ["a#2"], "one more device keeps the copy that is there");
     }
 
     #[test]

@@ -76,14 +76,24 @@ pub struct ChildSpec {
     pub config: toml::Table,
 }
 
+/// One copy of a model's weights.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CopySpec {
+    /// "host", a NUMA node as "host:N", or the UUID of a GPU.
+    pub device: String,
+    /// The configuration that all workers of this copy share; [`FleetSpec::complete_worker_config`]
+    /// adds the rest.
+    pub worker_config: toml::Table,
+}
+
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelSpec {
     pub name: String,
     pub path: PathBuf,
-    /// The number of workers at the start.
+    /// The number of workers of each copy at the start.
     pub workers: u32,
-    /// "host", or the UUID of a GPU.
-    pub device: String,
+    /// At least one, each on a device of its own.
+    pub copies: Vec<CopySpec>,
     /// Whether small tensors share allocations.
     pub pack: bool,
     /// Identifies the model's files and their versions: equal texts are equal files. Empty:
@@ -97,28 +107,44 @@ pub struct ModelSpec {
     pub configured_path: PathBuf,
     /// The model's table in the configuration. A command that replaces the file starts from it.
     pub settings: toml::Table,
-    /// The configuration that all workers of the model share; [`FleetSpec::complete_worker_config`]
-    /// adds the rest.
-    pub worker_config: toml::Table,
 }
 
 impl ModelSpec {
-    /// Whether one copy of the weights serves both models.
+    /// Whether a copy of the weights serves both models.
     pub fn has_same_copy(&self, other: &ModelSpec) -> bool {
-        let of = |spec: &ModelSpec| (spec.files.clone(), spec.device.clone(), spec.pack);
-        !self.files.is_empty() && of(self) == of(other)
+        let is_shared = self.devices().any(|device| other.copy_on(device).is_some());
+        !self.files.is_empty() && self.files == other.files && self.pack == other.pack && is_shared
+    }
+
+    /// In the order of the configuration.
+    pub fn devices(&self) -> impl Iterator<Item = &str> {
+        self.copies.iter().map(|copy| copy.device.as_str())
+    }
+
+    pub fn copy_on(&self, device: &str) -> Option<&CopySpec> {
+        self.copies.iter().find(|copy| copy.device == device)
+    }
+
+    /// The workers of all copies at the start.
+    pub fn total_workers(&self) -> u32 {
+        self.workers.saturating_mul(u32::try_from(self.copies.len()).unwrap_or(u32::MAX))
+    }
+
+    /// A setting of the workers that is equal for all copies.
+    fn worker_setting(&self, key: &str) -> Option<&toml::Value> {
+        self.copies.first().and_then(|copy| copy.worker_config.get(key))
     }
 
     /// Every name in requests, that of the model first.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        let aliases = self.worker_config.get("aliases").and_then(toml::Value::as_array);
+        let aliases = self.worker_setting("aliases").and_then(toml::Value::as_array);
         let aliases = aliases.into_iter().flatten().filter_map(toml::Value::as_str);
         std::iter::once(self.name.as_str()).chain(aliases)
     }
 
     /// The model that drafts for this one.
     pub fn draft(&self) -> Option<&str> {
-        self.worker_config.get("draft").and_then(toml::Value::as_str)
+        self.worker_setting("draft").and_then(toml::Value::as_str)
     }
 }
 
@@ -131,6 +157,8 @@ pub struct WorkerSlot {
     pub model: String,
     /// The name of its weights at the weight-server.
     pub weights: String,
+    /// The device of its copy.
+    pub device: String,
 }
 
 impl WorkerSlot {
@@ -197,7 +225,9 @@ impl FleetSpec {
             model.map(|model| model.weights.clone())
         };
         let workers = assign_workers(&self.models, living);
-        children.extend(workers.into_iter().map(|(index, model)| self.worker_spec(index, model, weights_of)));
+        let workers =
+            workers.into_iter().map(|(index, model, copy)| self.worker_spec(index, model, copy, weights_of));
+        children.extend(workers);
         children
     }
 
@@ -206,10 +236,12 @@ impl FleetSpec {
         &self,
         index: u32,
         model: &ModelSpec,
+        copy: &CopySpec,
         weights_of: impl Fn(&str) -> Option<String>,
     ) -> (ChildSpec, Option<WorkerSlot>) {
-        let slot = WorkerSlot { index, model: model.name.clone(), weights: model.weights.clone() };
-        let mut config = model.worker_config.clone();
+        let (name, weights, device) = (model.name.clone(), model.weights.clone(), copy.device.clone());
+        let slot = WorkerSlot { index, model: name, weights, device };
+        let mut config = copy.worker_config.clone();
         (self.complete_worker_config)(&slot, &mut config);
         // The worker asks the weight-server for its draft model.
         if let Some(weights) = model.draft().and_then(weights_of) {
@@ -219,21 +251,23 @@ impl FleetSpec {
     }
 }
 
-/// Numbers the workers of all models. A living worker keeps its number, if its model still has the
-/// same weights; other workers get numbers that no living one has.
+/// Numbers the workers of all copies. A living worker keeps its number, if its model still has the
+/// same weights on its device; other workers get numbers that no living one has.
 fn assign_workers<'a>(
     models: &'a [ModelSpec],
     living: &BTreeMap<u32, WorkerSlot>,
-) -> Vec<(u32, &'a ModelSpec)> {
+) -> Vec<(u32, &'a ModelSpec, &'a CopySpec)> {
     let mut unused = (0u32..).filter(|index| !living.contains_key(index));
     let mut assigned = Vec::new();
-    for model in models {
-        let serves = |slot: &WorkerSlot| slot.model == model.name && slot.weights == model.weights;
+    for (model, copy) in models.iter().flat_map(|model| model.copies.iter().map(move |copy| (model, copy))) {
+        let serves = |slot: &WorkerSlot| {
+            (&slot.model, &slot.weights, &slot.device) == (&model.name, &model.weights, &copy.device)
+        };
         let kept = living.iter().filter(|(_, slot)| serves(slot)).map(|(index, _)| *index);
         let kept: Vec<u32> = kept.take(model.workers as usize).collect();
         let new = model.workers as usize - kept.len();
         let indexes: Vec<u32> = kept.into_iter().chain(unused.by_ref().take(new)).collect();
-        assigned.extend(indexes.into_iter().map(|index| (index, model)));
+        assigned.extend(indexes.into_iter().map(|index| (index, model, copy)));
     }
     assigned
 }
@@ -244,31 +278,43 @@ mod tests {
 
     #[test]
     fn living_workers_keep_their_numbers_whatever_the_order_of_the_models() {
+        let copy = |device: &str| CopySpec { device: device.to_owned(), worker_config: toml::Table::new() };
         let model = |name: &str, workers| ModelSpec {
             name: name.to_owned(),
             path: PathBuf::new(),
             workers,
-            device: "host".to_owned(),
+            copies: vec![copy("host")],
             pack: true,
             files: String::new(),
             weights: name.to_owned(),
             configured_path: PathBuf::new(),
             settings: toml::Table::new(),
-            worker_config: toml::Table::new(),
         };
         let models = [model("new", 1), model("b", 2), model("a", 2)];
         let numbers = |living: &[(u32, &str)]| -> Vec<(u32, String)> {
             let slot = |index: u32, of: &str| {
                 let (model, weights) = of.split_once('/').unwrap_or((of, of));
-                WorkerSlot { index, model: model.to_owned(), weights: weights.to_owned() }
+                let device = "host".to_owned();
+                WorkerSlot { index, model: model.to_owned(), weights: weights.to_owned(), device }
             };
             let living = living.iter().map(|&(index, of)| (index, slot(index, of))).collect();
             let assigned = assign_workers(&models, &living);
-            assigned.into_iter().map(|(index, model)| (index, model.name.clone())).collect()
+            assigned.into_iter().map(|(index, model, _)| (index, model.name.clone())).collect()
         };
         let expected = |list: [(u32, &str); 5]| list.map(|(index, of)| (index, of.to_owned()));
         assert_eq!(numbers(&[]), expected([(0, "new"), (1, "b"), (2, "b"), (3, "a"), (4, "a")]));
         let living = [(0, "a"), (1, "a"), (2, "b"), (5, "gone"), (6, "b/other"), (7, "a")];
         assert_eq!(numbers(&living), expected([(3, "new"), (2, "b"), (4, "b"), (0, "a"), (1, "a")]));
+
+        let spread = [ModelSpec { copies: vec![copy("host:0"), copy("host:1")], ..model("m", 2) }];
+        let slot = |index, device: &str| {
+            let (model, weights, device) = ("m".to_owned(), "m".to_owned(), device.to_owned());
+            (index, WorkerSlot { index, model, weights, device })
+        };
+        let living = [slot(0, "host:1"), slot(1, "gone"), slot(2, "host:0")].into();
+        let assigned = assign_workers(&spread, &living);
+        let assigned: Vec<(u32, &str)> =
+            assigned.iter().map(|(index, _, copy)| (*index, copy.device.as_str())).collect();
+        assert_eq!(assigned, [(2, "host:0"), (3, "host:0"), (0, "host:1"), (4, "host:1")]);
     }
 }

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use toml::{Table, Value};
 
-use crate::spec::ModelSpec;
+use crate::spec::{CopySpec, ModelSpec};
 
 /// Of a longer text, or one of several lines, only the length is printed: a chat template.
 const SHOWN_BYTES_MAX: usize = 256;
@@ -30,10 +30,10 @@ pub enum SpecChange {
     ModelRemoved { name: String },
     /// It is loaded and its workers start.
     ModelAdded { spec: ModelSpec },
-    /// The last workers drain and stop, or more start.
-    WorkerCount { model: String, from: u32, to: u32 },
+    /// On each device, the last workers drain and stop, or more start.
+    WorkerCount { model: String, devices: u32, from: u32, to: u32 },
     /// The workers of the model restart with new settings, one after the other.
-    WorkerSettings { model: String, changes: Vec<SettingChange>, worker_config: Table, settings: Table },
+    WorkerSettings { model: String, changes: Vec<SettingChange>, copies: Vec<CopySpec>, settings: Table },
     /// The router restarts; it finishes its streams first.
     RouterSettings { changes: Vec<SettingChange>, router_config: Table },
     /// Only a restart of the supervisor applies it.
@@ -69,7 +69,7 @@ pub(crate) fn diff_specs(running: ComparedSpec<'_>, wanted: ComparedSpec<'_>) ->
 }
 
 fn diff_models(known: &ModelSpec, wanted: &ModelSpec) -> Vec<SpecChange> {
-    let ModelSpec { name, path, workers, device, pack, worker_config, settings, .. } = wanted;
+    let ModelSpec { name, path, workers, copies, pack, settings, .. } = wanted;
     let fixed = |key: &str, from: Value, to: Value| {
         let change = SettingChange { key: format!("{key} of model {name}"), from: Some(from), to: Some(to) };
         (change.from != change.to).then_some(SpecChange::NotApplied { change })
@@ -77,21 +77,43 @@ fn diff_models(known: &ModelSpec, wanted: &ModelSpec) -> Vec<SpecChange> {
     let text = |path: &std::path::Path| Value::String(path.to_string_lossy().into_owned());
     let weights = [
         fixed("path", text(&known.path), text(path)),
-        fixed("device", known.device.as_str().into(), device.as_str().into()),
+        fixed("device", device_value(known), device_value(wanted)),
         fixed("pack", known.pack.into(), (*pack).into()),
     ];
     let mut changes: Vec<SpecChange> = weights.into_iter().flatten().collect();
     // The settings of the workers follow from the file and the device. Other weights are needed for
     // new ones.
-    let differing = diff_settings(&known.worker_config, worker_config);
+    let differing = diff_copies(&known.copies, copies);
     if changes.is_empty() && !differing.is_empty() {
-        let (worker_config, settings) = (worker_config.clone(), settings.clone());
+        let (copies, settings) = (copies.clone(), settings.clone());
         let model = name.clone();
-        changes.push(SpecChange::WorkerSettings { model, changes: differing, worker_config, settings });
+        changes.push(SpecChange::WorkerSettings { model, changes: differing, copies, settings });
     }
     if known.workers != *workers {
+        let devices = u32::try_from(known.copies.len()).unwrap_or(u32::MAX);
         let (model, from, to) = (name.clone(), known.workers, *workers);
-        changes.push(SpecChange::WorkerCount { model, from, to });
+        changes.push(SpecChange::WorkerCount { model, devices, from, to });
+    }
+    changes
+}
+
+/// One device as a string, several as an array, as in the configuration.
+fn device_value(model: &ModelSpec) -> Value {
+    match &model.copies[..] {
+        [copy] => copy.device.as_str().into(),
+        copies => copies.iter().map(|copy| Value::from(copy.device.as_str())).collect::<Vec<_>>().into(),
+    }
+}
+
+/// Each change of the workers' settings once, whichever devices it concerns.
+fn diff_copies(known: &[CopySpec], wanted: &[CopySpec]) -> Vec<SettingChange> {
+    let mut changes: Vec<SettingChange> = Vec::new();
+    for wanted in wanted {
+        let Some(known) = known.iter().find(|known| known.device == wanted.device) else { continue };
+        let differing = diff_settings(&known.worker_config, &wanted.worker_config);
+        let new: Vec<SettingChange> =
+            differing.into_iter().filter(|change| !changes.contains(change)).collect();
+        changes.extend(new);
     }
     changes
 }
@@ -147,10 +169,18 @@ impl std::fmt::Display for SpecChange {
             SpecChange::ModelRemoved { name } => write!(f, "model {name} is removed after its streams"),
             SpecChange::ModelAdded { spec } => {
                 let (name, path, workers) = (&spec.name, spec.path.display(), spec.workers);
-                write!(f, "model {name} is loaded from {path}, workers: {workers}")
+                write!(f, "model {name} is loaded from {path}, workers: {workers}")?;
+                match spec.copies.len() {
+                    1 => Ok(()),
+                    devices => write!(f, " on each of {devices} devices"),
+                }
             }
-            SpecChange::WorkerCount { model, from, to } => {
-                write!(f, "workers of model {model}: {from} -> {to}")
+            SpecChange::WorkerCount { model, devices, from, to } => {
+                write!(f, "workers of model {model}: {from} -> {to}")?;
+                match devices {
+                    1 => Ok(()),
+                    devices => write!(f, " on each of {devices} devices"),
+                }
             }
             SpecChange::WorkerSettings { model, changes, .. } => {
                 write!(f, "workers of model {model} restart one after the other: {}", list(changes))
@@ -176,13 +206,15 @@ mod tests {
             name: name.to_owned(),
             path: format!("/models/{name}.gguf").into(),
             workers,
-            device: "host".to_owned(),
+            copies: vec![CopySpec {
+                device: "host".to_owned(),
+                worker_config: worker_config.parse().unwrap(),
+            }],
             pack: true,
             files: String::new(),
             weights: name.to_owned(),
             configured_path: std::path::PathBuf::new(),
             settings: Table::new(),
-            worker_config: worker_config.parse().unwrap(),
         }
     }
 
@@ -219,7 +251,7 @@ mod tests {
         let known = [model("a", 1, "threads = 1")];
         let mut wanted = known.clone();
         wanted[0].path = "/other.gguf".into();
-        wanted[0].worker_config = "threads = 9".parse().unwrap();
+        wanted[0].copies[0].worker_config = "threads = 9".parse().unwrap();
         wanted[0].pack = false;
         let found = lines(("", &known), ("", &wanted));
         let expected = [
@@ -228,6 +260,26 @@ mod tests {
             "not applied until the supervisor restarts: pack of model a true -> false",
         ];
         assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn a_change_on_every_device_is_named_once_and_another_list_of_devices_is_not_applied() {
+        let copy = |device: &str, settings: &str| CopySpec {
+            device: device.to_owned(),
+            worker_config: settings.parse().unwrap(),
+        };
+        let on = |copies: Vec<CopySpec>, workers| ModelSpec { copies, ..model("a", workers, "") };
+        let known = [on(vec![copy("host:0", "threads = 1"), copy("host:1", "threads = 1")], 1)];
+        let wanted = [on(vec![copy("host:0", "threads = 2"), copy("host:1", "threads = 2")], 2)];
+        let expected = [
+            "workers of model a restart one after the other: threads 1 -> 2",
+            "workers of model a: 1 -> 2 on each of 2 devices",
+        ];
+        assert_eq!(lines(("", &known), ("", &wanted)), expected);
+        let fewer = [on(vec![copy("host:0", "threads = 1")], 1)];
+        let expected = "not applied until the supervisor restarts: device of model a \
+                        [\"host:0\", \"host:1\"] -> \"host:0\"";
+        assert_eq!(lines(("", &known), ("", &fewer)), [expected]);
     }
 
     fn models() -> impl Strategy<Value = Vec<ModelSpec>> {
@@ -246,16 +298,18 @@ mod tests {
             match change {
                 SpecChange::ModelRemoved { name } => drop(running.remove(of(&name))),
                 SpecChange::ModelAdded { spec } => running.push(spec),
-                SpecChange::WorkerCount { model, from, to } => {
+                SpecChange::WorkerCount { model, devices: 1, from, to } => {
                     let at = of(&model);
                     assert_eq!(running[at].workers, from);
                     running[at].workers = to;
                 }
-                SpecChange::WorkerSettings { model, worker_config, .. } => {
+                SpecChange::WorkerSettings { model, copies, .. } => {
                     let at = of(&model);
-                    running[at].worker_config = worker_config;
+                    running[at].copies = copies;
                 }
-                SpecChange::RouterSettings { .. } | SpecChange::NotApplied { .. } => unreachable!(),
+                SpecChange::WorkerCount { .. }
+                | SpecChange::RouterSettings { .. }
+                | SpecChange::NotApplied { .. } => unreachable!(),
             }
         }
         running.sort_by(|a, b| a.name.cmp(&b.name));

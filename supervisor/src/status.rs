@@ -31,6 +31,8 @@ pub struct ChildStatus {
     pub last_termination: Option<LastTermination>,
     /// The model of a worker; absent for other roles.
     pub model: Option<String>,
+    /// The device of a worker; absent for other roles.
+    pub device: Option<String>,
 }
 
 /// A termination that no command asked for.
@@ -108,11 +110,20 @@ pub enum ModelState {
     Failed(ModelFailure),
 }
 
+/// One copy of a model's weights.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CopyStatus {
+    pub device: String,
+    pub state: ModelState,
+}
+
 #[derive(Clone, Debug)]
 pub struct ModelStatus {
     pub name: String,
     pub path: PathBuf,
+    /// Of all copies together: ready while one of them is.
     pub state: ModelState,
+    pub copies: Vec<CopyStatus>,
     /// The name of its weights at the weight-server.
     pub weights: String,
     /// Of its resident weights; empty while none are known.
@@ -120,6 +131,18 @@ pub struct ModelStatus {
     pub settings: toml::Table,
     /// Its workers leave, and it is unloaded after them.
     pub is_unloading: bool,
+}
+
+impl ModelStatus {
+    /// The devices on which a model that serves elsewhere cannot be loaded.
+    pub fn failed_copies(&self) -> impl Iterator<Item = (&str, &ModelFailure)> {
+        let is_failed = matches!(self.state, ModelState::Failed(_));
+        let copies = self.copies.iter().filter(move |_| !is_failed);
+        copies.filter_map(|copy| match &copy.state {
+            ModelState::Failed(failure) => Some((copy.device.as_str(), failure)),
+            ModelState::Loading { .. } | ModelState::Ready => None,
+        })
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -158,6 +181,9 @@ impl FleetStatus {
                 ModelState::Ready => format!("; {} is loaded", model.name),
                 ModelState::Failed(failure) => format!("; {} cannot be loaded: {}", model.name, failure.text),
             });
+            for (device, failure) in model.failed_copies() {
+                line.push_str(&format!(" (not on {device}: {})", failure.text));
+            }
         }
         line
     }

@@ -6,6 +6,7 @@
 //! Each request runs in a task of its own and reports to the event loop. If the weight-server dies
 //! during a request, the task asks its successor.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -16,9 +17,8 @@ use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use crate::attach_token::AttachToken;
-use crate::events::{ResidentModel, SupervisorEvent};
-use crate::resident_models;
-use crate::spec::ModelSpec;
+use crate::events::{ResidentCopy, SupervisorEvent};
+use crate::resident_models::{self, WeightsOnDevice};
 use crate::status::{ModelFailure, ModelState};
 
 /// How often the client offers a token to a weight-server that is not reachable yet.
@@ -28,12 +28,27 @@ const LOAD_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 /// How long older weights of a model may keep the memory that the new ones need: a worker drains
 /// for 10 s, then it is killed.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Means all generations of a model in an UnloadRequest.
-const ALL_GENERATIONS: u64 = 0;
 /// The pause after the first failed load of a model that was served before. It doubles with each
 /// failure. A mount that is back is found within a minute.
 const FAILED_LOAD_PAUSE: Duration = Duration::from_secs(1);
 const FAILED_LOAD_PAUSE_MAX: Duration = Duration::from_secs(60);
+
+/// What one load of a copy needs to know.
+#[derive(Clone, Debug)]
+pub(crate) struct CopyLoad {
+    /// The model's name in requests, for reports.
+    pub(crate) model: String,
+    pub(crate) copy: WeightsOnDevice,
+    pub(crate) path: PathBuf,
+    pub(crate) pack: bool,
+    /// Resident weights of this digest are the model's, whatever has become of its file.
+    pub(crate) known: Option<Bytes>,
+    /// A load that failed is tried again after a growing pause, for ever.
+    pub(crate) repeats: bool,
+    /// This generation has other content than the model's other copies: it is unloaded, and the
+    /// load begins after a pause.
+    pub(crate) rejected: Option<u64>,
+}
 
 /// A client of weights-admin.sock that survives restarts of the weight-server. Cheap to clone.
 #[derive(Clone)]
@@ -68,29 +83,25 @@ impl WeightServerAdmin {
         }
     }
 
-    /// The names of the weights that the weight-server holds or loads.
-    pub(crate) async fn resident_models(mut self) -> Vec<String> {
+    /// The copies of weights that the weight-server holds or loads.
+    pub(crate) async fn resident_weights(mut self) -> Vec<WeightsOnDevice> {
         loop {
             if let Ok(status) = self.status().await {
-                return resident_models::resident_names(&status);
+                return resident_models::resident_weights(&status);
             }
             tokio::time::sleep(LOAD_RETRY_INTERVAL).await;
         }
     }
 
-    /// Makes the model resident and reports every state change to the event loop. Resident weights
-    /// of the `known` digest are the model's, whatever has become of its file. `repeats`: a load
-    /// that failed is tried again after a growing pause, for ever.
-    pub(crate) async fn load(
-        mut self,
-        model: ModelSpec,
-        known: Option<Bytes>,
-        repeats: bool,
-        event_loop: mpsc::Sender<SupervisorEvent>,
-    ) {
+    /// Makes the copy resident and reports every state change to the event loop.
+    pub(crate) async fn load(mut self, load: CopyLoad, event_loop: mpsc::Sender<SupervisorEvent>) {
+        if let Some(generation) = load.rejected {
+            self.unload_rejected(&load.copy.weights, generation).await;
+            tokio::time::sleep(FAILED_LOAD_PAUSE_MAX).await;
+        }
         let (mut started, mut pause) = (Instant::now(), FAILED_LOAD_PAUSE);
         let outcome = loop {
-            let status = match self.load_and_replace(&model, known.as_ref(), Some(&event_loop)).await {
+            let status = match self.load_and_replace(&load, Some(&event_loop)).await {
                 Ok(loaded) => break Ok(loaded),
                 Err(status) => status,
             };
@@ -99,24 +110,26 @@ impl WeightServerAdmin {
             let again = is_unreachable(&status)
                 || (status.code() == Code::ResourceExhausted
                     && started.elapsed() < RELEASE_TIMEOUT
-                    && self.release_older(&model.weights, &event_loop).await);
+                    && self.release_older(&load.copy, &event_loop).await);
             if again {
                 tokio::time::sleep(LOAD_RETRY_INTERVAL).await;
                 continue;
             }
             let failure = ModelFailure::from_status(&status);
-            if !repeats {
+            if !load.repeats {
                 break Err(failure);
             }
-            report(&event_loop, &model.name, ModelState::Failed(failure)).await;
+            report(&event_loop, &load, ModelState::Failed(failure)).await;
             tokio::time::sleep(pause).await;
             pause = FAILED_LOAD_PAUSE_MAX.min(pause * 2);
             started = Instant::now();
         };
-        let name = model.name;
+        let (name, device) = (load.model, load.copy.device);
         let event = match outcome {
-            Ok(loaded) => SupervisorEvent::ModelLoaded { name, loaded },
-            Err(failure) => SupervisorEvent::ModelStateChanged { name, state: ModelState::Failed(failure) },
+            Ok(loaded) => SupervisorEvent::CopyLoaded { name, device, loaded },
+            Err(failure) => {
+                SupervisorEvent::CopyStateChanged { name, device, state: ModelState::Failed(failure) }
+            }
         };
         // Without an event loop the result is of no use.
         let _: Result<(), _> = event_loop.send(event).await;
@@ -124,9 +137,9 @@ impl WeightServerAdmin {
 
     /// Loads the new file of a swap, and returns its digest. If the weight-server dies meanwhile,
     /// the next one is asked.
-    pub(crate) async fn load_once(mut self, model: ModelSpec) -> Result<Bytes, ModelFailure> {
+    pub(crate) async fn load_once(mut self, load: CopyLoad) -> Result<Bytes, ModelFailure> {
         loop {
-            match self.load_and_replace(&model, None, None).await {
+            match self.load_and_replace(&load, None).await {
                 Ok(loaded) => return Ok(loaded.digest),
                 Err(status) if is_unreachable(&status) => tokio::time::sleep(LOAD_RETRY_INTERVAL).await,
                 Err(status) => return Err(ModelFailure::from_status(&status)),
@@ -134,51 +147,49 @@ impl WeightServerAdmin {
         }
     }
 
-    /// Makes the model resident, unloads its other generations, and finds the workers that have
+    /// Makes the copy resident, unloads its other generations, and finds the workers that have
     /// them.
     async fn load_and_replace(
         &mut self,
-        model: &ModelSpec,
-        known: Option<&Bytes>,
+        load: &CopyLoad,
         event_loop: Option<&mpsc::Sender<SupervisorEvent>>,
-    ) -> Result<ResidentModel, Status> {
-        let resident = match known {
-            Some(digest) => self.find_resident(model, digest).await?,
+    ) -> Result<ResidentCopy, Status> {
+        let resident = match &load.known {
+            Some(digest) => {
+                let status = self.status().await?;
+                resident_models::find_known(&status, &load.copy, digest).cloned()
+            }
             None => None,
         };
         let generation = match resident {
             Some(generation) => generation,
-            None => self.load_from_file(model, event_loop).await?,
+            None => self.load_from_file(load, event_loop).await?,
         };
         let status = self.status().await?;
-        let older = resident_models::older_generations(&status, &model.weights, Some(generation.generation));
+        let older = resident_models::older_generations(&status, &load.copy, Some(generation.generation));
         for older in older.to_unload {
-            self.unload_generation(&model.weights, older).await?;
+            self.unload_generation(&load.copy.weights, older).await?;
         }
-        Ok(ResidentModel { digest: generation.digest, outdated: older.readers })
-    }
-
-    async fn find_resident(
-        &mut self,
-        model: &ModelSpec,
-        digest: &Bytes,
-    ) -> Result<Option<wire::Generation>, Status> {
-        let status = self.status().await?;
-        Ok(resident_models::find_known(&status, &model.weights, &model.device, digest).cloned())
+        let wire::Generation { generation, digest, .. } = generation;
+        Ok(ResidentCopy { generation, digest, outdated: older.readers })
     }
 
     /// The model does not fit beside its older weights: takes their name, and has their workers
     /// restarted. Returns false if there are none.
-    async fn release_older(&mut self, name: &str, event_loop: &mpsc::Sender<SupervisorEvent>) -> bool {
+    async fn release_older(
+        &mut self,
+        copy: &WeightsOnDevice,
+        event_loop: &mpsc::Sender<SupervisorEvent>,
+    ) -> bool {
         // An error here shows in the next attempt to load.
         let Ok(status) = self.status().await else { return true };
-        let older = resident_models::older_generations(&status, name, None);
+        let older = resident_models::older_generations(&status, copy, None);
         for generation in older.to_unload {
-            if let Err(error) = self.unload_generation(name, generation).await {
+            if let Err(error) = self.unload_generation(&copy.weights, generation).await {
                 tracing::debug!(%error, "cannot unload the older weights of a model");
             }
         }
-        let is_held = status.generations.iter().any(|generation| generation.model == name);
+        let is_held = !resident_models::generations_of(&status, copy).is_empty();
         let _: Result<(), _> =
             event_loop.send(SupervisorEvent::WorkersOutdated { pids: older.readers }).await;
         is_held
@@ -187,14 +198,14 @@ impl WeightServerAdmin {
     /// `event_loop` hears of the progress.
     async fn load_from_file(
         &mut self,
-        model: &ModelSpec,
+        load: &CopyLoad,
         event_loop: Option<&mpsc::Sender<SupervisorEvent>>,
     ) -> Result<wire::Generation, Status> {
         let request = wire::LoadRequest {
-            model: model.weights.clone(),
-            path: model.path.to_string_lossy().into_owned(),
-            device: model.device.clone(),
-            no_packing: !model.pack,
+            model: load.copy.weights.clone(),
+            path: load.path.to_string_lossy().into_owned(),
+            device: load.copy.device.clone(),
+            no_packing: !load.pack,
         };
         let mut events = self.client.load(request).await?.into_inner();
         while let Some(event) = events.message().await? {
@@ -202,7 +213,7 @@ impl WeightServerAdmin {
                 Some(wire::load_event::Kind::Waiting(wire::Waiting { done_bytes, total_bytes, .. })) => {
                     let state = ModelState::Loading { done_bytes, total_bytes };
                     if let Some(event_loop) = event_loop {
-                        report(event_loop, &model.name, state).await;
+                        report(event_loop, load, state).await;
                     }
                 }
                 Some(wire::load_event::Kind::Loaded(wire::Loaded { generation: Some(found), .. })) => {
@@ -214,13 +225,38 @@ impl WeightServerAdmin {
         Err(Status::unavailable("the weight-server ended the load without a result"))
     }
 
+    /// Unloads these copies, one after the other. Returns the first refusal.
+    pub(crate) async fn unload_all(self, copies: Vec<WeightsOnDevice>) -> Result<(), Status> {
+        let mut outcome = Ok(());
+        for copy in copies {
+            let unloaded = self.clone().unload(&copy).await;
+            outcome = outcome.and(unloaded);
+        }
+        outcome
+    }
+
     /// Repeats the request until the weight-server carries it out or refuses it.
-    pub(crate) async fn unload(mut self, name: String) -> Result<(), Status> {
+    pub(crate) async fn unload(mut self, copy: &WeightsOnDevice) -> Result<(), Status> {
         loop {
-            match self.unload_generation(&name, ALL_GENERATIONS).await {
+            match self.try_unload(copy).await {
                 Err(status) if is_unreachable(&status) => tokio::time::sleep(LOAD_RETRY_INTERVAL).await,
                 outcome => return outcome,
             }
+        }
+    }
+
+    /// An unload of a whole name would take the copies on other devices too.
+    async fn try_unload(&mut self, copy: &WeightsOnDevice) -> Result<(), Status> {
+        let status = self.status().await?;
+        for generation in resident_models::generations_of(&status, copy) {
+            self.unload_generation(&copy.weights, generation).await?;
+        }
+        Ok(())
+    }
+
+    async fn unload_rejected(&mut self, weights: &str, generation: u64) {
+        if let Err(status) = self.unload_generation(weights, generation).await {
+            tracing::warn!(weights, generation, %status, "cannot unload a copy with other content");
         }
     }
 
@@ -238,8 +274,9 @@ impl WeightServerAdmin {
     }
 }
 
-async fn report(event_loop: &mpsc::Sender<SupervisorEvent>, model: &str, state: ModelState) {
-    let event = SupervisorEvent::ModelStateChanged { name: model.to_owned(), state };
+async fn report(event_loop: &mpsc::Sender<SupervisorEvent>, load: &CopyLoad, state: ModelState) {
+    let (name, device) = (load.model.clone(), load.copy.device.clone());
+    let event = SupervisorEvent::CopyStateChanged { name, device, state };
     // Without an event loop the result is of no use.
     let _: Result<(), _> = event_loop.send(event).await;
 }

@@ -297,7 +297,7 @@ impl SupervisorLoop {
         }
         if let Some(slot) = child.slot {
             self.unload_if_unused(&slot.model);
-            self.unload_returned(&slot.weights);
+            self.unload_returned(&slot);
             self.notice_gone_workers();
         }
     }

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::children::supervised_child;
-use super::{ManagedModel, SupervisedChild, SupervisorLoop, answer};
+use super::{ManagedModel, SupervisorLoop, answer};
 use crate::commands::{CommandError, CommandReply, FleetCommand};
 use crate::events::SupervisorEvent;
 use crate::process::ChildProcess;
 use crate::shared_weights;
-use crate::spec::{ChildRole, ChildSpec, ModelSpec, WorkerSlot};
+use crate::spec::{ChildRole, ChildSpec, CopySpec, ModelSpec, WorkerSlot};
 use crate::state::{AfterExit, ChildEvent, ChildState};
 use crate::status::{FleetEvent, FleetStatus, ModelState};
 use service::runtime_dir::WORKERS_MAX;
@@ -100,19 +100,20 @@ impl SupervisorLoop {
             (true, models) => return Err(CommandError::AmbiguousModel { models }),
             (false, _) => self.models.get(&model),
         };
-        match found.map(|model| model.spec.clone()) {
-            Some(spec) => self.start_worker(&spec),
-            None => Err(CommandError::UnknownModel { name: model }),
-        }
+        let Some(found) = found else { return Err(CommandError::UnknownModel { name: model }) };
+        let spec = found.spec.clone();
+        let device = found.copies.device_for_worker(|device| self.workers_on(&spec.name, device));
+        self.start_worker(&spec, &device.expect("invariant: a model has a copy"))
     }
 
-    pub(super) fn start_worker(&mut self, model: &ModelSpec) -> Result<String, CommandError> {
+    pub(super) fn start_worker(&mut self, model: &ModelSpec, device: &str) -> Result<String, CommandError> {
         let used = |index| self.children.values().any(|c| c.slot.as_ref().is_some_and(|s| s.index == index));
         self.check_worker_count(1)?;
         // A worker's index is part of its socket name. Recorded workers of an earlier supervisor
         // may have any index.
         let index = (0..).find(|&index| !used(index)).expect("invariant: fewer workers than numbers");
-        let (spec, slot) = self.worker_spec(index, model);
+        let copy = model.copy_on(device).expect("invariant: workers start on devices of their model");
+        let (spec, slot) = self.worker_spec(index, model, copy);
         let name = spec.name.clone();
         let added = self.add_child(spec, slot);
         let child = added.map_err(|error| CommandError::StartFailed {
@@ -124,9 +125,14 @@ impl SupervisorLoop {
     }
 
     /// The specification of a worker of the model, which may have another model draft for it.
-    pub(super) fn worker_spec(&self, index: u32, model: &ModelSpec) -> (ChildSpec, Option<WorkerSlot>) {
+    pub(super) fn worker_spec(
+        &self,
+        index: u32,
+        model: &ModelSpec,
+        copy: &CopySpec,
+    ) -> (ChildSpec, Option<WorkerSlot>) {
         let weights_of = |name: &str| self.models.get(name).map(|model| model.spec.weights.clone());
-        self.spec.worker_spec(index, model, weights_of)
+        self.spec.worker_spec(index, model, copy, weights_of)
     }
 
     /// The name of the weights for a model that comes to this fleet. It shares those of a model of
@@ -137,7 +143,7 @@ impl SupervisorLoop {
         // The model of this name that could not be loaded has no weights.
         let is_lost = |name: &str| {
             name == spec.name
-                && self.models.get(name).is_some_and(|m| matches!(m.state, ModelState::Failed(_)))
+                && self.models.get(name).is_some_and(|m| matches!(m.copies.state(), ModelState::Failed(_)))
         };
         let stays = |other: &&ModelSpec| !self.models.get(&other.name).is_some_and(is_going);
         shared_weights::name_for(
@@ -154,7 +160,7 @@ impl SupervisorLoop {
     pub(super) fn load_model(&mut self, mut spec: ModelSpec, by_command: bool) -> Result<(), CommandError> {
         self.check_not_stopping()?;
         spec.weights = self.weights_for(&spec);
-        let is_failed = |model: &ManagedModel| matches!(model.state, ModelState::Failed(_));
+        let is_failed = |model: &ManagedModel| matches!(model.copies.state(), ModelState::Failed(_));
         // A model that is being unloaded keeps its name to its end, but not its aliases.
         let is_other = |model: &&ManagedModel| match model.spec.name == spec.name {
             true => !is_failed(model),
@@ -164,14 +170,15 @@ impl SupervisorLoop {
         {
             return Err(CommandError::NameTaken { name });
         }
-        let (name, workers) = (spec.name.clone(), spec.workers);
-        self.check_worker_count(workers)?;
-        self.add_model(spec, by_command);
+        self.check_worker_count(spec.total_workers())?;
+        self.add_model(spec.clone(), by_command);
         self.record_models();
-        let model = self.models.get_mut(&name).expect("invariant: the model was just added");
+        let model = self.models.get_mut(&spec.name).expect("invariant: the model was just added");
         model.load(&self.admin, &self.commands);
-        for _ in 0..workers {
-            self.add_worker(name.clone())?;
+        for device in spec.devices() {
+            for _ in 0..spec.workers {
+                self.start_worker(&spec, device)?;
+            }
         }
         Ok(())
     }
@@ -212,30 +219,6 @@ impl SupervisorLoop {
         }
     }
 
-    pub(super) fn set_model_state(&mut self, name: &str, state: ModelState) {
-        let Some(model) = self.models.get_mut(name) else { return };
-        if let ModelState::Failed(failure) = &state {
-            tracing::warn!(model = name, why = failure.text, "cannot load the model");
-        }
-        let failed = matches!(state, ModelState::Failed(_)) && !model.was_served;
-        model.was_served |= state == ModelState::Ready;
-        model.state = state;
-        let status = model.status();
-        self.publish(FleetEvent::Model(status));
-        if failed {
-            self.remove_model_workers(name);
-        }
-    }
-
-    fn remove_model_workers(&mut self, model: &str) {
-        let of_model = |c: &SupervisedChild| c.slot.as_ref().is_some_and(|s| s.model == model);
-        let workers: Vec<Arc<str>> =
-            self.children.iter().filter(|(_, c)| of_model(c)).map(|(name, _)| name.clone()).collect();
-        for worker in workers {
-            self.remove_worker(&worker);
-        }
-    }
-
     /// Removes a worker that serves nothing.
     pub(super) fn remove_worker(&mut self, name: &Arc<str>) {
         supervised_child(&mut self.children, name).removed.get_or_insert(None);
@@ -263,15 +246,14 @@ impl SupervisorLoop {
         if self.has_workers(name) || model.unloading.is_none() {
             return;
         }
-        let weights = model.spec.weights.clone();
-        let shares = |other: &ManagedModel| other.spec.name != name && other.spec.weights == weights;
-        if self.models.values().any(shares) {
+        let unused = self.unused_copies(&model.spec, Some(name));
+        if unused.is_empty() {
             return self.model_unloaded(name, None);
         }
         let (admin, event_loop, name) =
             (self.admin.clone(), self.commands.event_loop.clone(), name.to_owned());
         tokio::spawn(async move {
-            let refusal = admin.unload(weights).await.err().map(|status| status.message().to_owned());
+            let refusal = admin.unload_all(unused).await.err().map(|status| status.message().to_owned());
             let _: Result<(), _> = event_loop.send(SupervisorEvent::ModelUnloaded { name, refusal }).await;
         });
     }

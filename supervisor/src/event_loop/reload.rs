@@ -83,7 +83,7 @@ impl SupervisorLoop {
         }
         // A model that could not be loaded has no workers; it is added anew.
         let is_running = |model: &&ManagedModel| {
-            let is_lost = matches!(model.state, ModelState::Failed(_)) && !model.was_served;
+            let is_lost = matches!(model.copies.state(), ModelState::Failed(_)) && !model.copies.was_served();
             !model.by_command && model.unloading.is_none() && !is_lost
         };
         let running: Vec<ModelSpec> =
@@ -98,8 +98,10 @@ impl SupervisorLoop {
 
     fn check_worker_growth(&self, changes: &[SpecChange]) -> Result<(), CommandError> {
         let more = changes.iter().map(|change| match change {
-            SpecChange::ModelAdded { spec } => spec.workers,
-            SpecChange::WorkerCount { from, to, .. } => to.saturating_sub(*from),
+            SpecChange::ModelAdded { spec } => spec.total_workers(),
+            SpecChange::WorkerCount { devices, from, to, .. } => {
+                to.saturating_sub(*from).saturating_mul(*devices)
+            }
             _ => 0,
         });
         self.check_worker_count(more.fold(0, |sum, workers| sum.saturating_add(workers).min(WORKERS_MAX + 1)))
@@ -127,10 +129,10 @@ impl SupervisorLoop {
                 Ok(())
             }
             SpecChange::ModelAdded { spec } => self.load_model(spec.clone(), false),
-            SpecChange::WorkerCount { model, from, to } => self.change_worker_count(model, *from, *to),
-            SpecChange::WorkerSettings { model, worker_config, settings, .. } => {
+            SpecChange::WorkerCount { model, from, to, .. } => self.change_worker_count(model, *from, *to),
+            SpecChange::WorkerSettings { model, copies, settings, .. } => {
                 if let Some(model) = self.models.get_mut(model) {
-                    model.spec.worker_config = worker_config.clone();
+                    model.spec.copies = copies.clone();
                     model.spec.settings = settings.clone();
                 }
                 let workers = self.workers_of(model);
@@ -146,15 +148,21 @@ impl SupervisorLoop {
     }
 
     fn change_worker_count(&mut self, model: &str, from: u32, to: u32) -> Result<(), CommandError> {
-        if let Some(model) = self.models.get_mut(model) {
-            model.spec.workers = to;
-        }
-        for _ in from..to {
-            self.add_worker(model.to_owned())?;
-        }
-        let last = self.workers_of(model).into_iter().rev().take(from.saturating_sub(to) as usize);
-        for worker in last.collect::<Vec<_>>() {
-            self.remove_drained(&worker, DRAIN_GRACE, None);
+        let Some(known) = self.models.get_mut(model) else { return Ok(()) };
+        known.spec.workers = to;
+        let spec = known.spec.clone();
+        for device in spec.devices() {
+            for _ in from..to {
+                self.start_worker(&spec, device)?;
+            }
+            let is_there = |name: &Arc<str>| {
+                let slot = self.children.get(name).and_then(|child| child.slot.as_ref());
+                slot.is_some_and(|slot| slot.device == device)
+            };
+            let present: Vec<Arc<str>> = self.workers_of(model).into_iter().filter(is_there).collect();
+            for worker in present.iter().rev().take(from.saturating_sub(to) as usize) {
+                self.remove_drained(worker, DRAIN_GRACE, None);
+            }
         }
         Ok(())
     }

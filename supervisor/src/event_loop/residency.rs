@@ -6,13 +6,13 @@
 //! weight-server is ready, or adopted; or a worker of weights that the fleet lacks is gone
 //!   |  tokens of the workers; which models are resident?
 //!   v
-//! ResidentModels ---- some are not of this fleet ----> they are unloaded
+//! ResidentWeights --- some are not of this fleet ----> they are unloaded
 //!   |                                                        |
 //!   v                                        LeftoversUnloaded
 //! every model is requested <---------------------------------'
 //!   |
 //!   v
-//! ModelLoaded: workers that have older weights of the model are restarted
+//! CopyLoaded: workers that have older weights of the copy are restarted
 //! ```
 //! The weight-server compares a request with what is resident: files, device, layout and packing.
 
@@ -20,13 +20,12 @@ use std::sync::Arc;
 
 use super::children::supervised_child;
 use super::{ManagedModel, SupervisedChild, SupervisorLoop};
-use crate::events::{ResidentModel, SupervisorEvent};
+use crate::events::SupervisorEvent;
 use crate::model_record::{RecordedModel, store_models};
-use crate::resident_models;
+use crate::resident_models::{self, WeightsOnDevice};
 use crate::shared_weights;
-use crate::spec::{ChildRole, ModelSpec};
+use crate::spec::{ChildRole, ModelSpec, WorkerSlot};
 use crate::state::ChildEvent;
-use crate::status::ModelState;
 
 impl SupervisorLoop {
     /// A weight-server that has just become ready knows no tokens, and perhaps no models, or others
@@ -40,9 +39,9 @@ impl SupervisorLoop {
         }
         let (admin, event_loop) = (self.admin.clone(), self.commands.event_loop.clone());
         self.replace_sync_task(tokio::spawn(async move {
-            let names = admin.resident_models().await;
+            let resident = admin.resident_weights().await;
             // Without an event loop the result is of no use.
-            let _: Result<(), _> = event_loop.send(SupervisorEvent::ResidentModels { names }).await;
+            let _: Result<(), _> = event_loop.send(SupervisorEvent::ResidentWeights { resident }).await;
         }));
     }
 
@@ -59,19 +58,19 @@ impl SupervisorLoop {
         }
     }
 
-    /// Unloads the models that are not of this fleet, then requests those that are.
-    pub(super) fn unload_leftovers(&mut self, resident: Vec<String>) {
-        let is_of_fleet = |name: &str| self.specs().any(|spec| spec.weights == name);
-        let leftovers = resident_models::leftovers(resident, is_of_fleet);
+    /// Unloads the copies that are not of this fleet, then requests those that are.
+    pub(super) fn unload_leftovers(&mut self, resident: Vec<WeightsOnDevice>) {
+        let leftovers = resident_models::leftovers(resident, |copy| self.has_copy(copy));
         if leftovers.is_empty() {
             return self.request_models();
         }
         let (admin, event_loop) = (self.admin.clone(), self.commands.event_loop.clone());
         self.replace_sync_task(tokio::spawn(async move {
-            for name in leftovers {
-                tracing::info!(model = name, "unloading a model that has left the configuration");
-                if let Err(status) = admin.clone().unload(name.clone()).await {
-                    tracing::warn!(model = name, %status, "cannot unload a model that has left the configuration");
+            for copy in leftovers {
+                let WeightsOnDevice { weights, device } = &copy;
+                tracing::info!(weights, device, "unloading weights that have left the configuration");
+                if let Err(status) = admin.clone().unload(&copy).await {
+                    tracing::warn!(weights, device, %status, "cannot unload weights that have left the configuration");
                 }
             }
             let _: Result<(), _> = event_loop.send(SupervisorEvent::LeftoversUnloaded).await;
@@ -80,8 +79,9 @@ impl SupervisorLoop {
 
     /// A worker of weights that this fleet does not have is gone. It may have returned them to the
     /// weight-server after the leftovers were unloaded, so they are looked for once more.
-    pub(super) fn unload_returned(&mut self, weights: &str) {
-        if self.specs().any(|spec| spec.weights == weights) {
+    pub(super) fn unload_returned(&mut self, slot: &WorkerSlot) {
+        let copy = WeightsOnDevice { weights: slot.weights.clone(), device: slot.device.clone() };
+        if self.has_copy(&copy) {
             return;
         }
         let is_server = |child: &SupervisedChild| child.spec.role == ChildRole::WeightServer;
@@ -95,13 +95,6 @@ impl SupervisorLoop {
         for model in self.models.values_mut().filter(|model| model.unloading.is_none()) {
             model.load(&self.admin, &self.commands);
         }
-    }
-
-    pub(super) fn model_loaded(&mut self, name: &str, loaded: ResidentModel) {
-        let Some(model) = self.models.get_mut(name) else { return };
-        model.digest = Some(loaded.digest);
-        self.set_model_state(name, ModelState::Ready);
-        self.restart_processes(&loaded.outdated);
     }
 
     /// Restarts the workers with these process ids: they have older weights of their model.
@@ -144,18 +137,7 @@ impl SupervisorLoop {
     }
 
     pub(super) fn add_model(&mut self, spec: ModelSpec, by_command: bool) {
-        let state = ModelState::Loading { done_bytes: 0, total_bytes: 0 };
-        let name = spec.name.clone();
-        let model = ManagedModel {
-            spec,
-            by_command,
-            state,
-            digest: None,
-            was_served: false,
-            task: None,
-            unloading: None,
-        };
-        self.models.insert(name, model);
+        self.models.insert(spec.name.clone(), ManagedModel::new(spec, by_command));
     }
 
     /// Writes down which models the fleet has, for a successor.

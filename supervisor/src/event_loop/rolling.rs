@@ -46,7 +46,8 @@ impl SupervisorLoop {
     fn renew_settings(&mut self, name: &Arc<str>) {
         let Some(slot) = self.children.get(name).and_then(|child| child.slot.clone()) else { return };
         let Some(model) = self.models.get(&slot.model) else { return };
-        let (spec, slot) = self.worker_spec(slot.index, &model.spec);
+        let Some(copy) = model.spec.copy_on(&slot.device) else { return };
+        let (spec, slot) = self.worker_spec(slot.index, &model.spec, copy);
         let child = supervised_child(&mut self.children, name);
         (child.spec, child.slot) = (spec, slot);
     }

@@ -12,10 +12,13 @@ use bytes::Bytes;
 use service::Exit;
 use tokio::task::AbortHandle;
 
+use super::copies::copy_load;
 use super::{ManagedModel, SupervisedChild, SupervisorLoop, answer};
 use crate::commands::{CommandError, CommandReply};
 use crate::events::SupervisorEvent;
+use crate::model_copies::ModelCopies;
 use crate::model_swap::{ModelSwap, SwapAction, SwapEvent};
+use crate::resident_models::WeightsOnDevice;
 use crate::router_join;
 use crate::spec::{ModelSpec, WorkerSlot};
 use crate::status::{FleetEvent, ModelFailure, ModelState};
@@ -63,11 +66,12 @@ impl SupervisorLoop {
         new.workers = old.workers;
         self.last_swap += 1;
         tracing::info!(model = new.name, from = %old.path.display(), to = %new.path.display(), "swap begins");
-        let (admin, spec) = (self.admin.clone(), new.clone());
+        let Some(copy) = new.copies.first() else { return };
+        let (admin, load) = (self.admin.clone(), copy_load(&new, &copy.device));
         self.swap = Some(RunningSwap {
             number: self.last_swap,
             machine: ModelSwap::begin(),
-            old_digest: self.models.get(&old.name).and_then(|model| model.digest.clone()),
+            old_digest: self.models.get(&old.name).and_then(|model| model.copies.digest()),
             workers: self.workers_of(&old.name).len(),
             old,
             new,
@@ -76,7 +80,7 @@ impl SupervisorLoop {
             reply: Some(reply),
         });
         self.await_swap(async move {
-            match admin.load_once(spec).await {
+            match admin.load_once(load).await {
                 Ok(digest) => SwapEvent::Loaded { digest },
                 Err(failure) => SwapEvent::Failed { failure },
             }
@@ -92,7 +96,10 @@ impl SupervisorLoop {
             return Err(CommandError::UnknownModel { name: name() });
         };
         let refused = |why: String| Err(CommandError::SwapRefused { name: name(), why });
-        if model.unloading.is_some() || model.state != ModelState::Ready {
+        if model.spec.copies.len() > 1 || new.copies.len() != 1 {
+            return refused("it is on several devices: unload it and load the new file".to_owned());
+        }
+        if model.unloading.is_some() || model.copies.state() != ModelState::Ready {
             return refused("it is not loaded, or is being unloaded".to_owned());
         }
         let drafts_for = |other: &&ManagedModel| other.spec.draft() == Some(new.name.as_str());
@@ -156,12 +163,14 @@ impl SupervisorLoop {
                 }
             }
             SwapAction::UnloadOld => {
-                let weights = swap.old.weights.clone();
-                self.unload_swapped(weights);
+                let old = swap.old.clone();
+                let unused = self.unused_copies(&old, None);
+                self.unload_swapped(unused);
             }
             SwapAction::UnloadNew => {
-                let weights = swap.new.weights.clone();
-                self.unload_swapped(weights);
+                let new = swap.new.clone();
+                let unused = self.unused_copies(&new, None);
+                self.unload_swapped(unused);
             }
             SwapAction::Finish { outcome } => self.finish_swap(outcome),
         }
@@ -174,8 +183,9 @@ impl SupervisorLoop {
         let Some(digest) = swap.machine.joining().cloned() else { return };
         // The same content under another path: workers of both files count as one model.
         let also = if swap.old_digest.as_ref() == Some(&digest) { workers } else { 0 };
+        let device = new.devices().next().unwrap_or_default();
         for _ in 0..workers {
-            if let Err(error) = self.start_worker(&new) {
+            if let Err(error) = self.start_worker(&new, device) {
                 let failure = ModelFailure { exit: Exit::OutOfResources, text: error.to_string() };
                 return self.swap_advanced(number, SwapEvent::Failed { failure });
             }
@@ -202,7 +212,7 @@ impl SupervisorLoop {
         model.abort();
         let configured = model.spec.configured_path.clone();
         model.spec = ModelSpec { configured_path: configured, workers: model.spec.workers, ..new.clone() };
-        model.digest = Some(digest.clone());
+        model.copies = ModelCopies::ready(new.devices(), &digest);
         let status = model.status();
         self.record_models();
         self.publish(FleetEvent::Model(status));
@@ -216,12 +226,11 @@ impl SupervisorLoop {
         });
     }
 
-    fn unload_swapped(&mut self, weights: String) {
-        let is_used = self.models.values().any(|model| model.spec.weights == weights);
+    fn unload_swapped(&mut self, unused: Vec<WeightsOnDevice>) {
         let admin = self.admin.clone();
         self.await_swap(async move {
-            if !is_used && let Err(status) = admin.unload(weights.clone()).await {
-                tracing::error!(weights, %status, "cannot unload the weights of a swap");
+            if let Err(status) = admin.unload_all(unused).await {
+                tracing::error!(%status, "cannot unload the weights of a swap");
             }
             SwapEvent::Unloaded
         });

@@ -100,12 +100,15 @@ impl SupervisorLoop {
     }
 
     fn remove_workers_of_other_weights(&mut self) {
-        let is_gone =
-            |slot: &WorkerSlot| self.models.get(&slot.model).is_none_or(|m| m.spec.weights != slot.weights);
+        let is_gone = |slot: &WorkerSlot| {
+            self.models.get(&slot.model).is_none_or(|model| {
+                model.spec.weights != slot.weights || model.spec.copy_on(&slot.device).is_none()
+            })
+        };
         let gone = self.children.iter().filter(|(_, child)| child.slot.as_ref().is_some_and(is_gone));
         let gone: Vec<Arc<str>> = gone.map(|(name, _)| name.clone()).collect();
         for name in gone {
-            tracing::info!(child = %name, "stopping a worker: this fleet does not have its model or its weights");
+            tracing::info!(child = %name, "stopping a worker: this fleet does not have its model, or not its weights on its device");
             self.remove_worker(&name);
         }
     }

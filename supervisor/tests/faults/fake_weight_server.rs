@@ -30,6 +30,15 @@ pub(crate) fn serve(
     })
 }
 
+fn generation(model: &str) -> Generation {
+    Generation {
+        model: model.to_owned(),
+        device: "host".to_owned(),
+        state: GenerationState::Ready.into(),
+        ..Generation::default()
+    }
+}
+
 type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Refusal>> + Send>>;
 
 #[tonic::async_trait]
@@ -41,7 +50,7 @@ impl WeightServer for FakeWeightServer {
             return Err(Refusal::failed_precondition("tensor 3 lies outside the file"));
         }
         let model = request.into_inner().model;
-        let generation = Some(Generation { model: model.clone(), ..Generation::default() });
+        let generation = Some(generation(&model));
         self.resident.lock().expect("lock").push(model);
         let waiting = load_event::Kind::Waiting(Waiting { done_bytes: 1, total_bytes: 2, jobs_ahead: 0 });
         let events = [waiting, load_event::Kind::Loaded(Loaded { generation, ..Loaded::default() })];
@@ -56,12 +65,8 @@ impl WeightServer for FakeWeightServer {
     }
 
     async fn get_status(&self, _: Request<GetStatusRequest>) -> Result<Response<Status>, Refusal> {
-        let generation = |model: &String| Generation {
-            model: model.clone(),
-            state: GenerationState::Ready.into(),
-            ..Generation::default()
-        };
-        let generations = self.resident.lock().expect("lock").iter().map(generation).collect();
+        let resident = self.resident.lock().expect("lock");
+        let generations = resident.iter().map(|model| generation(model)).collect();
         Ok(Response::new(Status { generations, ..Status::default() }))
     }
 

@@ -19,7 +19,7 @@ use service::listen::InheritedFd;
 use service::runtime_dir::ClaimedRuntimeDir;
 use service::{Notify, Shutdown};
 use supervisor::{
-    BackoffReason, ChildState, FleetHandle, FleetSpec, ModelSpec, SupervisionConfig, WorkerSlot,
+    BackoffReason, ChildState, CopySpec, FleetHandle, FleetSpec, ModelSpec, SupervisionConfig, WorkerSlot,
 };
 use tonic::transport::Channel;
 
@@ -228,13 +228,12 @@ fn fleet_spec(behaviours: &ChildBehaviours) -> FleetSpec {
             name: "m".to_owned(),
             path: "/m.gguf".into(),
             workers: 2,
-            device: "host".to_owned(),
+            copies: vec![CopySpec { device: "host".to_owned(), worker_config: toml::Table::new() }],
             pack: true,
             files: String::new(),
             weights: String::new(),
             configured_path: PathBuf::new(),
             settings: toml::Table::new(),
-            worker_config: toml::Table::new(),
         }],
         supervision: SupervisionConfig::default(),
         complete_worker_config: Arc::new(move |slot: &WorkerSlot, table: &mut toml::Table| {
