@@ -5,7 +5,7 @@
 //! swapped. A router without a supervisor knows only the workers that serve.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use proto::fleet::v1::fleet_client::FleetClient;
@@ -32,16 +32,41 @@ pub(crate) struct ProcessReport {
     pub(crate) restarts: u32,
 }
 
+/// One copy of a model's weights, as the supervisor last reported it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct CopyReport {
+    pub(crate) model: String,
+    pub(crate) device: String,
+    pub(crate) is_ready: bool,
+    /// The load failed. It is tried again while another copy serves.
+    pub(crate) is_failed: bool,
+}
+
+#[derive(Debug, Default)]
+struct FleetReports {
+    processes: Vec<ProcessReport>,
+    copies: Vec<CopyReport>,
+}
+
 /// The latest reports. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct FleetWatch {
-    processes: Arc<Mutex<Vec<ProcessReport>>>,
+    reports: Arc<Mutex<FleetReports>>,
 }
 
 impl FleetWatch {
     /// The processes by name. Empty without a supervisor that answers.
     pub(crate) fn processes(&self) -> Vec<ProcessReport> {
-        self.processes.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.lock().processes.clone()
+    }
+
+    /// The copies of all models. Empty without a supervisor that answers.
+    pub(crate) fn copies(&self) -> Vec<CopyReport> {
+        self.lock().copies.clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, FleetReports> {
+        self.reports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn failed(&self) -> Vec<String> {
@@ -73,9 +98,18 @@ impl FleetWatch {
             }
             let models = status.as_ref().map(|status| next_workers(status, asked));
             registry.set_fleet_answer(models.map(|models| FleetAnswer { asked, models }));
-            let children = status.map(|status| status.children).unwrap_or_default();
-            let reports = children.into_iter().map(ProcessReport::from).collect();
-            *self.processes.lock().unwrap_or_else(PoisonError::into_inner) = reports;
+            let status = status.unwrap_or_default();
+            let copies = status.models.iter().flat_map(|model| {
+                model.copies.iter().map(|copy| CopyReport {
+                    model: model.name.clone(),
+                    device: copy.device.clone(),
+                    is_ready: copy.state() == ModelState::Ready,
+                    is_failed: copy.state() == ModelState::Failed,
+                })
+            });
+            let copies = copies.collect();
+            let processes = status.children.into_iter().map(ProcessReport::from).collect();
+            *self.lock() = FleetReports { processes, copies };
         }
     }
 }

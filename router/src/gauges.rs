@@ -4,11 +4,12 @@
 //! a scrape. A worker that is gone has no line.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fmt::Write as _;
 
-use crate::admission::{ClassStats, PriorityClass};
+use crate::admission::{ClassStats, ModelAdmissionStats, PriorityClass};
 use crate::admission_control::AdmissionController;
-use crate::fleet_watch::ProcessReport;
+use crate::fleet_watch::{CopyReport, ProcessReport};
 use crate::registry::{ModelSnapshot, WorkerRegistry, WorkerSnapshot};
 
 /// Maximum number of tenants of a model with a line of their own: those with the most waiting
@@ -47,11 +48,18 @@ type ClassValue = fn(&ClassStats) -> u32;
 const CLASS_GAUGES: [(&str, ClassValue); 2] =
     [("num_requests_queued", |c| c.waiting_requests), ("num_permits_held", |c| c.held_permits)];
 
+/// What the supervisor reports.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct FleetGauges<'a> {
+    pub(crate) processes: &'a [ProcessReport],
+    pub(crate) copies: &'a [CopyReport],
+}
+
 /// The metrics in the Prometheus text format.
 pub(crate) fn render(
     registry: &WorkerRegistry,
     admission: &AdmissionController,
-    processes: &[ProcessReport],
+    fleet: &FleetGauges<'_>,
 ) -> String {
     let models = registry.snapshot();
     let mut page = MetricsPage::default();
@@ -61,7 +69,8 @@ pub(crate) fn render(
     page.render_weights(&models);
     page.render_admission(&models, admission);
     page.render_lost_log_lines(&models);
-    page.render_processes(processes);
+    page.render_copies(fleet.copies);
+    page.render_processes(fleet.processes);
     page.text
 }
 
@@ -87,9 +96,14 @@ impl MetricsPage {
 
     fn render_workers(&mut self, models: &[ModelSnapshot]) {
         self.line(format_args!("# TYPE ballast:workers gauge"));
+        // Of a name with several contents or kinds of devices, one line: two lines with equal
+        // labels are not a valid page.
+        let mut workers: BTreeMap<&str, usize> = BTreeMap::new();
         for snapshot in models {
-            let model = escape(snapshot.model.name());
-            self.line(format_args!("ballast:workers{{model_name=\"{model}\"}} {}", snapshot.workers.len()));
+            *workers.entry(snapshot.model.name()).or_default() += snapshot.workers.len();
+        }
+        for (model, workers) in workers {
+            self.line(format_args!("ballast:workers{{model_name=\"{}\"}} {workers}", escape(model)));
         }
         for (name, kind, value) in WORKER_METRICS {
             self.line(format_args!("# TYPE ballast:{name} {kind}"));
@@ -107,22 +121,41 @@ impl MetricsPage {
 
     /// One line for each copy of weights, and one for each model that uses it.
     fn render_weights(&mut self, models: &[ModelSnapshot]) {
-        let used: Vec<&ModelSnapshot> = models.iter().filter(|model| !model.workers.is_empty()).collect();
-        let copy = |snapshot: &ModelSnapshot| {
-            let generation = snapshot.model.description.generation;
-            format!("generation=\"{generation}\",digest=\"{}\"", snapshot.model.digest_hex())
+        let copy = |model: &ModelSnapshot, worker: &WorkerSnapshot| {
+            let (generation, device) = (worker.generation, escape(&worker.device));
+            let digest = model.model.digest_hex();
+            format!("generation=\"{generation}\",digest=\"{digest}\",device=\"{device}\"")
         };
-        let copies: BTreeMap<String, u64> =
-            used.iter().map(|model| (copy(model), model.model.description.weight_bytes)).collect();
+        let (mut copies, mut users) = (BTreeMap::new(), BTreeMap::new());
+        for snapshot in models {
+            for worker in &snapshot.workers {
+                let copy = copy(snapshot, worker);
+                copies.insert(copy.clone(), snapshot.model.description.weight_bytes);
+                *users.entry((copy, snapshot.model.name())).or_insert(0) += 1;
+            }
+        }
         self.line(format_args!("# TYPE ballast:weights_bytes gauge"));
         for (copy, bytes) in copies {
             self.line(format_args!("ballast:weights_bytes{{{copy}}} {bytes}"));
         }
         self.line(format_args!("# TYPE ballast:weights_workers gauge"));
-        for snapshot in used {
-            let (copy, model) = (copy(snapshot), escape(snapshot.model.name()));
-            let workers = snapshot.workers.len();
+        for ((copy, model), workers) in users {
+            let model = escape(model);
             self.line(format_args!("ballast:weights_workers{{{copy},model_name=\"{model}\"}} {workers}"));
+        }
+    }
+
+    /// One line for each copy that the fleet is to have, whether or not it has workers.
+    fn render_copies(&mut self, copies: &[CopyReport]) {
+        for (name, value) in COPY_GAUGES {
+            self.line(format_args!("# TYPE ballast:{name} gauge"));
+            for copy in copies {
+                let (model, device) = (escape(&copy.model), escape(&copy.device));
+                let value = u32::from(value(copy));
+                self.line(format_args!(
+                    "ballast:{name}{{model_name=\"{model}\",device=\"{device}\"}} {value}"
+                ));
+            }
         }
     }
 
@@ -148,16 +181,7 @@ impl MetricsPage {
     }
 
     fn render_admission(&mut self, models: &[ModelSnapshot], admission: &AdmissionController) {
-        let mut stats: Vec<_> = models
-            .iter()
-            .filter_map(|s| Some((escape(s.model.name()), admission.stats(s.model.key())?)))
-            .collect();
-        for (key, unheard) in admission.unheard_stats() {
-            let name = escape(&key.name);
-            if !stats.iter().any(|(listed, _)| *listed == name) {
-                stats.push((name, unheard));
-            }
-        }
+        let stats = stats_by_name(models, admission);
         for (name, value) in CLASS_GAUGES {
             self.line(format_args!("# TYPE ballast:{name} gauge"));
             for (model, stats) in &stats {
@@ -184,6 +208,31 @@ impl MetricsPage {
         }
     }
 }
+
+/// The queues of each name together, with the name as a label value: devices that compute
+/// differently have queues of their own.
+fn stats_by_name(
+    models: &[ModelSnapshot],
+    admission: &AdmissionController,
+) -> BTreeMap<String, ModelAdmissionStats> {
+    let mut by_name: BTreeMap<String, ModelAdmissionStats> = BTreeMap::new();
+    let heard = models.iter().filter_map(|s| Some((s.model.name(), admission.stats(s.model.key())?)));
+    let unheard = admission.unheard_stats();
+    let unheard = unheard.iter().map(|(key, stats)| (&*key.name, stats.clone()));
+    for (name, stats) in heard.chain(unheard) {
+        match by_name.entry(escape(name)) {
+            Entry::Vacant(entry) => drop(entry.insert(stats)),
+            Entry::Occupied(mut entry) => entry.get_mut().add(stats),
+        }
+    }
+    by_name
+}
+
+type CopyValue = fn(&CopyReport) -> bool;
+
+/// Name and value of the gauges that each copy of each model has.
+const COPY_GAUGES: [(&str, CopyValue); 2] =
+    [("weights_ready", |copy| copy.is_ready), ("weights_failed", |copy| copy.is_failed)];
 
 type ProcessValue = fn(&ProcessReport) -> u32;
 
@@ -214,7 +263,8 @@ mod tests {
     fn a_registry_without_workers_gives_no_worker_lines() {
         let registry = WorkerRegistry::new(crate::config::RoutingMode::default());
         let limits = AdmissionConfig::default().limits(&RouterLimits::default());
-        let text = render(&registry, &AdmissionController::new(registry.clone(), limits), &[]);
+        let admission = AdmissionController::new(registry.clone(), limits);
+        let text = render(&registry, &admission, &FleetGauges::default());
         assert!(text.contains("ballast:num_streams 0\n"), "{text}");
         assert!(!text.contains("engine="), "{text}");
     }

@@ -8,13 +8,15 @@ use std::collections::HashSet;
 const PREFIX: &str = "ballast:";
 
 /// Names without prefix, and what they measure.
-const HELP: [(&str, &str); 46] = [
+const HELP: [(&str, &str); 48] = [
     ("num_streams", "Streams that run or wait, of all models."),
     ("request_bytes", "Bytes that requests hold."),
     ("num_contents_quarantined", "Contents of requests that are refused because they crashed workers."),
     ("workers", "Workers that serve the model."),
     ("weights_bytes", "Size of a copy of weights that workers use."),
     ("weights_workers", "Workers of the model that use the copy of weights."),
+    ("weights_ready", "1 while the model's weights are on the device."),
+    ("weights_failed", "1 if the model's weights cannot be loaded onto the device."),
     ("num_permits", "Streams of the model that may run at once."),
     ("num_permits_held", "Permits that running streams hold."),
     ("num_requests_queued", "Requests that wait in the router."),

@@ -34,6 +34,29 @@ pub(crate) struct ServedModelInfo {
     pub(crate) weight_bytes: u64,
 }
 
+impl ServedModelInfo {
+    /// Whether workers with these descriptions serve the same, perhaps from copies of the weights
+    /// on different devices.
+    fn is_equal_but_for_copy(&self, other: &Self) -> bool {
+        let Self {
+            key,
+            aliases,
+            chat_template,
+            sampling_defaults,
+            digest,
+            generation: _,
+            context_tokens,
+            vocabulary,
+            weight_bytes,
+        } = self;
+        (key, aliases, chat_template, digest)
+            == (&other.key, &other.aliases, &other.chat_template, &other.digest)
+            && *sampling_defaults == other.sampling_defaults
+            && (*context_tokens, *vocabulary, *weight_bytes)
+                == (other.context_tokens, other.vocabulary, other.weight_bytes)
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct ServedModel {
     pub(crate) description: ServedModelInfo,
@@ -146,6 +169,11 @@ impl ServedModel {
             false => unix_seconds(),
         };
         Self { description, loaded_unix_seconds, text: self.text.clone() }
+    }
+
+    /// Whether requests for either model may go to the workers of both.
+    pub(crate) fn is_equal_but_for_copy(&self, other: &Self) -> bool {
+        self.description.is_equal_but_for_copy(&other.description)
     }
 
     pub(crate) fn key(&self) -> &ModelKey {

@@ -38,6 +38,9 @@ pub(crate) const QUOTED_CHARS_MAX: usize = 80;
 /// Maximum number of models without a worker whose tokenizers stay loaded, beside those that the
 /// supervisor lists. So a restarted worker serves at once.
 const IDLE_MODELS_MAX: usize = 8;
+/// Requests for each sequence, as a whole number of parts. No model has so many requests that the
+/// product overflows.
+const LOAD_SCALE: u64 = 1 << 20;
 
 #[derive(Debug)]
 pub(crate) struct WorkerRegistry {
@@ -75,6 +78,9 @@ struct RegistryState {
 struct RegisteredWorker {
     name: String,
     model: Arc<ServedModel>,
+    device: Arc<str>,
+    /// Of its copy of the weights.
+    generation: u64,
     client: WorkerClient<Channel>,
     capacity: WorkerCapacity,
     report: WorkerReport,
@@ -155,6 +161,9 @@ pub(crate) struct ModelSnapshot {
 #[derive(Debug)]
 pub(crate) struct WorkerSnapshot {
     pub(crate) name: String,
+    pub(crate) device: Arc<str>,
+    /// Of its copy of the weights.
+    pub(crate) generation: u64,
     /// Streams of this router on the worker.
     pub(crate) own_streams: u32,
     pub(crate) report: WorkerReport,
@@ -193,9 +202,10 @@ impl WorkerRegistry {
         device: Arc<str>,
         capacity: WorkerCapacity,
     ) -> WorkerId {
+        let generation = model.description.generation;
         let profile = WorkerProfile {
             model: model.key().clone(),
-            device,
+            device: device.clone(),
             running_max: capacity.running_max,
             kv_tokens: capacity.kv_blocks.saturating_mul(u64::from(capacity.kv_block_tokens)),
         };
@@ -203,13 +213,14 @@ impl WorkerRegistry {
         state.last_worker_id += 1;
         let id = WorkerId(state.last_worker_id);
         state.routing.add_worker(id, profile, self.now());
-        let known = state.models.iter().find(|known| known.description == model.description).cloned();
+        let known = state.models.iter().find(|known| known.is_equal_but_for_copy(&model)).cloned();
         let model = known.unwrap_or(model);
         state.models.retain(|known| known.key() != model.key());
         state.models.push(model.clone());
         state.lost.remove(model.key());
         let report = WorkerReport::default();
-        state.workers.insert(id, RegisteredWorker { name, model, client, capacity, report });
+        let worker = RegisteredWorker { name, model, device, generation, client, capacity, report };
+        state.workers.insert(id, worker);
         state.remove_idle_models();
         drop(state);
         self.changes.send_modify(|n| *n += 1);
@@ -411,14 +422,11 @@ impl WorkerRegistry {
             if is_one() && state.has_older_unidentified() {
                 return Err(ResolveError::NotAllKnown);
             }
-            let newest = allowed().max_by_key(|model| state.precedence(model, model.name()));
-            return newest
-                .filter(|_| is_one())
-                .cloned()
-                .ok_or_else(|| ResolveError::Ambiguous { known: known() });
+            let newest = state.choose_model(allowed().collect(), None);
+            return newest.filter(|_| is_one()).ok_or_else(|| ResolveError::Ambiguous { known: known() });
         };
         let named = allowed().filter(|model| access.names_of(model).any(|known| known == name));
-        named.max_by_key(|model| state.precedence(model, name)).cloned().ok_or_else(|| {
+        state.choose_model(named.collect(), Some(name)).ok_or_else(|| {
             let may_be_told = !state.unidentified.is_empty() || state.outlook.lists(name);
             match may_be_told && access.allows(name) {
                 true => ResolveError::NotAllKnown,
@@ -444,6 +452,8 @@ impl WorkerRegistry {
         let state = self.lock();
         let worker_snapshot = |(&id, worker): (&WorkerId, &RegisteredWorker)| WorkerSnapshot {
             name: worker.name.clone(),
+            device: worker.device.clone(),
+            generation: worker.generation,
             own_streams: state.routing.own_streams(id),
             report: worker.report,
         };
@@ -455,7 +465,7 @@ impl WorkerRegistry {
         };
         let mut models: Vec<ModelSnapshot> = state.models.iter().map(model_snapshot).collect();
         models.sort_by(|a, b| {
-            let order = |snapshot: &ModelSnapshot| snapshot.model.description.generation;
+            let order = |snapshot: &ModelSnapshot| state.newest_generation(&snapshot.model);
             a.model.name().cmp(b.model.name()).then(order(a).cmp(&order(b)))
         });
         models
@@ -480,14 +490,55 @@ impl RegistryState {
         let preferred = self.preferred.get(model.name());
         let is_preferred =
             preferred.is_none_or(|digest| digest.is_empty() || *digest == model.description.digest);
-        (has_workers, model.name() == name, is_preferred, model.description.generation)
+        (has_workers, model.name() == name, is_preferred, self.newest_generation(model))
+    }
+
+    /// The newest copy of the model that its workers have.
+    fn newest_generation(&self, model: &ServedModel) -> u64 {
+        let workers = self.workers.values().filter(|worker| worker.model.key() == model.key());
+        let newest = workers.map(|worker| worker.generation).max();
+        newest.unwrap_or(model.description.generation)
+    }
+
+    /// The model that the next request gets, among those that its name may mean. `None`: each has
+    /// the name. Of models with one content on devices that compute differently, it is the one with
+    /// the fewest requests for each sequence that it may run.
+    fn choose_model(&self, named: Vec<&Arc<ServedModel>>, name: Option<&str>) -> Option<Arc<ServedModel>> {
+        let order = |model: &Arc<ServedModel>| self.precedence(model, name.unwrap_or(model.name()));
+        let first = *named.iter().max_by_key(|model| order(model))?;
+        let load = |model: &Arc<ServedModel>| {
+            let places: u64 =
+                self.workers_of(model).map(|worker| u64::from(worker.capacity.running_max)).sum();
+            (self.requests(model) as u64).saturating_mul(LOAD_SCALE) / places.max(1)
+        };
+        let beside = named.into_iter().filter(|model| self.is_beside(model, first));
+        // Of equal loads, the first one stays.
+        let least = std::iter::once(first).chain(beside).min_by_key(|model| load(model));
+        least.cloned()
+    }
+
+    /// Whether the workers of both models have one content under one name, and no device in common.
+    /// On one device, the newer settings of a rolling restart come first.
+    fn is_beside(&self, model: &Arc<ServedModel>, first: &Arc<ServedModel>) -> bool {
+        let is_same_content =
+            model.name() == first.name() && model.description.digest == first.description.digest;
+        let is_apart =
+            |worker: &RegisteredWorker| self.workers_of(first).all(|other| other.device != worker.device);
+        is_same_content
+            && !Arc::ptr_eq(model, first)
+            && self.workers_of(model).next().is_some()
+            && self.workers_of(model).all(is_apart)
+    }
+
+    fn workers_of(&self, model: &ServedModel) -> impl Iterator<Item = &RegisteredWorker> {
+        self.workers.values().filter(move |worker| worker.model.key() == model.key())
     }
 
     /// Whether new requests for the model's name get it.
     fn is_current(&self, model: &Arc<ServedModel>) -> bool {
         let named = self.models.iter().filter(|other| other.name() == model.name());
         let current = named.max_by_key(|other| self.precedence(other, model.name()));
-        current.is_some_and(|current| Arc::ptr_eq(current, model))
+        current.is_some_and(|current| Arc::ptr_eq(current, model) || self.is_beside(model, current))
     }
 
     /// Requests that hold the model: all references but the registry's own. A listing under way

@@ -43,6 +43,24 @@ pub struct ModelAdmissionStats {
     pub tenants: Vec<(Arc<str>, u32)>,
 }
 
+impl ModelAdmissionStats {
+    /// Adds the figures of another queue under the same name.
+    pub fn add(&mut self, other: Self) {
+        self.permits = self.permits.saturating_add(other.permits);
+        for (class, more) in self.classes.iter_mut().zip(other.classes) {
+            class.waiting_requests = class.waiting_requests.saturating_add(more.waiting_requests);
+            class.held_permits = class.held_permits.saturating_add(more.held_permits);
+        }
+        for (tenant, waiting) in other.tenants {
+            match self.tenants.iter_mut().find(|(known, _)| *known == tenant) {
+                Some((_, sum)) => *sum = sum.saturating_add(waiting),
+                None => self.tenants.push((tenant, waiting)),
+            }
+        }
+        self.tenants.sort_by(|(_, a), (_, b)| b.cmp(a));
+    }
+}
+
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassStats {
     pub waiting_requests: u32,

@@ -40,7 +40,8 @@ use serde_json::{Value, json};
 use tonic::Status;
 
 use crate::access::ModelAccess;
-use crate::gauges;
+use crate::fleet_watch::CopyReport;
+use crate::gauges::{self, FleetGauges};
 use crate::registry::{ModelSnapshot, ResolveError};
 use crate::sampling_defaults;
 pub(crate) use error::ApiError;
@@ -117,7 +118,13 @@ async fn ready(State(app): State<AppState>) -> Result<Json<Value>, ApiError> {
     let workers: usize = models.iter().map(|snapshot| snapshot.workers.len()).sum();
     let failed = app.fleet.failed();
     match (app.generator.registry.has_workers(), failed.is_empty()) {
-        (true, _) => Ok(Json(json!({"status": "ready", "workers": workers, "failed": failed}))),
+        (true, _) => {
+            let failed_copies = failed_copies(&app.fleet.copies());
+            let ready = json!({
+                "status": "ready", "workers": workers, "failed": failed, "failed_copies": failed_copies,
+            });
+            Ok(Json(ready))
+        }
         (false, true) => Err(ApiError::not_ready("no worker is ready yet")),
         (false, false) => {
             let failed = failed.join(", ");
@@ -128,8 +135,14 @@ async fn ready(State(app): State<AppState>) -> Result<Json<Value>, ApiError> {
     }
 }
 
+/// The copies of weights that cannot be loaded.
+fn failed_copies(copies: &[CopyReport]) -> Vec<Value> {
+    let failed = copies.iter().filter(|copy| copy.is_failed);
+    failed.map(|copy| json!({"model": copy.model, "device": copy.device})).collect()
+}
+
 async fn models(State(app): State<AppState>, access: ModelAccess) -> Json<Value> {
-    let models = app.generator.registry.snapshot_for(&access);
+    let models = one_for_each_content(app.generator.registry.snapshot_for(&access));
     let entries = |snapshot: &ModelSnapshot| {
         access.names_of(&snapshot.model).map(|name| model_entry(snapshot, name)).collect::<Vec<_>>()
     };
@@ -142,7 +155,7 @@ async fn model(
     access: ModelAccess,
     Path(name): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
-    let models = app.generator.registry.snapshot_for(&access);
+    let models = one_for_each_content(app.generator.registry.snapshot_for(&access));
     let names = |snapshot: &ModelSnapshot| {
         access.names_of(&snapshot.model).map(str::to_owned).collect::<Vec<String>>()
     };
@@ -153,6 +166,21 @@ async fn model(
             Err(ResolveError::unknown(&name, known).into())
         }
     }
+}
+
+/// Joins the workers of one content under one name, which devices may compute differently.
+fn one_for_each_content(models: Vec<ModelSnapshot>) -> Vec<ModelSnapshot> {
+    let mut joined: Vec<ModelSnapshot> = Vec::with_capacity(models.len());
+    for snapshot in models {
+        let content = |snapshot: &ModelSnapshot| {
+            (snapshot.model.name().to_owned(), snapshot.model.description.digest.clone())
+        };
+        match joined.iter_mut().find(|other| content(other) == content(&snapshot)) {
+            Some(other) => other.workers.extend(snapshot.workers),
+            None => joined.push(snapshot),
+        }
+    }
+    joined
 }
 
 /// `id` is the model's name, or an alias.
@@ -175,7 +203,12 @@ fn model_entry(snapshot: &ModelSnapshot, id: &str) -> Value {
 async fn scrape(State(app): State<AppState>) -> Response {
     let mut text = app.metrics.render();
     let processes = app.fleet.processes();
-    text.push_str(&gauges::render(&app.generator.registry, &app.generator.admission, &processes));
+    let copies = app.fleet.copies();
+    text.push_str(&gauges::render(
+        &app.generator.registry,
+        &app.generator.admission,
+        &FleetGauges { processes: &processes, copies: &copies },
+    ));
     text.push_str(&gauges::render_intake(
         app.budget.used(),
         app.generator.dispatcher.quarantine.quarantined(),

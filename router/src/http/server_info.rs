@@ -6,9 +6,9 @@ use axum::Json;
 use axum::extract::State;
 use serde_json::{Value, json};
 
-use super::ROUTES;
 use super::fields::UnknownFields;
 use super::request::AppState;
+use super::{ROUTES, one_for_each_content};
 use crate::access::ModelAccess;
 use crate::params::{N_MAX, STOP_STRINGS_MAX, TOP_LOGPROBS_MAX};
 use crate::sampling_defaults;
@@ -25,10 +25,7 @@ pub(super) async fn version() -> Json<Value> {
 
 /// The served models and the limits of requests.
 pub(super) async fn server_info(State(app): State<AppState>, access: ModelAccess) -> Json<Value> {
-    let models: Vec<Value> = app
-        .generator
-        .registry
-        .snapshot_for(&access)
+    let models: Vec<Value> = one_for_each_content(app.generator.registry.snapshot_for(&access))
         .iter()
         .map(|snapshot| {
             let model = &snapshot.model;

@@ -27,9 +27,13 @@ fn model(name: &str, fingerprint: u8, digest: u8, generation: u64) -> Arc<Served
 }
 
 fn register(registry: &WorkerRegistry, model: &Arc<ServedModel>) -> WorkerId {
+    register_on(registry, model, "host")
+}
+
+fn register_on(registry: &WorkerRegistry, model: &Arc<ServedModel>, device: &str) -> WorkerId {
     let client = WorkerClient::new(Endpoint::from_static("http://localhost").connect_lazy());
     let capacity = WorkerCapacity { running_max: 4, ..WorkerCapacity::default() };
-    registry.register(format!("worker of {}", model.name()), model.clone(), client, "host".into(), capacity)
+    registry.register(format!("worker of {}", model.name()), model.clone(), client, device.into(), capacity)
 }
 
 fn registry() -> Arc<WorkerRegistry> {
@@ -51,6 +55,41 @@ async fn a_name_means_the_newest_model_that_has_workers() {
     assert_eq!(generation(&registry, Some("m")), 7, "the newer model has no worker any more");
     register(&registry, &new);
     assert_eq!(generation(&registry, None), 8);
+}
+
+#[tokio::test]
+async fn devices_that_compute_differently_get_the_requests_of_one_name_in_turn() {
+    let registry = registry();
+    register_on(&registry, &model("m", 1, 1, 7), "host");
+    register_on(&registry, &model("m", 2, 1, 8), "GPU-1");
+    register_on(&registry, &model("m", 2, 1, 8), "GPU-1");
+    let resolve = || registry.resolve(Some("m"), &ModelAccess::default()).unwrap();
+    let held: Vec<Arc<ServedModel>> = (0..6).map(|_| resolve()).collect();
+    let generations: Vec<u64> = held.iter().map(|model| model.description.generation).collect();
+    assert_eq!(generations, [8, 7, 8, 8, 7, 8], "two workers take twice as many as one");
+    let current = registry.snapshot().iter().all(|snapshot| snapshot.is_current);
+    assert!(current, "new requests go to both");
+    drop(held);
+    // New settings of a rolling restart on the same device come first.
+    register_on(&registry, &model("m", 3, 1, 9), "GPU-1");
+    let held: Vec<Arc<ServedModel>> = (0..3).map(|_| resolve()).collect();
+    assert!(held.iter().all(|model| model.description.generation != 8));
+}
+
+#[tokio::test]
+async fn copies_with_one_fingerprint_are_one_model_and_keep_their_devices() {
+    let registry = registry();
+    let (first, second) = (model("m", 1, 1, 7), model("m", 1, 1, 8));
+    register_on(&registry, &first, "host:0");
+    drop(first);
+    let request = registry.resolve(None, &ModelAccess::default()).unwrap();
+    register_on(&registry, &second, "host:1");
+    let snapshot = registry.snapshot();
+    assert_eq!((snapshot.len(), snapshot[0].requests), (1, 1), "the request counts for both copies");
+    let worker = |worker: &WorkerSnapshot| (worker.device.to_string(), worker.generation);
+    let workers: Vec<_> = snapshot[0].workers.iter().map(worker).collect();
+    assert_eq!(workers, [("host:0".to_owned(), 7), ("host:1".to_owned(), 8)]);
+    drop(request);
 }
 
 #[tokio::test]
