@@ -44,6 +44,7 @@ mod process_limits;
 mod quarantine;
 mod reload;
 mod routing;
+mod several_devices;
 mod shared_weights;
 mod shell_files;
 mod slow_readers;
