@@ -207,7 +207,7 @@ fn commands_concern_the_copies_of_a_name_together_or_say_that_they_cannot() {
         let left = copies(&fleet);
         (left.len() == 1 && left.iter().all(|copy| copy.starts_with("model:other "))).then_some(())
     });
-    assert_eq!(worker_devices(&fleet, "m"), [String::new(); 0]);
+    assert!(worker_devices(&fleet, "m").is_empty());
     fleet.stop();
 }
 
