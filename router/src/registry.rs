@@ -567,11 +567,18 @@ impl RegistryState {
         self.forget_losses();
     }
 
-    /// Whether another model serves under the name of one that has no worker.
+    /// Whether another model serves under the name of one that has no worker. During a swap the
+    /// workers of the other file do not replace those that the supervisor wants.
     fn is_replaced(&self, model: &ModelKey) -> bool {
-        let serves = |other: &ModelKey| self.routing.worker_count(other) > 0;
-        let mut named = self.models.iter().map(|other| other.key()).filter(|other| other.name == model.name);
-        named.any(|other| other != model && serves(other))
+        let own = self.models.iter().find(|known| known.key() == model);
+        let digest = own.map(|own| &own.description.digest);
+        let is_wanted = digest.is_some() && self.preferred.get(&*model.name) == digest;
+        let replaces = |other: &&Arc<ServedModel>| {
+            let is_other = other.key().name == model.name && other.key() != model;
+            let may_replace = !is_wanted || Some(&other.description.digest) == digest;
+            is_other && may_replace && self.routing.worker_count(other.key()) > 0
+        };
+        self.models.iter().any(|other| replaces(&other))
     }
 
     fn forget_losses(&mut self) {

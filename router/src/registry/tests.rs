@@ -345,7 +345,12 @@ async fn a_worker_with_the_same_text_serves_requests_of_a_model_without_workers(
     assert_eq!(registry.key_with_workers(&served), *served.key());
     register(&registry, &other_file);
     assert_eq!(registry.key_with_workers(&served), *served.key(), "its tokens are others");
-    assert_eq!(registry.next_worker(served.key(), Duration::from_secs(30)), None, "it is replaced");
+    let next = || registry.next_worker(served.key(), Duration::from_secs(30));
+    assert_eq!(next(), None, "it is replaced");
+    registry.set_fleet_models(HashMap::from([("m".to_owned(), vec![1])]));
+    assert!(next().is_some(), "a swap has not been committed");
+    registry.set_fleet_models(HashMap::from([("m".to_owned(), vec![2])]));
+    assert_eq!(next(), None);
     let restarted = model("m", 3, 1, 1);
     register(&registry, &restarted);
     assert_eq!(registry.key_with_workers(&served), *restarted.key());

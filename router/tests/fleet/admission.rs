@@ -463,6 +463,34 @@ async fn a_request_waits_for_a_restarted_worker_also_if_its_fingerprint_has_chan
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_request_that_loses_its_only_worker_before_it_is_admitted_tries_again_for_a_bounded_time() {
+    // A worker that drains, as long as its link has not noticed.
+    let drains = FakeBehaviour { refuse: Some((Code::Unavailable, "draining")), ..FakeBehaviour::default() };
+    let mut fleet = RouterHarness::start(&[], std::slice::from_ref(&drains)).await;
+    let refused = completion_request(&fleet, "a", json!({})).send().await.unwrap();
+    assert_eq!((refused.status().as_u16(), &refused.headers()["retry-after"]), (503, &"1".parse().unwrap()));
+    let error = refused.json::<Value>().await.unwrap()["error"].clone();
+    assert_eq!(error["code"], "not_ready", "{error}");
+    assert!(error["message"].as_str().unwrap().contains("the request waited 1."), "{error}");
+    let calls = fleet.workers[0].calls().len();
+    assert!((2..=20).contains(&calls), "{calls} calls in a second");
+
+    let request = completion_request(&fleet, "a", json!({}));
+    let response = tokio::spawn(async move { request.send().await.unwrap() });
+    let start = Instant::now();
+    while fleet.workers[0].calls().len() == calls {
+        assert!(start.elapsed() < TIMEOUT, "the worker is not asked");
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+    }
+    fleet.add_worker(1, &token_ids_of("fine"), FakeBehaviour::default()).await;
+    assert_eq!(wait_for_response(response).await.status(), 200);
+    while !metrics(&fleet).await.contains("ballast:num_streams 0\n") {
+        assert!(start.elapsed() < TIMEOUT, "permits are left");
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn requests_wait_in_a_queue_for_a_model_that_the_router_has_not_heard() {
     let config = |config: &mut router::RouterConfig| {
         config.limits.worker_wait = TIMEOUT;
