@@ -68,7 +68,7 @@ pub fn read_generate_request(message: &[u8]) {
 
 /// Makes the calls of an accepted request, and the text of some output.
 pub(crate) fn check_calls(request: &GenerationRequest) {
-    let calls = request.choice_calls(0, &ContentHasher::default());
+    let calls = request.choice_calls(request.model.key(), 0, &ContentHasher::default());
     assert!((1..=CHOICES_MAX).contains(&calls.len()) && calls.len() == request.choices());
     for call in calls.iter().step_by(calls.len().div_ceil(4)) {
         let params = &call.params;
