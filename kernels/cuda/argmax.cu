@@ -52,8 +52,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
     // Another block's shared memory may be written once that block has started.
     cluster.barrier_arrive();
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     const uint32_t row = blockIdx.x / BLOCKS, block = blockIdx.x % BLOCKS;
     x += size_t(row) * cols;
     Candidate best = {-INFINITY, NO_BEST - 1};

@@ -140,8 +140,8 @@ __device__ void merge_and_quantize(const float *partial_sums, const float2 *part
     const uint32_t rows = *count;
     const PartialMerge merge = merges[blockIdx.x];
     if (blockIdx.x >= rows) return;
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     const int col = blockIdx.y * TILE_COLS + threadIdx.x;
     float value = merge_dimension(partial_sums, partial_weights, merge, col / dim, heads, dim, col % dim);
     out[size_t(merge.row) * heads * dim + col] = value;
@@ -164,8 +164,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const uint32_t rows = *count;
     const PartialMerge merge = merges[blockIdx.x];
     if (blockIdx.x >= rows) return;
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     const size_t head = blockIdx.y;
     const int i = threadIdx.x;
     float value = merge_dimension(partial_sums, partial_weights, merge, head, heads, dim, i);

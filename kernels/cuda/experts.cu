@@ -2,11 +2,12 @@
 
 // Mixture of experts around its products (experts_*.cu): routing, sorting, and the weighted sum.
 //
-//   expert_topk_softmax   a warp per row: softmax of the router's logits over all experts; the best
-//                         `used` experts in falling order, a tie goes to the lower index; their
-//                         probabilities divided by their sum
+//   expert_topk_softmax   softmax of the router's logits over all experts; the best `used` experts
+//                         in falling order, a tie goes to the lower index; their probabilities
+//                         divided by their sum
 //   expert_sort_pairs     one block: (row, rank) pairs in the order of experts, divided into groups
 //                         of pairs of one expert
+//   expert_route          one block: both of these, for few rows
 //   expert_quantize_*     the rows of the pairs as activation tiles, in that order, as quantize.cu
 //   expert_combine        out[r] = sum of probability times contribution, in rank order
 //   expert_matvec_f32, _f16, _bf16   products of float experts: a warp per pair and matrix row
@@ -25,20 +26,15 @@
 #include <cuda_fp16.h>
 
 #include "abi/experts.cuh"
+#include "experts/routing.cuh"
 #include "linear/quantize.cuh"
 #include "numeric.cuh"
 #include "stream_order.cuh"
 
 namespace {
 
-// Smallest divisor of the renormalisation: the smallest normal f16, as in ops::choose_experts.
-constexpr float PROBABILITY_SUM_MIN = 1.0f / 16384.0f;
-// Experts per lane of a warp: 16, so a layer has up to 512.
-constexpr int EXPERTS_PER_LANE = EXPERTS_MAX / 32;
-constexpr int GROUP_THREADS = EXPERT_SORT_THREADS;
-// Marks a slot without a pair in `sorted_pairs`: a slot behind an expert's last pair, up to the end
-// of that pair's activation tile, or behind the last expert.
-constexpr uint32_t NO_PAIR = ~0u;
+using experts::choose_experts, experts::sort_pairs, experts::EXPERTS_PER_LANE, experts::NO_PAIR,
+    experts::PROBABILITY_SUM_MIN;
 
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(__half x) { return __half2float(x); }
@@ -49,8 +45,8 @@ __device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 template <typename T>
 __device__ void float_matvec(const T *weights, const float *x, const uint32_t *experts, int pairs_per_token,
                              int rows, int cols, float *out) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     int row = blockIdx.x * EXPERT_MATVEC_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     size_t pair = blockIdx.y;
@@ -67,8 +63,8 @@ __device__ void float_matvec(const T *weights, const float *x, const uint32_t *e
 template <class Quantizer>
 __device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int slots, int pairs_per_token,
                                int cols, QuantizedRows quantized) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
     int at = blockIdx.x * EXPERT_QUANTIZE_WARPS + threadIdx.x / 32, slot = at / col_tiles,
         tile = at % col_tiles;
@@ -92,8 +88,8 @@ __device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int
 extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
     expert_topk_softmax(const float *logits, int rows, int count, int used, uint32_t *experts,
                         float *expert_weights) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     int row = blockIdx.x * EXPERT_TOPK_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     logits += size_t(row) * count;
@@ -160,96 +156,50 @@ extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
         *expert_weight = __fdiv_rn(*expert_weight, divisor);
     }
 }
-
 CHECK_SIGNATURE(expert_topk_softmax, ExpertTopkSoftmax);
 
-// Sorts pairs by expert, stably. The slots of an expert begin at a multiple of `align`.
-// `sorted_pairs` receives the pair of each of `slots` slots, or NO_PAIR; `groups` receives the
-// experts' groups of at most `group_pairs` pairs, and `*group_count` their number.
-//
-//   each warp counts a run of pairs, by expert
-//   thread e: sums expert e's counts over the warps; a scan over experts gives slots and groups
-//   each warp walks its run again, and stores each pair in its slot
-extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
+extern "C" __global__ void __launch_bounds__(EXPERT_SORT_THREADS)
     expert_sort_pairs(const uint32_t *experts, int pairs, int count, int group_pairs, int align, int slots,
                       uint32_t *sorted_pairs, ExpertGroup *groups, uint32_t *group_count) {
-    constexpr int WARPS = GROUP_THREADS / 32;
-    // First, how many pairs of an expert a warp's run has. Later, how many pairs of the expert
-    // stand before the next one of that run.
+    constexpr int WARPS = EXPERT_SORT_THREADS / 32;
     __shared__ uint16_t before[WARPS][EXPERTS_MAX];
     __shared__ uint32_t first_slot[EXPERTS_MAX];
     __shared__ uint64_t warp_totals[EXPERTS_MAX / 32];
-    launch_next_kernel();
     wait_for_previous_kernel();
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int run = (pairs + GROUP_THREADS - 1) / GROUP_THREADS * 32, first = warp * run,
-        last = min(first + run, pairs);
-    // Walks the warp's run and calls `use(pair, expert, place)`, where `place` counts the pairs of
-    // the expert that stand before this one.
-    auto walk = [&](auto use) {
-        for (int at = first; at < last; at += 32) {
-            bool there = at + lane < last;
-            uint32_t expert = there ? experts[at + lane] : EXPERTS_MAX;
-            uint32_t same = __match_any_sync(~0u, expert);
-            int place = __popc(same & ((1u << lane) - 1));
-            uint32_t earlier = there ? before[warp][expert] : 0;
-            if (there) use(at + lane, expert, earlier + place);
-            __syncwarp();
-            if (there && place == 0) before[warp][expert] = earlier + __popc(same);
-            __syncwarp();
-        }
-    };
-    for (int e = lane; e < count; e += 32) before[warp][e] = 0;
-    __syncwarp();
-    walk([](int, uint32_t, uint32_t) {});
-    __syncthreads();
-
-    // Thread e has expert e. A word holds the number of its groups (upper half) and of its slots
-    // (lower half), so that one scan adds up both.
-    int e = threadIdx.x;
-    uint32_t total = 0;
-    if (e < count) {
-#pragma unroll 8
-        for (int w = 0; w < WARPS; w++) {
-            uint32_t found = before[w][e];
-            before[w][e] = total;
-            total += found;
-        }
-    }
-    uint32_t padded = (total + align - 1) / align * align,
-             own_groups = (total + group_pairs - 1) / group_pairs;
-    uint64_t own = uint64_t(own_groups) << 32 | padded, sum = own;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        uint64_t lower = __shfl_up_sync(~0u, sum, distance);
-        if (lane >= distance) sum += lower;
-    }
-    if (lane == 31 && e < EXPERTS_MAX) warp_totals[warp] = sum;
-    __syncthreads();
-    uint64_t all = 0;
-    for (int w = 0; w < EXPERTS_MAX / 32; w++) {
-        if (w < warp) sum += warp_totals[w];
-        all += warp_totals[w];
-    }
-    uint32_t slot = uint32_t(sum - own), group = uint32_t((sum - own) >> 32);
-    if (e < count) {
-        first_slot[e] = slot;
-        for (uint32_t g = 0; g < own_groups; g++)
-            groups[group + g] = {uint32_t(e), slot + g * group_pairs,
-                                 min(total - g * group_pairs, uint32_t(group_pairs))};
-        for (uint32_t i = total; i < padded; i++) sorted_pairs[slot + i] = NO_PAIR;
-    }
-    if (threadIdx.x == 0) *group_count = uint32_t(all >> 32);
-    for (int i = int(uint32_t(all)) + threadIdx.x; i < slots; i += GROUP_THREADS) sorted_pairs[i] = NO_PAIR;
-    __syncthreads();
-    walk([&](int pair, uint32_t expert, uint32_t place) { sorted_pairs[first_slot[expert] + place] = pair; });
+    launch_next_kernel();
+    sort_pairs<WARPS>(experts, pairs, count, {group_pairs, align, slots, sorted_pairs, groups, group_count},
+                      before, first_slot, warp_totals);
 }
 CHECK_SIGNATURE(expert_sort_pairs, ExpertSortPairs);
 
+// Both of the above for up to EXPERT_ROUTE_ROWS rows, in one launch.
+extern "C" __global__ void __launch_bounds__(EXPERT_ROUTE_THREADS)
+    expert_route(const float *logits, int rows, int count, int used, uint32_t *experts, float *expert_weights,
+                 int group_pairs, int align, int slots, uint32_t *sorted_pairs, ExpertGroup *groups,
+                 uint32_t *group_count) {
+    constexpr int WARPS = EXPERT_ROUTE_THREADS / 32;
+    static_assert(EXPERT_ROUTE_ROWS <= WARPS, "a warp per row");
+    // The keys are read for the last time before sort_pairs begins.
+    union Scratch {
+        float keys[EXPERT_ROUTE_ROWS][EXPERTS_MAX];
+        uint16_t before[WARPS][EXPERTS_MAX];
+    };
+    __shared__ Scratch scratch;
+    __shared__ uint32_t first_slot[EXPERTS_MAX];
+    __shared__ uint64_t warp_totals[EXPERTS_MAX / 32];
+    wait_for_previous_kernel();
+    launch_next_kernel();
+    choose_experts(logits, rows, count, used, scratch.keys, experts, expert_weights);
+    sort_pairs<WARPS>(experts, rows * used, count,
+                      {group_pairs, align, slots, sorted_pairs, groups, group_count}, scratch.before,
+                      first_slot, warp_totals);
+}
+CHECK_SIGNATURE(expert_route, ExpertRoute);
+
 extern "C" __global__ void __launch_bounds__(EXPERT_COMBINE_THREADS)
     expert_combine(const float *contributions, const float *expert_weights, int used, int cols, float *out) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     size_t row = blockIdx.x;
     int col = blockIdx.y * EXPERT_COMBINE_THREADS + threadIdx.x;
     if (col >= cols) return;

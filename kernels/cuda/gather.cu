@@ -8,8 +8,8 @@
 
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS)
     gather_rows(const float *x, const uint32_t *rows, float *out, int cols) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     const float *from = x + size_t(rows[blockIdx.x]) * cols;
     float *to = out + size_t(blockIdx.x) * cols;
     for (int i = threadIdx.x; i < cols; i += int(GATHER_THREADS)) to[i] = from[i];

@@ -20,8 +20,8 @@ constexpr int THREADS = KV_WRITE_THREADS;
 template <typename T>
 __device__ void write_row(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots,
                           int kv_heads, int head_dim) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     uint32_t slot = slots[blockIdx.x];
     uint32_t block = slot / kv.block_tokens, token = slot % kv.block_tokens;
     int cols = kv_heads * head_dim;
@@ -37,8 +37,8 @@ __device__ void write_row(KvLayerAddress kv, const float *keys, const float *val
 // A warp stores 32 values at a time, which share a scale.
 __device__ void write_q8_row(KvLayerAddress kv, const float *keys, const float *values, const uint32_t *slots,
                              int kv_heads, int head_dim) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     uint32_t slot = slots[blockIdx.x];
     uint32_t block = slot / kv.block_tokens, token = slot % kv.block_tokens;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, parts = (head_dim + 31) / 32;

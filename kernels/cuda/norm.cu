@@ -68,8 +68,8 @@ struct WithQuantizer : Quantizer {
 template <bool ADD, class Quantizer>
 __device__ void normalize_row(float *x, const float *y, const float *weight, float eps, float *out, int cols,
                               QuantizedRows quantized) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     size_t row = size_t(blockIdx.x) * cols;
     x += row, out += row;
     if (ADD) y += row;
@@ -150,8 +150,8 @@ NORM_KERNELS(_bf16, WithQuantizer<RoundToBF16>)
 // `heads` counts the heads of all rows; a head is `head_dim` values of `x`.
 extern "C" __global__ void __launch_bounds__(32 * NORM_HEADS)
     rms_norm_heads(float *x, const float *weight, float eps, int heads, int head_dim) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     int head = blockIdx.x * NORM_HEADS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (head >= heads) return;
     x += size_t(head) * head_dim;
@@ -164,8 +164,8 @@ CHECK_SIGNATURE(rms_norm_heads, RmsNormHeads);
 
 extern "C" __global__ void __launch_bounds__(ADD_THREADS)
     add_residual(float *x, const float *y, uint64_t values) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     uint64_t i = blockIdx.x * uint64_t(ADD_THREADS) + threadIdx.x;
     if (i < values) x[i] += y[i];
 }

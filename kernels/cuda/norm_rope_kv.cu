@@ -57,8 +57,8 @@ __device__ __forceinline__ void norm_rope_kv_write(const KvLayerAddress &kv, con
     }
     const uint32_t slot = p.slots[row], block = slot / kv.block_tokens, token = slot % kv.block_tokens;
     __syncthreads();
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
 
     int head = blockIdx.y * WARPS + warp;
     if (head >= p.heads + 2 * p.kv_heads) return;

@@ -20,8 +20,8 @@ constexpr int THREADS = ROPE_THREADS;
 extern "C" __global__ void __launch_bounds__(THREADS)
     rope(float *x, const uint32_t *positions, const float *inverse_frequencies, float magnitude, int adjacent,
          int pairs, int head_dim, int heads) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     // Threads that share a pair take heads in turn. If there are more pairs than threads, a thread
     // takes several pairs.
     int sharing = max(THREADS / pairs, 1);

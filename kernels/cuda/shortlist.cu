@@ -85,8 +85,8 @@ __device__ bool has_no_finite_max(uint32_t highest) {
 // Group g of a row has the values g, g + GROUPS, g + 2 GROUPS, ...
 extern "C" __global__ void __launch_bounds__(THREADS)
     shortlist_group_max(const float *x, uint32_t cols, uint32_t *groups) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     const size_t row = blockIdx.y;
     const uint32_t group = blockIdx.x * THREADS + threadIdx.x;
     x += row * cols;
@@ -115,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     constexpr int LAST_BIT = 12;
     __shared__ uint32_t reaching[32];
     __shared__ uint32_t highest;
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     const size_t row = blockIdx.x;
     uint32_t own[OWN_GROUPS], own_highest = 0;
     if (threadIdx.x < 32) reaching[threadIdx.x] = 0;
@@ -154,8 +154,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                       const RowThreshold *thresholds, uint32_t *counts, uint64_t *candidates, double *sums) {
     constexpr int OWN = SUMS * BLOCK / THREADS;
     __shared__ float weights[SUMS * PADDED];
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     const size_t row = blockIdx.y;
     const uint32_t first = blockIdx.x * SUMS * BLOCK;
     x += row * cols;
@@ -319,8 +319,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     shortlist_sort_and_draw(const float *x, uint32_t cols, const uint32_t *draw_params,
                             const RowThreshold *thresholds, const uint32_t *counts,
                             const uint64_t *candidates, const double *sums, uint64_t *results) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     const size_t row = blockIdx.x, blocks = (cols + BLOCK - 1) / BLOCK;
     const bool lists = blockIdx.y == 0;
     uint64_t *result = results + row * RESULT_WORDS;

@@ -28,8 +28,8 @@ __device__ float4 silu(float4 g, float4 u) {
 template <class Quantizer>
 __device__ void silu_and_mul_rows(const float *gate, const float *up, float *out, int tokens, int cols,
                                   QuantizedRows quantized) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
     int at = blockIdx.x * WARPS + threadIdx.x / 32, token = at / col_tiles, tile = at % col_tiles;
     if (token >= tokens) return;
@@ -53,8 +53,8 @@ __device__ void silu_and_mul_rows(const float *gate, const float *up, float *out
 // `vectors` counts vectors of four values.
 extern "C" __global__ void __launch_bounds__(SILU_THREADS)
     silu_and_mul(const float4 *gate, const float4 *up, float4 *out, uint64_t vectors) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     uint64_t i = blockIdx.x * uint64_t(SILU_THREADS) + threadIdx.x;
     if (i < vectors) out[i] = silu(gate[i], up[i]);
 }
@@ -63,8 +63,8 @@ CHECK_SIGNATURE(silu_and_mul, SiluAndMul);
 // For a number of values that is no multiple of four.
 extern "C" __global__ void __launch_bounds__(SILU_THREADS)
     silu_and_mul_scalar(const float *gate, const float *up, float *out, uint64_t values) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     uint64_t i = blockIdx.x * uint64_t(SILU_THREADS) + threadIdx.x;
     if (i < values) out[i] = silu(gate[i], up[i]);
 }

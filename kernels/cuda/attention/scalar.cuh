@@ -21,8 +21,8 @@ __device__ void attention_scalar(KvLayerAddress kv, AttentionQueries queries, in
     // The query, then the sums.
     extern __shared__ __align__(16) float values[];
     __shared__ float weights[TILE];
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     const uint32_t row = blockIdx.x, head = blockIdx.y, kv_head = head / queries.group;
     const uint32_t position = positions[row];
     const uint32_t *table = tables + table_starts[row];

@@ -48,8 +48,8 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
     pipeline.prefetch();
     __syncthreads();
 
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     pipeline.load_tile(0);
     load_queries<Cache>(query_rows, queries, query_tile, kv_head, pairs, 16);
     __syncthreads();

@@ -72,8 +72,8 @@ __device__ void matmul(const ExpertMatmulParams &params) {
         barrier_init_done();
     }
     __syncthreads();
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
 
     const int output_tiles = *params.common.group_count * row_blocks * params.stacks;
     // State of each warp's lane 0: the next stage to fill. The lane copies the warp's own weight

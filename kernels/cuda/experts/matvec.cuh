@@ -94,8 +94,8 @@ __device__ void multiply_group(const ExpertMatvecParams &params, const ExpertGro
 
 template <class Format>
 __device__ void matvec(const ExpertMatvecParams &params) {
-    launch_next_kernel();
     wait_for_previous_kernel();
+    launch_next_kernel();
     if (blockIdx.y >= *params.common.group_count) return;
     const ExpertGroup group = params.common.groups[blockIdx.y];
     if (group.pairs == 1) {

@@ -3,8 +3,8 @@
 //! The names of all tests and benches.
 
 use super::{
-    TestGpu, around, attention, checksum, exact, experts, fused, kv_write, linear, loading, memory, models,
-    ops, quantize, repack, shortlist, throughput, wgmma,
+    TestGpu, around, attention, checksum, exact, experts, f32_linear, fused, kv_write, linear, loading,
+    memory, models, ops, quantize, repack, routing, shortlist, throughput, wgmma,
 };
 
 type TestFn = fn(&TestGpu) -> anyhow::Result<()>;
@@ -38,6 +38,7 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ("linear: matrices of one launch", linear::matrices_of_one_launch),
     ("linear: products match the naive kernel", linear::products_match_the_naive_kernel),
     ("linear: floats are near the reference", linear::floats_are_near_the_reference),
+    ("linear: F32 sums have their order", f32_linear::sums_have_the_canonical_order),
     ("linear: embeddings are those of the host", linear::embeddings_are_decoded_as_on_the_host),
     ("ops: norms are those of the reference", ops::norms_are_those_of_the_reference),
     ("ops: gates are those of the reference", ops::gates_are_those_of_the_reference),
@@ -61,6 +62,7 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ("fused: rounded rows are those of single ops", fused::rounded_rows_are_those_of_single_ops),
     ("fused: attention blocks are those", fused::attention_blocks_are_those_of_single_ops),
     ("experts: they are those of the reference", experts::they_are_those_of_the_reference),
+    ("experts: rows take the experts of the host", routing::rows_take_the_experts_of_the_host),
     ("exact: every way gives the same logits", exact::every_way_gives_the_same_logits),
     ("models: goldens", models::goldens),
     ("models: transcripts", models::transcripts),

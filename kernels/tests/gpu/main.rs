@@ -26,6 +26,7 @@ mod checksum;
 mod exact;
 #[cfg(feature = "cuda")]
 mod experts;
+mod f32_linear;
 #[cfg(feature = "cuda")]
 mod fused;
 #[cfg(feature = "cuda")]
@@ -46,6 +47,7 @@ mod quantize;
 mod random;
 #[cfg(feature = "cuda")]
 mod repack;
+mod routing;
 #[cfg(feature = "cuda")]
 mod shortlist;
 #[cfg(feature = "cuda")]

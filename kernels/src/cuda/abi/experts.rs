@@ -18,6 +18,11 @@ abi! {
         const EXPERT_STACKS_MAX: usize = 2;
         /// Rows of a block of expert_topk_softmax. Each has one warp.
         const EXPERT_TOPK_ROWS: usize = 4;
+        /// The largest number of rows of expert_route. Each has one warp. With eight rows, one block
+        /// was slower than the two kernels that more rows take.
+        const EXPERT_ROUTE_ROWS: usize = 2;
+        /// Threads of the only block of expert_route.
+        const EXPERT_ROUTE_THREADS: u32 = 512;
         /// Threads of the only block of expert_sort_pairs.
         const EXPERT_SORT_THREADS: u32 = 1024;
         const EXPERT_COMBINE_THREADS: u32 = 256;
@@ -88,6 +93,20 @@ abi! {
             experts: u64 as "const uint32_t *",
             pairs: i32,
             count: i32,
+            group_pairs: i32,
+            align: i32,
+            slots: i32,
+            sorted_pairs: u64 as "uint32_t *",
+            groups: u64 as "ExpertGroup *",
+            group_count: u64 as "uint32_t *",
+        );
+        kernel ExpertRoute(
+            logits: u64 as "const float *",
+            rows: i32,
+            count: i32,
+            used: i32,
+            experts: u64 as "uint32_t *",
+            expert_weights: u64 as "float *",
             group_pairs: i32,
             align: i32,
             slots: i32,
