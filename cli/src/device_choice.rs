@@ -200,23 +200,6 @@ impl fmt::Display for DeviceOption {
 mod tests {
     use super::*;
 
-    fn gpu(ordinal: u32) -> GpuInfo {
-        GpuInfo {
-            ordinal,
-            uuid: format!("GPU-00112233-4455-6677-8899-aabbccddee{ordinal:02x}"),
-            name: "NVIDIA H200".to_owned(),
-            compute_capability: 90,
-            total_bytes: 140 << 30,
-            free_bytes: None,
-            integrated: false,
-            unusable: None,
-        }
-    }
-
-    fn unusable_gpu(ordinal: u32) -> GpuInfo {
-        GpuInfo { unusable: Some("it has no kernels".to_owned()), ..gpu(ordinal) }
-    }
-
     fn seen(gpus: Vec<GpuInfo>) -> GpuInventory {
         GpuInventory { gpus, problem: None }
     }
@@ -231,8 +214,13 @@ mod tests {
 
     #[test]
     fn auto_takes_the_first_gpu_that_works() {
-        let choice = choose(DeviceOption::Auto, &seen(vec![unusable_gpu(0), gpu(1), gpu(2)]), None).unwrap();
-        assert_eq!(choice.device().to_string(), gpu(1).uuid);
+        let choice = choose(
+            DeviceOption::Auto,
+            &seen(vec![GpuInfo::without_kernels(0), GpuInfo::h200(1), GpuInfo::h200(2)]),
+            None,
+        )
+        .unwrap();
+        assert_eq!(choice.device().to_string(), GpuInfo::h200(1).uuid);
         assert!(choice.to_string().starts_with("cuda:1 NVIDIA H200 (GPU-"), "{choice}");
     }
 
@@ -241,8 +229,8 @@ mod tests {
         for (seen, without_kernel, why) in [
             (blind(), None, "host (no driver)"),
             (seen(vec![]), None, "host (this process sees no GPU)"),
-            (seen(vec![unusable_gpu(0)]), None, "host (it has no kernels)"),
-            (seen(vec![gpu(0)]), Some("no kernel"), "host (no kernel)"),
+            (seen(vec![GpuInfo::without_kernels(0)]), None, "host (it has no kernels)"),
+            (seen(vec![GpuInfo::h200(0)]), Some("no kernel"), "host (no kernel)"),
         ] {
             let choice = choose(DeviceOption::Auto, &seen, without_kernel).unwrap();
             assert_eq!((choice.device(), choice.to_string().as_str()), (ComputeDevice::Host, why));
@@ -251,9 +239,9 @@ mod tests {
 
     #[test]
     fn a_gpu_that_was_named_is_taken_or_refused_never_replaced() {
-        let two = seen(vec![gpu(0), unusable_gpu(1)]);
-        assert_eq!(choose(wanted("cuda:0"), &two, None).unwrap().gpu, Some(gpu(0)));
-        assert_eq!(choose(wanted(&gpu(0).uuid), &two, None).unwrap().gpu, Some(gpu(0)));
+        let two = seen(vec![GpuInfo::h200(0), GpuInfo::without_kernels(1)]);
+        assert_eq!(choose(wanted("cuda:0"), &two, None).unwrap().gpu, Some(GpuInfo::h200(0)));
+        assert_eq!(choose(wanted(&GpuInfo::h200(0).uuid), &two, None).unwrap().gpu, Some(GpuInfo::h200(0)));
         for (text, seen, without_kernel, exit, part) in [
             (
                 "cuda:7",

@@ -156,11 +156,9 @@ fn gpu(driver: &dyn DriverApi, facts: &DeviceInfo, free_bytes: Option<u64>) -> G
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn h200(ordinal: u32) -> GpuInfo {
-        GpuInfo {
+impl GpuInfo {
+    pub(crate) fn h200(ordinal: u32) -> Self {
+        Self {
             ordinal,
             uuid: format!("GPU-00112233-4455-6677-8899-aabbccddee{ordinal:02x}"),
             name: "NVIDIA H200".to_owned(),
@@ -172,10 +170,19 @@ mod tests {
         }
     }
 
+    pub(crate) fn without_kernels(ordinal: u32) -> Self {
+        Self { unusable: Some("it has no kernels".to_owned()), ..Self::h200(ordinal) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
     #[test]
     fn what_is_seen_survives_its_line_of_json() {
-        let unusable_gpu = GpuInfo { unusable: Some("no".to_owned()), free_bytes: None, ..h200(1) };
-        let seen = GpuInventory { gpus: vec![h200(0), unusable_gpu], problem: None };
+        let unusable_gpu = GpuInfo { unusable: Some("no".to_owned()), free_bytes: None, ..GpuInfo::h200(1) };
+        let seen = GpuInventory { gpus: vec![GpuInfo::h200(0), unusable_gpu], problem: None };
         let line = serde_json::to_string(&seen).unwrap();
         assert!(!line.contains('\n'), "{line}");
         assert_eq!(serde_json::from_str::<GpuInventory>(&line).unwrap(), seen);

@@ -13,19 +13,6 @@ fn parsed(value: &str) -> Result<DeviceSelection, String> {
         .map_err(|error| error.message().to_owned())
 }
 
-fn gpu(ordinal: u32, unusable: bool) -> GpuInfo {
-    GpuInfo {
-        ordinal,
-        uuid: format!("GPU-00112233-4455-6677-8899-aabbccddee{ordinal:02x}"),
-        name: "NVIDIA H200".to_owned(),
-        compute_capability: 90,
-        total_bytes: 140 << 30,
-        free_bytes: None,
-        integrated: false,
-        unusable: unusable.then(|| "it has no kernels".to_owned()),
-    }
-}
-
 fn devices(value: &str, seen: &GpuInventory, without_kernel: Option<&str>) -> Vec<String> {
     let choices = parsed(value).unwrap().choose("m", seen, without_kernel).unwrap();
     choices.iter().map(DeviceChoice::to_string).collect()
@@ -59,7 +46,10 @@ fn a_wrong_list_is_refused_and_the_key_is_named() {
 
 #[test]
 fn all_means_every_usable_gpu_or_the_host_with_the_reason() {
-    let seen = GpuInventory { gpus: vec![gpu(0, false), gpu(1, true), gpu(2, false)], problem: None };
+    let seen = GpuInventory {
+        gpus: vec![GpuInfo::h200(0), GpuInfo::without_kernels(1), GpuInfo::h200(2)],
+        problem: None,
+    };
     let chosen = devices("\"all\"", &seen, None);
     assert_eq!(chosen.len(), 2);
     assert!(chosen[1].starts_with("cuda:2 NVIDIA H200"), "{chosen:?}");
@@ -71,8 +61,8 @@ fn all_means_every_usable_gpu_or_the_host_with_the_reason() {
 
 #[test]
 fn a_gpu_that_is_named_twice_in_two_ways_is_refused() {
-    let seen = GpuInventory { gpus: vec![gpu(0, false)], problem: None };
-    let value = format!("[\"cuda:0\", {:?}]", gpu(0, false).uuid);
+    let seen = GpuInventory { gpus: vec![GpuInfo::h200(0)], problem: None };
+    let value = format!("[\"cuda:0\", {:?}]", GpuInfo::h200(0).uuid);
     let failure = parsed(&value).unwrap().choose("m", &seen, None).unwrap_err();
     assert!(failure.message().starts_with("`device` of model \"m\": GPU-"), "{}", failure.message());
     let failure = parsed("[\"host\", \"cuda:7\"]").unwrap().choose("m", &seen, None).unwrap_err();
