@@ -90,7 +90,7 @@ fn with_json_each_line_is_an_object_and_names_the_request() {
     command.stderr(File::create(&path).unwrap());
     let mut fleet = ServedFleet::start_command(directory, command);
     let http = HttpClient::connect(&fleet);
-    let body = json!({"prompt": "def f(", "max_tokens": 400, "ignore_eos": true, "seed": 1});
+    let body = json!({"prompt": "def f(", "max_tokens": 4000, "ignore_eos": true, "seed": 1});
     let answer = std::thread::scope(|scope| {
         let answer = scope.spawn(|| http.post_json("/v1/completions", &body));
         eventually("the request runs", || (http.metric("ballast:num_requests_running")? > 0.0).then_some(()));
