@@ -236,6 +236,56 @@ fn two_models_of_one_file_share_the_copy_on_a_device_that_both_name() {
 }
 
 #[test]
+fn a_model_shares_the_copies_of_two_models_that_are_on_one_device_each() {
+    let Some(devices) = two_devices("a model beside two others") else { return };
+    let one = |name: &str, devices: &[String]| model(name, &demo_7m(), devices, "workers = 1");
+    let config = [one("a", &devices[..1]), one("c", &devices[1..]), one("b", &devices)].concat();
+    let fleet = ServedFleet::start_config(&config);
+    let [first, second] = &devices;
+    await_workers(&fleet, "b", &[first, second]);
+    let shared =
+        BTreeSet::from([format!("model:a {first} [\"a\",\"b\"]"), format!("model:c {second} [\"b\",\"c\"]")]);
+    assert_eq!(copies(&fleet), shared);
+    fleet.stop();
+}
+
+#[test]
+fn a_model_that_could_not_be_loaded_is_not_loaded_by_the_next_weight_server() {
+    if !runs_on_host("a load that fails") {
+        return;
+    }
+    let small = "workers = 1\nctx-size = 64\nstep-tokens = 8\npack = false";
+    let host = ["host".to_owned()];
+    let (other, m) = (model("other", &demo_7m(), &host, small), model("m", &demo_22m(), &host, small));
+    let folder = tempfile::tempdir().unwrap();
+    let ((other_weights, other_worker), (weights, worker)) =
+        (planned(&other, folder.path()), planned(&m, folder.path()));
+    let budget = (weights + worker).max(other_weights + other_worker + weights / 2);
+    assert!(budget < other_weights + other_worker + weights);
+    let fleet = ServedFleet::start_config(&format!("host-budget = \"{budget}\"\n{other}"));
+    let file = demo_22m();
+    let arguments = "--workers 1 --threads 1 --kv-tokens 2048 --ctx-size 64 --step-tokens 8 --no-pack";
+    let load = ["load", file.to_str().unwrap(), "--name", "m", "--device", "host"];
+    let load = [&load[..], &arguments.split(' ').collect::<Vec<_>>()].concat();
+    let said = refusal(&fleet, &load);
+    assert!(said.contains("are needed on host"), "{said}");
+    run(&fleet, &["unload", "other"]);
+    let before = fleet.only_process("weight-server").pid;
+    proc::send_signal(before, "KILL");
+    eventually("the next weight-server", || {
+        let next = fleet.processes_by_role("weight-server");
+        (next.len() == 1 && next[0].pid != before).then_some(())
+    });
+    // A load would begin at once, and end long before this time has passed.
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    assert_eq!(copies(&fleet), BTreeSet::new());
+    assert_eq!(model_line(&fleet, "m").unwrap()["state"], "failed");
+    run(&fleet, &load);
+    await_workers(&fleet, "m", &[&host[0]]);
+    fleet.stop();
+}
+
+#[test]
 fn a_successor_keeps_the_copies_that_its_list_still_names() {
     let Some(devices) = two_devices("a takeover with another list of devices") else { return };
     let [first, second] = &devices;

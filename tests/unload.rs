@@ -5,6 +5,7 @@
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::Stdio;
+use std::time::Duration;
 
 use proto::fleet::v1::fleet_client::FleetClient;
 use proto::weights::v1::GetStatusRequest;
@@ -47,6 +48,56 @@ fn a_model_is_unloaded_although_the_weight_server_restarts_meanwhile() {
             (status.generations.len() == 1).then_some(())
         });
     }
+    fleet.stop();
+}
+
+#[test]
+fn a_load_ends_when_its_model_is_unloaded() {
+    let fleet = ServedFleet::start(&demo_7m(), &ONE_WORKER);
+    let weight_server = fleet.only_process("weight-server").pid;
+    proc::send_signal(weight_server, "STOP");
+    let file = demo_22m();
+    let load = ["load", file.to_str().unwrap(), "--name", "second", "--threads", "1", "--device", &device()];
+    let output = std::thread::scope(|scope| {
+        let load = scope.spawn(|| fleet.run_command(&load));
+        let unload = scope.spawn(|| {
+            eventually("the model is known and unloaded", || {
+                fleet.run_command(&["unload", "second"]).status.success().then_some(())
+            });
+        });
+        // Neither can end before.
+        std::thread::sleep(Duration::from_millis(500));
+        proc::send_signal(weight_server, "CONT");
+        unload.join().unwrap();
+        load.join().unwrap()
+    });
+    let said = text(&output).1;
+    // If this machine was slow, the unload came only after the load.
+    assert!(output.status.success() || said.contains("was unloaded before it was ready"), "{said}");
+    fleet.stop();
+}
+
+#[test]
+fn a_model_of_the_same_file_under_another_name_waits_until_the_file_is_unloaded() {
+    let config = |name: &str| {
+        let (path, device) = (demo_7m(), device());
+        format!(
+            "[[models]]\nname = {name:?}\npath = {path:?}\nworkers = 1\nthreads = 1\ndevice = {device:?}\n"
+        )
+    };
+    let fleet = ServedFleet::start_config(&config("m"));
+    run(&fleet, &["remove-worker", "worker-0"]);
+    let weight_server = fleet.only_process("weight-server").pid;
+    proc::send_signal(weight_server, "STOP");
+    fleet.configure(&config("q"));
+    fleet.reload(&[]);
+    proc::send_signal(weight_server, "CONT");
+    eventually("q serves, m is gone", || {
+        let lines = fleet.try_ps_lines()?;
+        let is_ready = |line: &serde_json::Value| line["model"] == "q" && line["state"] == "ready";
+        let models = lines.iter().filter(|line| line["role"] == "model").count();
+        (models == 1 && lines.iter().any(is_ready)).then_some(())
+    });
     fleet.stop();
 }
 

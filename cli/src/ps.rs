@@ -10,7 +10,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use proto::fleet::v1::fleet_client::FleetClient;
-use proto::fleet::v1::{Child, ChildState, GetStatusRequest, Memory, Model, ModelState, Role, Status};
+use proto::fleet::v1::{
+    Child, ChildState, GetStatusRequest, Memory, Model, ModelCopy, ModelState, Role, Status,
+};
 use proto::weights::v1::weight_server_client::WeightServerClient;
 use proto::weights::v1::{self as weights, Generation, GenerationIntegrity, GenerationState};
 use proto::worker::v1::worker_client::WorkerClient;
@@ -146,10 +148,13 @@ impl FleetSnapshot {
     /// The models that use this copy of weights.
     fn users(&self, generation: &Generation) -> Vec<&str> {
         let uses = |model: &&Model| {
+            let is_it =
+                |copy: &ModelCopy| copy.device == generation.device && copy.weights == generation.model;
             // A supervisor of an earlier version names no copies.
-            let is_there =
-                model.copies.is_empty() || model.copies.iter().any(|copy| copy.device == generation.device);
-            model.weights == generation.model && is_there
+            match model.copies.is_empty() {
+                true => model.weights == generation.model,
+                false => model.copies.iter().any(is_it),
+            }
         };
         self.status.models.iter().filter(uses).map(|model| model.name.as_str()).collect()
     }
@@ -251,9 +256,10 @@ fn model_json(model: &Model) -> serde_json::Value {
         ModelState::Unspecified => "unknown",
     };
     let failure = |text: &str| (!text.is_empty()).then(|| text.to_owned());
-    let copies = model.copies.iter().map(
-        |copy| json!({"device": copy.device, "state": word(copy.state()), "failure": failure(&copy.failure)}),
-    );
+    let copies = model.copies.iter().map(|copy| {
+        let (state, failure) = (word(copy.state()), failure(&copy.failure));
+        json!({"device": copy.device, "weights": copy.weights, "state": state, "failure": failure})
+    });
     json!({
         "name": model.name,
         "role": "model",

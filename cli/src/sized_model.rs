@@ -133,7 +133,7 @@ impl ModelOnDevices {
         check_context(config, &description)?;
         let unfit = without_kernel(&file, &description);
         let choices = config.device.choose(&config.name, seen, unfit.as_deref())?;
-        choices.iter().try_for_each(check_node)?;
+        choices.iter().try_for_each(|choice| check_node(&config.name, choice))?;
         Ok(Self { path, file, description, choices })
     }
 }
@@ -312,7 +312,6 @@ impl SizedModel {
             copies: self.copies.iter().map(SizedCopy::plan).collect::<CliResult<_>>()?,
             pack: self.pack,
             files: self.files.clone(),
-            weights: String::new(),
             configured_path: self.settings.configured_path.clone().unwrap_or(self.path.clone()),
             settings: to_toml_table(&self.settings)?,
         })
@@ -322,7 +321,8 @@ impl SizedModel {
 impl SizedCopy {
     fn plan(&self) -> CliResult<CopySpec> {
         let device = self.choice.device().to_string();
-        Ok(CopySpec { device, worker_config: to_toml_table(&self.worker)? })
+        // The supervisor names the weights.
+        Ok(CopySpec { device, weights: String::new(), worker_config: to_toml_table(&self.worker)? })
     }
 }
 
@@ -339,9 +339,9 @@ fn check_draft_devices(model: &SizedModel, draft: &SizedModel) -> CliResult {
 }
 
 /// Refuses a NUMA node that this machine lacks.
-fn check_node(choice: &DeviceChoice) -> CliResult {
+fn check_node(model: &str, choice: &DeviceChoice) -> CliResult {
     let node = choice.node.map_or(Ok(()), |number| NumaNode::find(number).map(drop));
-    node.map_err(|error| CliError::new(Exit::Usage, error.to_string()))
+    node.map_err(|error| CliError::new(Exit::Usage, format!("`device` of model {model:?}: {error}")))
 }
 
 /// Refuses a context longer than the model's at the start, instead of at the first long prompt. A

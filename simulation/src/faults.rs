@@ -75,10 +75,13 @@ impl FaultPlan {
             name: MODELS[index].to_owned(),
             path: path_of(MODELS[index]).into(),
             workers,
-            copies: vec![CopySpec { device: "host".to_owned(), worker_config: Default::default() }],
+            copies: vec![CopySpec {
+                device: "host".to_owned(),
+                weights: MODELS[index].to_owned(),
+                worker_config: Default::default(),
+            }],
             pack: true,
             files: String::new(),
-            weights: MODELS[index].to_owned(),
             configured_path: std::path::PathBuf::new(),
             settings: toml::Table::new(),
         });

@@ -223,7 +223,13 @@ impl FleetHandle {
         event_loop.record_models();
         let living = LivingChildren::find(&names)?;
         if !living.is_empty() {
-            event_loop.models.values_mut().for_each(|model| model.copies.set_served());
+            let slots = living.slots();
+            for model in event_loop.models.values_mut() {
+                let is_of = |slot: &WorkerSlot| slot.model == model.spec.name;
+                model
+                    .copies
+                    .set_served(|device| slots.values().any(|slot| is_of(slot) && slot.device == device));
+            }
         }
         for (spec, slot) in event_loop.spec.initial_children(&living.slots()) {
             event_loop.add_child(spec, slot)?;

@@ -190,6 +190,11 @@ impl FleetService for FleetApi {
             loop {
                 let model = match events.recv().await {
                     Ok(FleetEvent::Model(model)) if model.name == name => model,
+                    Ok(FleetEvent::ModelRemoved(removed)) if removed == name => {
+                        let text = format!("model {name:?} was unloaded before it was ready");
+                        let _: Result<(), _> = sender.send(call.end(Err(Status::aborted(text)))).await;
+                        return;
+                    }
                     Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => continue,
                     Err(broadcast::error::RecvError::Closed) => return,
                 };
@@ -321,7 +326,9 @@ fn model_spec(request: wire::LoadModelRequest) -> Result<ModelSpec, Status> {
         if copies.iter().any(|copy| copy.device == device) {
             return Err(Status::invalid_argument(format!("further_copies: {device} is named twice")));
         }
-        copies.push(CopySpec { device, worker_config: table("worker_config", &worker_config)? });
+        // The event loop names the weights.
+        let weights = String::new();
+        copies.push(CopySpec { device, weights, worker_config: table("worker_config", &worker_config)? });
     }
     Ok(ModelSpec {
         name,
@@ -330,8 +337,6 @@ fn model_spec(request: wire::LoadModelRequest) -> Result<ModelSpec, Status> {
         copies,
         pack: !no_packing,
         files,
-        // The event loop chooses it.
-        weights: String::new(),
         configured_path: PathBuf::new(),
         settings: table("settings", &settings)?,
     })
@@ -420,7 +425,7 @@ impl From<ModelStatus> for wire::Model {
             done_bytes,
             total_bytes,
             failure,
-            weights: model.weights,
+            weights: model.copies.first().map_or_else(String::new, |copy| copy.weights.clone()),
             digest: model.digest,
             settings: model.settings.to_string(),
             is_unloading: model.is_unloading,
@@ -431,8 +436,9 @@ impl From<ModelStatus> for wire::Model {
 
 impl From<CopyStatus> for wire::ModelCopy {
     fn from(copy: CopyStatus) -> Self {
-        let (state, done_bytes, total_bytes, failure) = state_parts(copy.state);
-        Self { device: copy.device, state: state.into(), done_bytes, total_bytes, failure }
+        let CopyStatus { device, weights, state } = copy;
+        let (state, done_bytes, total_bytes, failure) = state_parts(state);
+        Self { device, state: state.into(), done_bytes, total_bytes, failure, weights }
     }
 }
 

@@ -40,7 +40,8 @@ pub(crate) enum CopyAction {
     GiveUp,
     /// The copy has come after its workers have left.
     StartWorkers,
-    /// The copy has other content than the others: it is unloaded and loaded again later.
+    /// The copy has other content than the others: it is unloaded and loaded again later. If it
+    /// lacks workers, those that it has leave.
     Reject,
 }
 
@@ -73,13 +74,24 @@ impl ModelCopies {
         copies
     }
 
-    /// The fleet of a dead supervisor goes on: all copies count as served.
-    pub(crate) fn set_served(&mut self) {
-        self.copies.iter_mut().for_each(|copy| copy.was_served = true);
+    /// The fleet of a dead supervisor goes on. The copies that have workers count as served. If none
+    /// has, all do, since their workers may have died with the supervisor.
+    pub(crate) fn set_served(&mut self, has_workers: impl Fn(&str) -> bool) {
+        let any = self.copies.iter().any(|copy| has_workers(&copy.device));
+        for copy in &mut self.copies {
+            copy.was_served = !any || has_workers(&copy.device);
+        }
     }
 
-    pub(crate) fn was_served(&self) -> bool {
-        self.copies.iter().any(|copy| copy.was_served)
+    /// Every copy has failed and none was ever ready.
+    pub(crate) fn has_given_up(&self) -> bool {
+        let is_lost = |copy: &ModelCopy| matches!(copy.state, ModelState::Failed(_)) && !copy.was_served;
+        self.copies.iter().all(is_lost)
+    }
+
+    /// Whether the workers of the copy start only when its load succeeds.
+    pub(crate) fn lacks_workers(&self, device: &str) -> bool {
+        self.find(device).is_some_and(|copy| copy.lacks_workers)
     }
 
     /// Another weight-server runs: what it holds is not known yet.
@@ -113,8 +125,7 @@ impl ModelCopies {
             return None;
         }
         copy.lacks_workers = true;
-        let is_lost = |copy: &ModelCopy| matches!(copy.state, ModelState::Failed(_)) && !copy.was_served;
-        Some(if self.copies.iter().all(is_lost) { CopyAction::GiveUp } else { CopyAction::RemoveWorkers })
+        Some(if self.has_given_up() { CopyAction::GiveUp } else { CopyAction::RemoveWorkers })
     }
 
     /// The copy is resident.
@@ -131,6 +142,8 @@ impl ModelCopies {
             );
             copy.state = ModelState::Failed(ModelFailure { exit: Exit::ModelRefused, text });
             (copy.digest, copy.is_confirmed) = (None, false);
+            // Workers of a copy that was served hold the content that is wanted.
+            copy.lacks_workers |= !copy.was_served;
             return Some(CopyAction::Reject);
         }
         (copy.state, copy.digest) = (ModelState::Ready, Some(digest));
@@ -175,8 +188,13 @@ impl ModelCopies {
         self.copies.iter().min_by_key(order).map(|copy| copy.device.clone())
     }
 
-    pub(crate) fn status(&self) -> Vec<CopyStatus> {
-        let status = |copy: &ModelCopy| CopyStatus { device: copy.device.clone(), state: copy.state.clone() };
+    /// `weights` returns the name of the weights on a device.
+    pub(crate) fn status(&self, weights: impl Fn(&str) -> String) -> Vec<CopyStatus> {
+        let status = |copy: &ModelCopy| CopyStatus {
+            device: copy.device.clone(),
+            weights: weights(&copy.device),
+            state: copy.state.clone(),
+        };
         self.copies.iter().map(status).collect()
     }
 

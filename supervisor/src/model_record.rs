@@ -30,6 +30,7 @@ pub struct RecordedModel {
     // A record of version 0.1 lacks these.
     #[serde(default)]
     pub files: String,
+    /// Of the first copy.
     #[serde(default)]
     pub weights: String,
     /// The path that the configuration names; `path` differs after a swap.
@@ -48,6 +49,9 @@ pub struct RecordedModel {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct RecordedCopy {
     pub device: String,
+    /// Empty: that of the first copy.
+    #[serde(default)]
+    pub weights: String,
     pub worker_config: toml::Table,
 }
 
@@ -60,11 +64,12 @@ struct ModelRecord {
 
 impl RecordedModel {
     pub(crate) fn of(spec: &ModelSpec, by_command: bool) -> Self {
-        let ModelSpec { name, path, workers, copies, pack, files, weights, configured_path, settings } =
-            spec.clone();
-        let copy = |CopySpec { device, worker_config }| RecordedCopy { device, worker_config };
+        let ModelSpec { name, path, workers, copies, pack, files, configured_path, settings } = spec.clone();
+        let copy =
+            |CopySpec { device, weights, worker_config }| RecordedCopy { device, weights, worker_config };
         let mut copies = copies.into_iter().map(copy);
-        let RecordedCopy { device, worker_config } = copies.next().expect("invariant: a model has a copy");
+        let RecordedCopy { device, weights, worker_config } =
+            copies.next().expect("invariant: a model has a copy");
         Self {
             name,
             path,
@@ -86,10 +91,29 @@ impl RecordedModel {
         std::iter::once(self.device.as_str()).chain(further)
     }
 
+    /// The name of the weights on a device of the model.
+    pub fn weights_on(&self, device: &str) -> Option<&str> {
+        // A record of version 0.1 names no weights: they have the model's name.
+        let first = if self.weights.is_empty() { &self.name } else { &self.weights };
+        let further = self.further_copies.iter().map(|copy| (&copy.device, &copy.weights));
+        let (_, weights) =
+            std::iter::once((&self.device, first)).chain(further).find(|(known, _)| *known == device)?;
+        Some(if weights.is_empty() { first } else { weights })
+    }
+
     pub fn spec(&self) -> ModelSpec {
         let known = self.clone();
-        let first = CopySpec { device: known.device, worker_config: known.worker_config };
-        let copy = |RecordedCopy { device, worker_config }| CopySpec { device, worker_config };
+        let weights = |device: &str| self.weights_on(device).unwrap_or_default().to_owned();
+        let first = CopySpec {
+            weights: weights(&known.device),
+            device: known.device,
+            worker_config: known.worker_config,
+        };
+        let copy = |RecordedCopy { device, worker_config, .. }| CopySpec {
+            weights: weights(&device),
+            device,
+            worker_config,
+        };
         ModelSpec {
             name: known.name,
             path: known.path,
@@ -97,7 +121,6 @@ impl RecordedModel {
             copies: std::iter::once(first).chain(known.further_copies.into_iter().map(copy)).collect(),
             pack: known.pack,
             files: known.files,
-            weights: known.weights,
             configured_path: known.configured_path,
             settings: known.settings,
         }
@@ -139,16 +162,18 @@ mod tests {
         let directory = RuntimeDir::at(folder.path());
         assert_eq!(recorded_models(&directory), []);
         let worker_config: toml::Table = "threads = 2\n[kv]\ntype = \"f16\"".parse().unwrap();
-        let copy =
-            |device: &str| CopySpec { device: device.to_owned(), worker_config: worker_config.clone() };
+        let copy = |(device, weights): (&str, &str)| CopySpec {
+            device: device.to_owned(),
+            weights: weights.to_owned(),
+            worker_config: worker_config.clone(),
+        };
         let spec = ModelSpec {
             name: "a/b \"c\"".to_owned(),
             path: "/models/a.gguf".into(),
             workers: 2,
-            copies: ["host", "host:1"].map(copy).into(),
+            copies: [("host", "a#2"), ("host:1", "c")].map(copy).into(),
             pack: true,
             files: "1:2".to_owned(),
-            weights: "a#2".to_owned(),
             configured_path: "/models/b.gguf".into(),
             settings: "name = \"a\"".parse().unwrap(),
         };

@@ -3,21 +3,33 @@
 //! Names of weights at the weight-server. Several models of a fleet share one copy of the same
 //! file, so a copy has a name of its own: that of its first model, unless that name is in use.
 //!
+//! ```text
+//! model a on 0        copy "a" on 0  <--  a, b
+//! model c on 1        copy "c" on 1  <--  c, b      both are of one file
+//! model b on 0, 1
+//! ```
+//!
 //! A successor of a supervisor gives a model the name that its predecessor chose, because the
 //! resident weights and the running workers have it.
 
 use crate::model_record::RecordedModel;
-use crate::spec::ModelSpec;
+use crate::spec::{CopySpec, ModelSpec};
 
-/// The name for the weights of `model`: that of a model among `others` with the same copy, else one
-/// that is not `taken`.
+/// The name for the weights of `model` on one of its devices: that of the copy there that a model
+/// among `others` has, else the name of another copy of `model`, else one that is not `taken`.
 pub fn name_for<'a>(
     model: &ModelSpec,
+    device: &str,
     mut others: impl Iterator<Item = &'a ModelSpec>,
     taken: impl Iterator<Item = &'a str>,
 ) -> String {
-    if let Some(shared) = others.find(|other| !other.weights.is_empty() && other.has_same_copy(model)) {
-        return shared.weights.clone();
+    let named = |weights: &&str| !weights.is_empty();
+    let shared = |other: &'a ModelSpec| other.weights_on(device).filter(named);
+    if let Some(name) = others.find_map(|other| shared(other).filter(|_| other.has_same_weights(model))) {
+        return name.to_owned();
+    }
+    if let Some(own) = model.copies.iter().map(|copy| copy.weights.as_str()).find(named) {
+        return own.to_owned();
     }
     let taken: Vec<&str> = taken.collect();
     let numbered = (2..).map(|number: u64| format!("{}#{number}", model.name));
@@ -30,21 +42,24 @@ pub fn name_all(models: &mut [ModelSpec], recorded: &[RecordedModel]) {
     for model in models.iter_mut() {
         // The copies on devices that the model keeps stay where they are.
         let is_it = |known: &&RecordedModel| {
-            let keeps_copy = || known.devices().any(|device| model.copy_on(device).is_some());
-            known.name == model.name && known.path == model.path && known.pack == model.pack && keeps_copy()
+            known.name == model.name && known.path == model.path && known.pack == model.pack
         };
         let known = recorded.iter().find(is_it);
-        model.weights = known.map_or_else(String::new, |known| match known.weights.as_str() {
-            // A record of version 0.1.
-            "" => known.name.clone(),
-            weights => weights.to_owned(),
-        });
+        for copy in &mut model.copies {
+            let weights = known.and_then(|known| known.weights_on(&copy.device));
+            copy.weights = weights.unwrap_or_default().to_owned();
+        }
     }
     for index in 0..models.len() {
-        let model = &models[index];
-        if model.weights.is_empty() {
-            let taken = models.iter().map(|other| other.weights.as_str());
-            models[index].weights = name_for(model, models.iter(), taken);
+        for copy in 0..models[index].copies.len() {
+            let model = &models[index];
+            let CopySpec { device, weights, .. } = &model.copies[copy];
+            if weights.is_empty() {
+                let others = models.iter().enumerate().filter(|(other, _)| *other != index);
+                let taken = models.iter().flat_map(ModelSpec::weights);
+                let name = name_for(model, device, others.map(|(_, other)| other), taken);
+                models[index].copies[copy].weights = name;
+            }
         }
     }
 }
@@ -52,24 +67,27 @@ pub fn name_all(models: &mut [ModelSpec], recorded: &[RecordedModel]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::CopySpec;
+
+    fn copy(device: &str, weights: &str) -> CopySpec {
+        let worker_config = toml::Table::new();
+        CopySpec { device: device.to_owned(), weights: weights.to_owned(), worker_config }
+    }
 
     fn model(name: &str, files: &str, pack: bool) -> ModelSpec {
         ModelSpec {
             name: name.to_owned(),
             path: format!("/{files}.gguf").into(),
             workers: 1,
-            copies: vec![CopySpec { device: "host".to_owned(), worker_config: toml::Table::new() }],
+            copies: vec![copy("host", "")],
             pack,
             files: files.to_owned(),
-            weights: String::new(),
             configured_path: std::path::PathBuf::new(),
             settings: toml::Table::new(),
         }
     }
 
     fn names(models: &[ModelSpec]) -> Vec<&str> {
-        models.iter().map(|model| model.weights.as_str()).collect()
+        models.iter().flat_map(ModelSpec::weights).collect()
     }
 
     #[test]
@@ -82,21 +100,35 @@ mod tests {
         assert_eq!(names(&unknown), ["a", "b"]);
     }
 
+    fn on(name: &str, devices: &[&str]) -> ModelSpec {
+        ModelSpec {
+            copies: devices.iter().map(|device| copy(device, "")).collect(),
+            ..model(name, "f", true)
+        }
+    }
+
     #[test]
-    fn models_share_a_name_if_they_have_a_copy_in_common() {
-        let on = |name: &str, devices: &[&str]| {
-            let copy =
-                |device: &&str| CopySpec { device: (*device).to_owned(), worker_config: toml::Table::new() };
-            ModelSpec { copies: devices.iter().map(copy).collect(), ..model(name, "f", true) }
-        };
+    fn models_share_the_copies_on_common_devices_in_any_order() {
         let mut models = [on("a", &["0", "1"]), on("b", &["1", "2"]), on("c", &["3"])];
         name_all(&mut models, &[]);
-        assert_eq!(names(&models), ["a", "a", "c"]);
-        let recorded =
-            [RecordedModel::of(&ModelSpec { weights: "a#2".to_owned(), ..on("a", &["0"]) }, false)];
-        let mut more = [on("a", &["0", "1"])];
+        assert_eq!(names(&models), ["a", "a", "a", "a", "c"]);
+        let mut models = [on("a", &["0"]), on("c", &["1"]), on("b", &["0", "1", "2"])];
+        name_all(&mut models, &[]);
+        assert_eq!(names(&models), ["a", "c", "a", "c", "a"]);
+    }
+
+    #[test]
+    fn one_more_device_keeps_the_copies_that_are_there() {
+        let named = ModelSpec { copies: vec![copy("0", "a#2")], ..on("a", &[]) };
+        let mut more = [on("a", &["1", "0"])];
+        name_all(&mut more, &[RecordedModel::of(&named, false)]);
+        assert_eq!(names(&more), ["a#2", "a#2"]);
+        let mut apart = [on("a", &["0"]), on("c", &["1"])];
+        name_all(&mut apart, &[]);
+        let recorded = apart.map(|model| RecordedModel::of(&model, false));
+        let mut more = [on("a", &["0", "1"]), on("c", &["1"])];
         name_all(&mut more, &recorded);
-        assert_eq!(names(&more), ["a#2"], "one more device keeps the copy that is there");
+        assert_eq!(names(&more), ["a", "c", "c"]);
     }
 
     #[test]

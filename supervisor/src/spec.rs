@@ -81,6 +81,9 @@ pub struct ChildSpec {
 pub struct CopySpec {
     /// "host", a NUMA node as "host:N", or the UUID of a GPU.
     pub device: String,
+    /// The name of the weights at the weight-server, which several models may share. The supervisor
+    /// chooses it ([`crate::shared_weights`]).
+    pub weights: String,
     /// The configuration that all workers of this copy share; [`FleetSpec::complete_worker_config`]
     /// adds the rest.
     pub worker_config: toml::Table,
@@ -99,9 +102,6 @@ pub struct ModelSpec {
     /// Identifies the model's files and their versions: equal texts are equal files. Empty:
     /// unknown.
     pub files: String,
-    /// The name of the weights at the weight-server, which several models may share. The supervisor
-    /// chooses it ([`crate::shared_weights`]).
-    pub weights: String,
     /// The path that the configuration names. It differs from `path` after a swap. It is empty for
     /// a model that a command loaded.
     pub configured_path: PathBuf,
@@ -110,10 +110,19 @@ pub struct ModelSpec {
 }
 
 impl ModelSpec {
+    /// Whether one copy of the weights on a common device serves both models.
+    pub fn has_same_weights(&self, other: &ModelSpec) -> bool {
+        !self.files.is_empty() && self.files == other.files && self.pack == other.pack
+    }
+
     /// Whether a copy of the weights serves both models.
     pub fn has_same_copy(&self, other: &ModelSpec) -> bool {
-        let is_shared = self.devices().any(|device| other.copy_on(device).is_some());
-        !self.files.is_empty() && self.files == other.files && self.pack == other.pack && is_shared
+        self.has_same_weights(other) && self.devices().any(|device| other.copy_on(device).is_some())
+    }
+
+    /// The name of the weights on a device of the model.
+    pub fn weights_on(&self, device: &str) -> Option<&str> {
+        self.copy_on(device).map(|copy| copy.weights.as_str())
     }
 
     /// In the order of the configuration.
@@ -123,6 +132,11 @@ impl ModelSpec {
 
     pub fn copy_on(&self, device: &str) -> Option<&CopySpec> {
         self.copies.iter().find(|copy| copy.device == device)
+    }
+
+    /// The names of the weights of all copies.
+    pub fn weights(&self) -> impl Iterator<Item = &str> {
+        self.copies.iter().map(|copy| copy.weights.as_str())
     }
 
     /// The workers of all copies at the start.
@@ -220,9 +234,9 @@ impl FleetSpec {
             let config = toml::Table::from_iter([("directory".to_owned(), directory)]);
             children.push(fixed(ChildRole::Mps, &config));
         }
-        let weights_of = |name: &str| {
-            let model = self.models.iter().find(|model| model.name == name);
-            model.map(|model| model.weights.clone())
+        let weights_of = |name: &str, device: &str| {
+            let model = self.models.iter().find(|model| model.name == name)?;
+            model.weights_on(device).map(str::to_owned)
         };
         let workers = assign_workers(&self.models, living);
         let workers =
@@ -231,20 +245,20 @@ impl FleetSpec {
         children
     }
 
-    /// `weights_of` returns the name of the weights of a model of the fleet.
+    /// `weights_of` returns the name of the weights of a model of the fleet on a device.
     pub(crate) fn worker_spec(
         &self,
         index: u32,
         model: &ModelSpec,
         copy: &CopySpec,
-        weights_of: impl Fn(&str) -> Option<String>,
+        weights_of: impl Fn(&str, &str) -> Option<String>,
     ) -> (ChildSpec, Option<WorkerSlot>) {
-        let (name, weights, device) = (model.name.clone(), model.weights.clone(), copy.device.clone());
+        let (name, weights, device) = (model.name.clone(), copy.weights.clone(), copy.device.clone());
         let slot = WorkerSlot { index, model: name, weights, device };
         let mut config = copy.worker_config.clone();
         (self.complete_worker_config)(&slot, &mut config);
         // The worker asks the weight-server for its draft model.
-        if let Some(weights) = model.draft().and_then(weights_of) {
+        if let Some(weights) = model.draft().and_then(|draft| weights_of(draft, &copy.device)) {
             config.insert("draft".to_owned(), toml::Value::String(weights));
         }
         (ChildSpec { name: slot.name(), role: ChildRole::Worker, config }, Some(slot))
@@ -261,7 +275,7 @@ fn assign_workers<'a>(
     let mut assigned = Vec::new();
     for (model, copy) in models.iter().flat_map(|model| model.copies.iter().map(move |copy| (model, copy))) {
         let serves = |slot: &WorkerSlot| {
-            (&slot.model, &slot.weights, &slot.device) == (&model.name, &model.weights, &copy.device)
+            (&slot.model, &slot.weights, &slot.device) == (&model.name, &copy.weights, &copy.device)
         };
         let kept = living.iter().filter(|(_, slot)| serves(slot)).map(|(index, _)| *index);
         let kept: Vec<u32> = kept.take(model.workers as usize).collect();
@@ -278,15 +292,18 @@ mod tests {
 
     #[test]
     fn living_workers_keep_their_numbers_whatever_the_order_of_the_models() {
-        let copy = |device: &str| CopySpec { device: device.to_owned(), worker_config: toml::Table::new() };
+        let copy = |weights: &str, device: &str| CopySpec {
+            device: device.to_owned(),
+            weights: weights.to_owned(),
+            worker_config: toml::Table::new(),
+        };
         let model = |name: &str, workers| ModelSpec {
             name: name.to_owned(),
             path: PathBuf::new(),
             workers,
-            copies: vec![copy("host")],
+            copies: vec![copy(name, "host")],
             pack: true,
             files: String::new(),
-            weights: name.to_owned(),
             configured_path: PathBuf::new(),
             settings: toml::Table::new(),
         };
@@ -306,7 +323,7 @@ mod tests {
         let living = [(0, "a"), (1, "a"), (2, "b"), (5, "gone"), (6, "b/other"), (7, "a")];
         assert_eq!(numbers(&living), expected([(3, "new"), (2, "b"), (4, "b"), (0, "a"), (1, "a")]));
 
-        let spread = [ModelSpec { copies: vec![copy("host:0"), copy("host:1")], ..model("m", 2) }];
+        let spread = [ModelSpec { copies: vec![copy("m", "host:0"), copy("m", "host:1")], ..model("m", 2) }];
         let slot = |index, device: &str| {
             let (model, weights, device) = ("m".to_owned(), "m".to_owned(), device.to_owned());
             (index, WorkerSlot { index, model, weights, device })

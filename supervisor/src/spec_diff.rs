@@ -208,11 +208,11 @@ mod tests {
             workers,
             copies: vec![CopySpec {
                 device: "host".to_owned(),
+                weights: name.to_owned(),
                 worker_config: worker_config.parse().unwrap(),
             }],
             pack: true,
             files: String::new(),
-            weights: name.to_owned(),
             configured_path: std::path::PathBuf::new(),
             settings: Table::new(),
         }
@@ -266,6 +266,7 @@ mod tests {
     fn a_change_on_every_device_is_named_once_and_another_list_of_devices_is_not_applied() {
         let copy = |device: &str, settings: &str| CopySpec {
             device: device.to_owned(),
+            weights: "a".to_owned(),
             worker_config: settings.parse().unwrap(),
         };
         let on = |copies: Vec<CopySpec>, workers| ModelSpec { copies, ..model("a", workers, "") };

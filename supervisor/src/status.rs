@@ -114,6 +114,8 @@ pub enum ModelState {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CopyStatus {
     pub device: String,
+    /// The name of the weights at the weight-server.
+    pub weights: String,
     pub state: ModelState,
 }
 
@@ -124,8 +126,6 @@ pub struct ModelStatus {
     /// Of all copies together: ready while one of them is.
     pub state: ModelState,
     pub copies: Vec<CopyStatus>,
-    /// The name of its weights at the weight-server.
-    pub weights: String,
     /// Of its resident weights; empty while none are known.
     pub digest: Bytes,
     pub settings: toml::Table,

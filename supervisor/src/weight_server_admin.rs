@@ -108,6 +108,8 @@ impl WeightServerAdmin {
             // If the weight-server died, its successor may have adopted the model, or loads it from
             // the file.
             let again = is_unreachable(&status)
+                // Another model of the same file is just being unloaded.
+                || (status.code() == Code::AlreadyExists && started.elapsed() < RELEASE_TIMEOUT)
                 || (status.code() == Code::ResourceExhausted
                     && started.elapsed() < RELEASE_TIMEOUT
                     && self.release_older(&load.copy, &event_loop).await);

@@ -131,26 +131,31 @@ impl SupervisorLoop {
         model: &ModelSpec,
         copy: &CopySpec,
     ) -> (ChildSpec, Option<WorkerSlot>) {
-        let weights_of = |name: &str| self.models.get(name).map(|model| model.spec.weights.clone());
+        let weights_of = |name: &str, device: &str| {
+            let model = self.models.get(name)?;
+            model.spec.weights_on(device).map(str::to_owned)
+        };
         self.spec.worker_spec(index, model, copy, weights_of)
     }
 
-    /// The name of the weights for a model that comes to this fleet. It shares those of a model of
-    /// the same file, unless these are just being unloaded.
-    pub(super) fn weights_for(&self, spec: &ModelSpec) -> String {
+    /// Names the weights of a model that comes to this fleet. It shares those of a model of the same
+    /// file, unless these are just being unloaded.
+    pub(super) fn name_weights(&self, spec: &mut ModelSpec) {
         let is_going =
             |model: &ManagedModel| model.unloading.is_some() && !self.has_workers(&model.spec.name);
         // The model of this name that could not be loaded has no weights.
-        let is_lost = |name: &str| {
-            name == spec.name
-                && self.models.get(name).is_some_and(|m| matches!(m.copies.state(), ModelState::Failed(_)))
+        let name = spec.name.clone();
+        let is_lost = |other: &str| {
+            other == name
+                && self.models.get(other).is_some_and(|m| matches!(m.copies.state(), ModelState::Failed(_)))
         };
         let stays = |other: &&ModelSpec| !self.models.get(&other.name).is_some_and(is_going);
-        shared_weights::name_for(
-            spec,
-            self.specs().filter(|other| !is_lost(&other.name)).filter(stays),
-            self.specs().filter(|other| !is_lost(&other.name)).map(|other| other.weights.as_str()),
-        )
+        let known = || self.specs().filter(|other| !is_lost(&other.name));
+        for index in 0..spec.copies.len() {
+            let taken = known().flat_map(ModelSpec::weights);
+            let device = &spec.copies[index].device;
+            spec.copies[index].weights = shared_weights::name_for(spec, device, known().filter(stays), taken);
+        }
     }
 
     fn has_workers(&self, model: &str) -> bool {
@@ -159,7 +164,7 @@ impl SupervisorLoop {
 
     pub(super) fn load_model(&mut self, mut spec: ModelSpec, by_command: bool) -> Result<(), CommandError> {
         self.check_not_stopping()?;
-        spec.weights = self.weights_for(&spec);
+        self.name_weights(&mut spec);
         let is_failed = |model: &ManagedModel| matches!(model.copies.state(), ModelState::Failed(_));
         // A model that is being unloaded keeps its name to its end, but not its aliases.
         let is_other = |model: &&ManagedModel| match model.spec.name == spec.name {

@@ -12,7 +12,7 @@ use crate::events::ResidentCopy;
 use crate::fleet::CommandSender;
 use crate::model_copies::{CopyAction, ModelCopies};
 use crate::resident_models::WeightsOnDevice;
-use crate::spec::ModelSpec;
+use crate::spec::{CopySpec, ModelSpec};
 use crate::status::{FleetEvent, ModelState, ModelStatus};
 use crate::weight_server_admin::{CopyLoad, WeightServerAdmin};
 
@@ -23,11 +23,12 @@ impl ManagedModel {
     }
 
     pub(super) fn status(&self) -> ModelStatus {
-        let ModelSpec { name, path, weights, settings, .. } = self.spec.clone();
+        let ModelSpec { name, path, settings, .. } = self.spec.clone();
         let digest = self.copies.digest().unwrap_or_default();
-        let (state, copies) = (self.copies.state(), self.copies.status());
+        let weights = |device: &str| self.spec.weights_on(device).unwrap_or_default().to_owned();
+        let (state, copies) = (self.copies.state(), self.copies.status(weights));
         let is_unloading = self.unloading.is_some();
-        ModelStatus { name, path, state, copies, weights, digest, settings, is_unloading }
+        ModelStatus { name, path, state, copies, digest, settings, is_unloading }
     }
 
     /// Requests every copy.
@@ -67,7 +68,10 @@ impl ManagedModel {
 pub(super) fn copy_load(spec: &ModelSpec, device: &str) -> CopyLoad {
     CopyLoad {
         model: spec.name.clone(),
-        copy: WeightsOnDevice { weights: spec.weights.clone(), device: device.to_owned() },
+        copy: WeightsOnDevice {
+            weights: spec.weights_on(device).unwrap_or_default().to_owned(),
+            device: device.to_owned(),
+        },
         path: spec.path.clone(),
         pack: spec.pack,
         known: None,
@@ -78,7 +82,9 @@ pub(super) fn copy_load(spec: &ModelSpec, device: &str) -> CopyLoad {
 
 /// Every copy of a model.
 pub(super) fn weights_on_devices(spec: &ModelSpec) -> impl Iterator<Item = WeightsOnDevice> {
-    spec.devices().map(|device| WeightsOnDevice { weights: spec.weights.clone(), device: device.to_owned() })
+    let copy =
+        |copy: &CopySpec| WeightsOnDevice { weights: copy.weights.clone(), device: copy.device.clone() };
+    spec.copies.iter().map(copy)
 }
 
 impl SupervisorLoop {
@@ -121,8 +127,10 @@ impl SupervisorLoop {
             Some(CopyAction::StartWorkers) => self.start_missing_workers(name, device),
             Some(CopyAction::Reject) => {
                 tracing::error!(model = name, device, "the file has other content than the other copies");
-                if let Some(model) = self.models.get_mut(name) {
-                    model.load_copy(device, generation, &self.admin, &self.commands);
+                let Some(model) = self.models.get_mut(name) else { return };
+                model.load_copy(device, generation, &self.admin, &self.commands);
+                if model.copies.lacks_workers(device) {
+                    self.remove_workers_on(name, Some(device));
                 }
             }
         }
@@ -167,9 +175,8 @@ impl SupervisorLoop {
     pub(super) fn unused_copies(&self, spec: &ModelSpec, except: Option<&str>) -> Vec<WeightsOnDevice> {
         let others = || self.models.values().filter(|model| Some(model.spec.name.as_str()) != except);
         let is_used = |copy: &WeightsOnDevice| {
-            let uses = |other: &ManagedModel| {
-                other.spec.weights == copy.weights && other.spec.copy_on(&copy.device).is_some()
-            };
+            let uses =
+                |other: &ManagedModel| other.spec.weights_on(&copy.device) == Some(copy.weights.as_str());
             others().any(uses)
         };
         weights_on_devices(spec).filter(|copy| !is_used(copy)).collect()
@@ -177,6 +184,6 @@ impl SupervisorLoop {
 
     /// Whether a model of the fleet, or a swap, has the copy.
     pub(super) fn has_copy(&self, copy: &WeightsOnDevice) -> bool {
-        self.specs().any(|spec| spec.weights == copy.weights && spec.copy_on(&copy.device).is_some())
+        self.specs().any(|spec| spec.weights_on(&copy.device) == Some(copy.weights.as_str()))
     }
 }

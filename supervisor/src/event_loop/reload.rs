@@ -18,7 +18,6 @@ use crate::events::SupervisorEvent;
 use crate::spec::{ChildRole, ModelSpec, ReloadedSpec};
 use crate::spec_diff::{ComparedSpec, SpecChange, diff_specs};
 use crate::state::ChildEvent;
-use crate::status::ModelState;
 use service::runtime_dir::WORKERS_MAX;
 
 impl SupervisorLoop {
@@ -83,8 +82,7 @@ impl SupervisorLoop {
         }
         // A model that could not be loaded has no workers; it is added anew.
         let is_running = |model: &&ManagedModel| {
-            let is_lost = matches!(model.copies.state(), ModelState::Failed(_)) && !model.copies.was_served();
-            !model.by_command && model.unloading.is_none() && !is_lost
+            !model.by_command && model.unloading.is_none() && !model.copies.has_given_up()
         };
         let running: Vec<ModelSpec> =
             self.models.values().filter(is_running).map(|model| model.spec.clone()).collect();
@@ -132,7 +130,11 @@ impl SupervisorLoop {
             SpecChange::WorkerCount { model, from, to, .. } => self.change_worker_count(model, *from, *to),
             SpecChange::WorkerSettings { model, copies, settings, .. } => {
                 if let Some(model) = self.models.get_mut(model) {
-                    model.spec.copies = copies.clone();
+                    for copy in &mut model.spec.copies {
+                        let wanted = copies.iter().find(|wanted| wanted.device == copy.device);
+                        copy.worker_config =
+                            wanted.map_or_else(Default::default, |w| w.worker_config.clone());
+                    }
                     model.spec.settings = settings.clone();
                 }
                 let workers = self.workers_of(model);
@@ -152,7 +154,10 @@ impl SupervisorLoop {
         known.spec.workers = to;
         let spec = known.spec.clone();
         for device in spec.devices() {
-            for _ in from..to {
+            // They all start when the copy is there.
+            let waits = self.models.get(model).is_some_and(|model| model.copies.lacks_workers(device));
+            let more = if waits { 0 } else { to.saturating_sub(from) };
+            for _ in 0..more {
                 self.start_worker(&spec, device)?;
             }
             let is_there = |name: &Arc<str>| {

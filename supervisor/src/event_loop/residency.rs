@@ -92,7 +92,9 @@ impl SupervisorLoop {
     }
 
     pub(super) fn request_models(&mut self) {
-        for model in self.models.values_mut().filter(|model| model.unloading.is_none()) {
+        // What no weight-server could load waits for a command, also at the next weight-server.
+        let is_wanted = |model: &&mut ManagedModel| model.unloading.is_none() && !model.copies.has_given_up();
+        for model in self.models.values_mut().filter(is_wanted) {
             model.load(&self.admin, &self.commands);
         }
     }

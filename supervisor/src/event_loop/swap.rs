@@ -43,11 +43,11 @@ pub(super) struct RunningSwap {
 
 impl RunningSwap {
     fn is_new_worker(&self, slot: &WorkerSlot) -> bool {
-        slot.model == self.new.name && slot.weights == self.new.weights
+        slot.model == self.new.name && self.new.weights_on(&slot.device) == Some(&slot.weights)
     }
 
     fn is_old_worker(&self, slot: &WorkerSlot) -> bool {
-        slot.model == self.old.name && slot.weights == self.old.weights
+        slot.model == self.old.name && self.old.weights_on(&slot.device) == Some(&slot.weights)
     }
 }
 
@@ -62,7 +62,7 @@ impl SupervisorLoop {
             Ok(old) => old,
             Err(error) => return answer(reply, Err(error)),
         };
-        new.weights = self.weights_for(&new);
+        self.name_weights(&mut new);
         new.workers = old.workers;
         self.last_swap += 1;
         tracing::info!(model = new.name, from = %old.path.display(), to = %new.path.display(), "swap begins");
@@ -258,7 +258,9 @@ impl SupervisorLoop {
     fn workers_with(&self, spec: &ModelSpec) -> Vec<Arc<str>> {
         let serves = |child: &SupervisedChild| {
             let slot = child.slot.as_ref();
-            slot.is_some_and(|slot| slot.model == spec.name && slot.weights == spec.weights)
+            slot.is_some_and(|slot| {
+                slot.model == spec.name && spec.weights_on(&slot.device) == Some(&slot.weights)
+            })
         };
         self.children.iter().filter(|(_, child)| serves(child)).map(|(name, _)| name.clone()).collect()
     }

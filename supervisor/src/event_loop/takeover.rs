@@ -101,9 +101,9 @@ impl SupervisorLoop {
 
     fn remove_workers_of_other_weights(&mut self) {
         let is_gone = |slot: &WorkerSlot| {
-            self.models.get(&slot.model).is_none_or(|model| {
-                model.spec.weights != slot.weights || model.spec.copy_on(&slot.device).is_none()
-            })
+            self.models
+                .get(&slot.model)
+                .is_none_or(|model| model.spec.weights_on(&slot.device) != Some(slot.weights.as_str()))
         };
         let gone = self.children.iter().filter(|(_, child)| child.slot.as_ref().is_some_and(is_gone));
         let gone: Vec<Arc<str>> = gone.map(|(name, _)| name.clone()).collect();

@@ -54,7 +54,7 @@ fn a_model_fails_only_with_its_last_copy() {
     assert!(matches!(two.state(), ModelState::Loading { .. }));
     assert_eq!(two.set_state("b", failed()), Some(CopyAction::GiveUp));
     assert_eq!(two.state(), failed());
-    assert!(!two.was_served());
+    assert!(two.has_given_up());
 }
 
 #[test]
@@ -63,12 +63,26 @@ fn another_content_beside_a_confirmed_copy_is_rejected() {
     two.set_loaded("a", digest(1));
     assert_eq!(two.set_loaded("b", digest(2)), Some(CopyAction::Reject));
     assert_eq!((two.digest(), two.digest_on("b")), (Some(digest(1)), None));
-    let ModelState::Failed(failure) = &two.status()[1].state else { panic!("{two:?}") };
+    let ModelState::Failed(failure) = &two.status(str::to_owned)[1].state else { panic!("{two:?}") };
     assert!(failure.text.contains("other content than the copy on a"), "{}", failure.text);
+    assert!(two.lacks_workers("b"), "it was never ready");
     // A weight-server that has lost everything loads the present file for all.
     two.forget_confirmations();
     assert_eq!(two.set_loaded("a", digest(2)), None);
     assert_ne!(two.set_loaded("b", digest(2)), Some(CopyAction::Reject));
+}
+
+#[test]
+fn after_a_takeover_the_workers_of_a_copy_without_any_leave_if_it_cannot_be_loaded() {
+    let mut two = copies(["a", "b"]);
+    two.set_served(|device| device == "a");
+    assert_eq!(two.set_state("a", failed()), None);
+    assert_eq!(two.set_state("b", failed()), Some(CopyAction::RemoveWorkers));
+    assert!(!two.has_given_up());
+    // All workers died with the supervisor: no copy is given up.
+    let mut two = copies(["a", "b"]);
+    two.set_served(|_| false);
+    assert_eq!((two.set_state("a", failed()), two.set_state("b", failed())), (None, None));
 }
 
 #[test]
