@@ -254,6 +254,30 @@ fn requests_that_wait_for_a_worker_are_bounded_and_complete_when_it_is_back() {
 }
 
 #[test]
+fn an_answer_of_which_nothing_was_sent_waits_as_long_as_a_new_request() {
+    /// Longer than a stream that has sent tokens waits.
+    const OUTAGE: Duration = Duration::from_secs(7);
+    let fleet = ServedFleet::start_config(&model_table("m", &demo_7m(), ""));
+    let http = HttpClient::connect(&fleet);
+    let (weight_server, killed) = (fleet.only_process("weight-server").pid, worker(&fleet).pid);
+    let body = json!({"model": "m", "prompt": "def f(", "max_tokens": 900, "ignore_eos": true, "n": 8});
+    let own = HttpClient::connect(&fleet);
+    let running = std::thread::spawn(move || Answer::of(&own, &body));
+    eventually("the request generates", || {
+        (http.metric("ballast:generation_tokens_total{model_name=\"m\"}")? > 0.0).then_some(())
+    });
+    proc::send_signal(weight_server, "STOP");
+    proc::send_signal(killed, "KILL");
+    std::thread::sleep(OUTAGE);
+    assert!(!running.is_finished(), "{:?}", running.join());
+    proc::send_signal(weight_server, "CONT");
+    let answer = running.join().unwrap();
+    assert_eq!(answer.status, 200, "{answer:?}");
+    assert_eq!(http.metric("ballast:stream_resumes_total{model_name=\"m\"}"), Some(8.0));
+    fleet.stop();
+}
+
+#[test]
 fn requests_do_not_wait_for_a_router_that_stops_or_a_model_that_is_unloaded_or_drained() {
     let config = [model_table("m", &demo_7m(), ""), model_table("other", &demo_22m(), "")].concat();
     let without = FleetWithoutWorker::start(&config);

@@ -65,6 +65,19 @@ impl StreamPermits {
         self.count -= 1;
         StreamPermits { controller: self.controller.clone(), id: self.id, count: 1 }
     }
+
+    /// How long a new request would wait for a worker of a model that lost its worker at `lost`.
+    /// `None`: it would not wait.
+    pub(crate) fn worker_wait(&self, model: &ModelKey, lost: Instant) -> Option<Duration> {
+        let AdmissionController { registry, limits, .. } = &*self.controller;
+        let wait = limits.worker_wait;
+        let is_expected = || {
+            let expected = registry.next_worker(model, wait);
+            expected.is_some_and(|expected| expected.not_before <= lost + wait)
+        };
+        let may_wait = registry.has_workers_of(model) || !self.controller.lock().is_draining && is_expected();
+        may_wait.then_some(wait)
+    }
 }
 
 impl Drop for StreamPermits {

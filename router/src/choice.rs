@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use crate::access_control::KeyedRequest;
 use crate::admission_control::StreamPermits;
 use crate::dispatch::{Dispatcher, OpenStream};
-use crate::failover::{ChoiceError, ChoiceProgress, FailoverAction, StreamLoss};
+use crate::failover::{ChoiceError, ChoiceProgress, FailoverAction, StreamLoss, resume_wait};
 use crate::metrics;
 use crate::model::ServedModel;
 use crate::quarantine::LossVerdict;
@@ -75,13 +75,15 @@ pub(crate) struct ChoiceTask {
     pub(crate) call: ChoiceCall,
     pub(crate) arrived: Instant,
     pub(crate) deadline: Option<Instant>,
+    /// The client receives output while it is generated.
+    pub(crate) is_streamed: bool,
     pub(crate) events: mpsc::Sender<ChoiceEvent>,
     /// Counts the output for the API key, however the choice ends.
     pub(crate) active: Option<KeyedRequest>,
     /// Tells the usage log what the choice has used, however it ends.
     pub(crate) usage: Option<ChoiceUsage>,
     /// The choice holds its permit until it ends, whichever worker serves it.
-    pub(crate) _permit: StreamPermits,
+    pub(crate) permit: StreamPermits,
 }
 
 impl ChoiceTask {
@@ -197,7 +199,11 @@ impl RunningChoice {
     async fn resume(&self, cause: String) -> Result<OpenStream, ChoiceError> {
         let task = &self.task;
         let dispatcher = &task.dispatcher;
-        let stream = dispatcher.reopen_stream(&task.call, &self.progress, task.deadline, cause).await?;
+        let (lost, has_sent_output) =
+            (Instant::now(), task.is_streamed && !self.progress.output().is_empty());
+        let limit = || resume_wait(has_sent_output, task.permit.worker_wait(&task.call.model, lost));
+        let stream =
+            dispatcher.reopen_stream(&task.call, &self.progress, task.deadline, cause, limit).await?;
         metrics::record_resume(task.model.name());
         tracing::info!(
             request = %task.call.request_id,

@@ -119,16 +119,18 @@ impl Dispatcher {
     }
 
     /// Opens the stream of a choice that lost its worker. Tries all workers again and again until
-    /// one admits the choice or the wait is over. `cause` is why the worker was lost.
+    /// one admits the choice, its deadline passes, or it has waited for `limit`. `cause` is why the
+    /// worker was lost.
     pub(crate) async fn reopen_stream(
         &self,
         call: &ChoiceCall,
         progress: &ChoiceProgress,
         deadline: Option<Instant>,
         cause: String,
+        limit: impl Fn() -> Duration,
     ) -> Result<OpenStream, ChoiceError> {
         let mut changes = self.registry.subscribe();
-        let mut reopening = Reopening::new(cause);
+        let mut reopening = Reopening::new(call.model.name.clone(), cause);
         loop {
             changes.mark_unchanged();
             let began = Instant::now();
@@ -137,12 +139,16 @@ impl Dispatcher {
                 Err(refusal) => reopening.refused(refusal)?,
             };
             let asked = Instant::now();
+            let retry = deadline.map_or(asked + wait, |deadline| deadline.min(asked + wait));
             tokio::select! {
                 // The sender lives as long as the registry.
                 _ = changes.changed() => {}
-                () = tokio::time::sleep(wait) => {}
+                () = tokio::time::sleep_until(retry) => {}
             }
-            reopening.count_wait(asked.duration_since(began), asked.elapsed())?;
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                return Err(ChoiceError::DeadlineExceeded);
+            }
+            reopening.count_wait(asked.duration_since(began), asked.elapsed(), limit())?;
         }
     }
 }

@@ -7,6 +7,7 @@
 //! So another worker with an equal fingerprint, given the prompt and the output so far, generates
 //! the tokens that the lost worker would have generated.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -17,8 +18,8 @@ use crate::quarantine::{LossVerdict, QuarantineEntry};
 /// earlier ([`crate::quarantine`]).
 const LOSSES_MAX: u32 = 8;
 
-/// How long a choice waits for another worker of its model. A restarted worker is back within a
-/// second.
+/// How long a choice whose client has received tokens waits for another worker of its model: the
+/// client sees a pause. A restarted worker is back within a second.
 pub const WAIT_FOR_WORKER: Duration = Duration::from_secs(5);
 
 /// A sampler's state is at most a few numbers.
@@ -49,8 +50,11 @@ pub enum StreamLoss {
 /// Why a choice ends with an error.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChoiceError {
-    #[error("the worker was lost ({detail}) and no other worker with the same model took over within {} s", WAIT_FOR_WORKER.as_secs())]
-    NoWorker { detail: String },
+    #[error(
+        "the worker of the model {model:?} was lost ({detail}) and no other one took over within {:.0} s",
+        .waited.as_secs_f64()
+    )]
+    NoWorker { model: Arc<str>, detail: String, waited: Duration },
     #[error("the request lost {losses} workers ({detail}) and is not resumed again")]
     TooManyLosses { losses: u32, detail: String },
     #[error("the request ended {losses} workers ({detail}): it is in quarantine and not resumed again")]
@@ -71,13 +75,21 @@ pub enum ChoiceError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FailoverAction {
     /// Send prompt and output to another worker of the model. Wait for one at most
-    /// [`WAIT_FOR_WORKER`].
+    /// [`resume_wait`].
     Resume {
         detail: String,
     },
     /// The worker sent every token and only `finished` was lost: end the choice with reason length.
     Finish,
     Fail(ChoiceError),
+}
+
+/// How long a choice waits for another worker, counted from its loss. As long as its client has
+/// received nothing, it waits like a new request: `new_request_wait`, or `None` if a new request
+/// would not wait.
+pub fn resume_wait(has_sent_output: bool, new_request_wait: Option<Duration>) -> Duration {
+    let unsent = new_request_wait.filter(|_| !has_sent_output);
+    unsent.map_or(WAIT_FOR_WORKER, |wait| wait.max(WAIT_FOR_WORKER))
 }
 
 /// The output of a choice so far, and its losses.
@@ -170,6 +182,15 @@ mod tests {
         assert_eq!(progress.output(), [5, 6, 7]);
         assert_eq!(progress.sampler_state(), "mu");
         assert_eq!(progress.losses(), 1);
+    }
+
+    #[test]
+    fn a_choice_waits_like_a_new_request_until_its_client_has_received_output() {
+        let long = Duration::from_secs(30);
+        assert_eq!(resume_wait(false, Some(long)), long);
+        assert_eq!(resume_wait(true, Some(long)), WAIT_FOR_WORKER);
+        assert_eq!(resume_wait(false, Some(Duration::ZERO)), WAIT_FOR_WORKER, "never less than a stream");
+        assert_eq!(resume_wait(false, None), WAIT_FOR_WORKER);
     }
 
     #[test]

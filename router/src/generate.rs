@@ -49,6 +49,8 @@ pub(crate) struct GenerationRequest {
     at_text_start: bool,
     /// Control tokens that appear in the text.
     visible_tokens: Arc<[u32]>,
+    /// The client receives output while it is generated.
+    is_streamed: bool,
     origin: RequestOrigin,
 }
 
@@ -124,12 +126,16 @@ impl GenerationRequest {
             return Err(RequestParamError::EmptyPrompt { param });
         }
         let visible_tokens = Arc::new([]);
-        Ok(Self { model, prompts: checked, at_text_start, visible_tokens, origin })
+        Ok(Self { model, prompts: checked, at_text_start, visible_tokens, is_streamed: true, origin })
     }
 
     /// Makes control tokens appear in the text with their names.
     pub(crate) fn with_visible_tokens(self, ids: Vec<u32>) -> Self {
         Self { visible_tokens: ids.into(), ..self }
+    }
+
+    pub(crate) fn with_streaming(self, is_streamed: bool) -> Self {
+        Self { is_streamed, ..self }
     }
 
     pub(crate) fn origin(&self) -> &RequestOrigin {
@@ -390,10 +396,11 @@ impl Generator {
                 call,
                 arrived: request.origin.arrived,
                 deadline: Some(deadline),
+                is_streamed: request.is_streamed,
                 events: events.clone(),
                 active: request.origin.active.clone(),
                 usage: usage.as_ref().map(|usage| usage.begin_choice(choice)),
-                _permit: permits.split_one(),
+                permit: permits.split_one(),
             };
             tasks.push(task.run(stream, progress, text, ended_permit));
         }

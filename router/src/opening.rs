@@ -10,10 +10,11 @@
 //! stream lost --> Reopening: asks all workers again and again for a bounded time
 //! ```
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::admission::{AdmissionError, CapacityExceeded, waited_text};
-use crate::failover::{ChoiceError, WAIT_FOR_WORKER};
+use crate::failover::ChoiceError;
 use crate::quarantine::{Blocked, LossVerdict, QuarantineEntry};
 use crate::routing::WorkerId;
 
@@ -229,16 +230,17 @@ impl IsolationWait {
     }
 }
 
-/// The attempts to resume a choice that lost its worker. `cause` says why it was lost.
+/// The attempts to resume a choice of a model that lost its worker. `cause` says why it was lost.
 #[derive(Debug)]
 pub struct Reopening {
+    model: Arc<str>,
     cause: String,
     waited: Duration,
 }
 
 impl Reopening {
-    pub fn new(cause: String) -> Self {
-        Self { cause, waited: Duration::ZERO }
+    pub fn new(model: Arc<str>, cause: String) -> Self {
+        Self { model, cause, waited: Duration::ZERO }
     }
 
     /// Every worker has refused the choice. Returns how long to wait for a change before the next
@@ -256,11 +258,20 @@ impl Reopening {
     }
 
     /// An attempt has taken the time `asking`, and the wait after it `waiting`. If this process was
-    /// stopped meanwhile, only one step counts.
-    pub fn count_wait(&mut self, asking: Duration, waiting: Duration) -> Result<(), ChoiceError> {
+    /// stopped meanwhile, only one step counts. The choice waits at most `limit`
+    /// ([`crate::failover::resume_wait`]).
+    pub fn count_wait(
+        &mut self,
+        asking: Duration,
+        waiting: Duration,
+        limit: Duration,
+    ) -> Result<(), ChoiceError> {
         self.waited += asking + waiting.min(WAIT_STEP);
-        match self.waited >= WAIT_FOR_WORKER {
-            true => Err(ChoiceError::NoWorker { detail: self.cause.clone() }),
+        let Self { model, cause, waited } = self;
+        match *waited >= limit {
+            true => {
+                Err(ChoiceError::NoWorker { model: model.clone(), detail: cause.clone(), waited: *waited })
+            }
             false => Ok(()),
         }
     }
@@ -316,10 +327,11 @@ mod tests {
 
     #[test]
     fn a_pause_of_this_process_counts_as_one_step_of_the_wait_for_a_worker() {
-        let mut reopening = Reopening::new("reset".to_owned());
-        assert_eq!(reopening.count_wait(Duration::ZERO, Duration::from_secs(60)), Ok(()));
-        let rest = WAIT_FOR_WORKER - WAIT_STEP;
-        let over = reopening.count_wait(rest, Duration::ZERO);
-        assert_eq!(over, Err(ChoiceError::NoWorker { detail: "reset".to_owned() }));
+        let limit = 5 * WAIT_STEP;
+        let mut reopening = Reopening::new("m".into(), "reset".to_owned());
+        assert_eq!(reopening.count_wait(Duration::ZERO, 60 * WAIT_STEP, limit), Ok(()));
+        let over = reopening.count_wait(4 * WAIT_STEP, Duration::ZERO, limit).unwrap_err();
+        let text = "the worker of the model \"m\" was lost (reset) and no other one took over within 5 s";
+        assert_eq!(over.to_string(), text);
     }
 }

@@ -208,10 +208,19 @@ pub(crate) fn retry_after(status: &Status) -> Option<Duration> {
     Some(Duration::from_secs(seconds))
 }
 
+/// The text of the innermost error. Those around it name layers of the transport only.
+fn root_cause(error: &dyn std::error::Error) -> String {
+    let mut innermost = error;
+    while let Some(cause) = innermost.source() {
+        innermost = cause;
+    }
+    innermost.to_string().replace('\n', " ")
+}
+
 /// What a status in mid-stream means for the stream.
 pub(crate) fn stream_loss(status: Status) -> StreamLoss {
     if !is_from_worker(&status) {
-        return StreamLoss::WorkerDied { detail: service::exit::one_line(&status) };
+        return StreamLoss::WorkerDied { detail: root_cause(&status) };
     }
     let detail = status.message().to_owned();
     match status.code() {
@@ -221,5 +230,17 @@ pub(crate) fn stream_loss(status: Status) -> StreamLoss {
         // The process is ending: HTTP/2 resets its streams before it closes the connection.
         Code::Cancelled | Code::Unknown => StreamLoss::WorkerDied { detail },
         _ => StreamLoss::WorkerError { detail },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_broken_connection_is_told_by_its_innermost_error() {
+        let reset = std::io::Error::other("connection reset");
+        let loss = stream_loss(Status::from_error(Box::new(reset)));
+        assert_eq!(loss, StreamLoss::WorkerDied { detail: "connection reset".to_owned() });
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use router::admission::{AdmissionError, AdmissionEvent, AdmissionId, AdmissionRequest, Tenant};
-use router::failover::{ChoiceError, ChoiceProgress, FailoverAction, StreamLoss};
+use router::failover::{ChoiceError, ChoiceProgress, FailoverAction, StreamLoss, WAIT_FOR_WORKER};
 use router::opening::{
     CallOutcome, IsolationWait, OpeningStep, RefusalCollector, Reopening, RequestRefusal, WorkerChoice,
     WorkerTries,
@@ -267,7 +267,7 @@ impl Fleet {
         router.blocked.remove(&number);
         if let (Some(asked), Some(reopening)) = (request.asked.take(), request.reopening.as_mut()) {
             let asking = asked.saturating_sub(request.quest.began);
-            if let Err(error) = reopening.count_wait(asking, now - asked) {
+            if let Err(error) = reopening.count_wait(asking, now - asked, WAIT_FOR_WORKER) {
                 return self.end_request(number, RequestEnd::Failed(error));
             }
             self.begin_quest(number);
@@ -371,7 +371,7 @@ impl Fleet {
             FailoverAction::Finish => self.end_request(number, RequestEnd::Complete),
             FailoverAction::Fail(error) => self.end_request(number, RequestEnd::Failed(error)),
             FailoverAction::Resume { detail } => {
-                request.reopening = Some(Reopening::new(detail));
+                request.reopening = Some(Reopening::new(request.key.name.clone(), detail));
                 self.close_call(number);
                 self.begin_quest(number);
                 self.search(number);

@@ -82,7 +82,7 @@ pub(crate) async fn post(
     let (id, created) = (format!("chatcmpl-{}", metadata.origin.request_id), metadata.created_unix_seconds);
     let (chat, ignored) = tokenize_chat(&app, parsed, &metadata, body).await?;
     let prompt_logprobs = chat.prompt_logprobs(&app, &metadata, options).await?;
-    let StartedChat { request, events, syntax, tools } = chat.start(&app, metadata).await?;
+    let StartedChat { request, events, syntax, tools } = chat.start(&app, metadata, options.stream).await?;
     let reply_fields = ReplyFields {
         id,
         created,
@@ -198,12 +198,15 @@ impl Chat {
         self,
         app: &AppState,
         metadata: RequestMetadata,
+        is_streamed: bool,
     ) -> Result<StartedChat, ApiError> {
         let mut check = ArgumentsCheck::Schema;
         loop {
             let (syntax, grammar) = self.output_syntax(check)?;
             let is_of_tools = grammar.as_ref().is_some_and(|grammar| grammar.param == "tools");
-            let request = self.request(grammar, &metadata)?.with_visible_tokens(self.visible_tokens(&syntax));
+            let visible = self.visible_tokens(&syntax);
+            let request = self.request(grammar, &metadata)?.with_visible_tokens(visible);
+            let request = request.with_streaming(is_streamed);
             match app.generator.start(&request).await {
                 Err(RequestRefusal::Grammar { .. })
                     if is_of_tools && check == ArgumentsCheck::Schema && !self.tools.has_strict() =>

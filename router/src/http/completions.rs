@@ -68,7 +68,8 @@ pub(crate) async fn post(
     metadata.origin.keep_bytes(&tokens, &params);
     let prompts = TokenizedPrompts { param: "prompt", tokens, at_text_start: false };
     let request = GenerationRequest::new(model, prompts, params, metadata.origin.clone())
-        .map_err(rename_top_logprobs)?;
+        .map_err(rename_top_logprobs)?
+        .with_streaming(options.stream);
     let top = echoed_logprobs.max(options.prompt_logprobs);
     let scored = match top {
         Some(top) => Some(score_prompts(&app, &request, top).await?),

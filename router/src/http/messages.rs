@@ -30,7 +30,7 @@ pub(super) async fn post(
         return Err(ApiError::invalid(Some("max_tokens"), "`max_tokens` is missing"));
     }
     let (chat, ignored) = tokenized(&app, fields, &metadata, body).await?;
-    let started = chat.start(&app, metadata).await.map_err(ApiError::of_messages)?;
+    let started = chat.start(&app, metadata, stream).await.map_err(ApiError::of_messages)?;
     let id = format!("msg_{}", ClientRequestId::random().0);
     let prompt_tokens = started.request.prompts().map(<[u32]>::len).sum::<usize>() as u64;
     let writer = MessageWriter::new(id, started.request.model.name().to_owned(), prompt_tokens);

@@ -35,7 +35,7 @@ pub(super) async fn post(
     let (chat, ignored) =
         tokenize_chat(&app, parsed, &metadata, body).await.map_err(ApiError::of_responses)?;
     let tenant = metadata.origin.tenant.clone();
-    let started = chat.start(&app, metadata).await.map_err(ApiError::of_responses)?;
+    let started = chat.start(&app, metadata, stream).await.map_err(ApiError::of_responses)?;
     let echo = echo.with_model(&started.request.model);
     let store = is_stored.then(|| app.responses.clone());
     let writer = ResponseWriter::new(echo, tenant, messages, store);
