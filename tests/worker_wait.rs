@@ -248,7 +248,9 @@ fn requests_that_wait_for_a_worker_are_bounded_and_complete_when_it_is_back() {
     let answers: Vec<Answer> = flood.into_iter().map(|request| request.join().unwrap()).collect();
     let of_status = |status: u16| answers.iter().filter(move |answer| answer.status == status);
     assert_eq!((of_status(200).count(), of_status(503).count()), (4, 8), "{answers:?}");
-    assert!(of_status(503).all(|answer| answer.code == "overloaded"), "{answers:?}");
+    let is_told_of_the_restart =
+        |answer: &Answer| answer.code == "overloaded" && answer.retry_after == Some(1);
+    assert!(of_status(503).all(is_told_of_the_restart), "{answers:?}");
     without.await_waiting(0);
     without.fleet.stop();
 }

@@ -28,8 +28,9 @@ use super::request::{
 /// One in this many admissions goes to the oldest request, whatever its class and tenant.
 pub(crate) const OLDEST_FIRST_EVERY: u32 = 8;
 
-/// Bounds of the retry time of a request that finds no worker: `Retry-After` counts seconds, and a
-/// worker that crashes is started once a minute.
+/// Bounds of the retry time of a request that finds no worker. A worker that starts now is ready
+/// within a second, and `Retry-After` counts seconds. A worker that crashes is started once a
+/// minute.
 pub(super) const RETRY_MIN: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(60);
 
@@ -147,14 +148,21 @@ impl ModelAdmission {
     /// The error for a request that arrived at this time and waits for a worker no longer.
     pub(super) fn no_worker_error(&self, arrived: Uptime, now: Uptime) -> Option<AdmissionError> {
         self.worker_deadline(arrived).filter(|&deadline| deadline <= now)?;
+        let retry_after = self.retry_after_restart(now).unwrap_or(RETRY_MIN);
+        Some(AdmissionError::NoWorker { waited: now.saturating_sub(arrived), retry_after })
+    }
+
+    /// When a client should retry a request while the model has no worker. `None` while workers are
+    /// ready.
+    fn retry_after_restart(&self, now: Uptime) -> Option<Duration> {
         let next_start = match self.workers {
+            WorkerAvailability::Ready { .. } => return None,
             WorkerAvailability::Expected { not_before, .. } => not_before.saturating_sub(now),
-            WorkerAvailability::Ready { .. } | WorkerAvailability::Gone => Duration::ZERO,
+            WorkerAvailability::Gone => Duration::ZERO,
         };
         let whole_seconds =
             Duration::from_secs(next_start.as_secs() + u64::from(next_start.subsec_nanos() > 0));
-        let retry_after = whole_seconds.clamp(RETRY_MIN, RETRY_MAX);
-        Some(AdmissionError::NoWorker { waited: now.saturating_sub(arrived), retry_after })
+        Some(whole_seconds.clamp(RETRY_MIN, RETRY_MAX))
     }
 
     /// When a waiting request that arrived at this time is refused for lack of a worker. `None`
@@ -240,7 +248,7 @@ impl ModelAdmission {
             self.remove_waiting(id);
             decisions.push(AdmissionDecision::Refuse(id, error));
         }
-        self.retry_after.set_waiting(now, !self.waiting.is_empty());
+        self.note_waiting(now);
     }
 
     /// Removes a waiting request. Returns false if the request is not waiting.
@@ -299,14 +307,22 @@ impl ModelAdmission {
 
     /// When a client should retry a request of `permits` that this process has no capacity for.
     pub(super) fn estimate_retry_after(&mut self, now: Uptime, permits: u32) -> Duration {
-        self.retry_after.estimate(now, self.waiting_permits, permits)
+        // Without a worker no permit is freed, which says nothing about the rate afterwards.
+        self.retry_after_restart(now)
+            .unwrap_or_else(|| self.retry_after.estimate(now, self.waiting_permits, permits))
     }
 
     /// Refuses expired requests and admits waiting ones. Every event ends with it.
     pub(super) fn advance(&mut self, now: Uptime, decisions: &mut Vec<AdmissionDecision>) {
         self.expire(now, decisions);
         self.admit_waiting(decisions);
-        self.retry_after.set_waiting(now, !self.waiting.is_empty());
+        self.note_waiting(now);
+    }
+
+    /// The time without a worker is not counted: it would make the measured rate too low.
+    fn note_waiting(&mut self, now: Uptime) {
+        let has_workers = self.permits > 0;
+        self.retry_after.set_waiting(now, has_workers && !self.waiting.is_empty());
     }
 
     fn expire(&mut self, now: Uptime, decisions: &mut Vec<AdmissionDecision>) {
@@ -394,14 +410,16 @@ impl ModelAdmission {
         let (class, permits) = (request.class, request.permits);
         let permits_ahead = self.waiting_permits - permits;
         let max = self.limits.tenant_queue_max;
+        let restart = self.retry_after_restart(now);
         let usage = self.tenants.get_mut(&request.tenant).expect("a waiting request counts for its tenant");
         if request.tenant != Tenant::Unnamed && usage.waiting_requests > max {
             let tenants = self.queues[class as usize].waiting_tenants();
             let waiting = usage.waiting_requests - 1;
             let permits_ahead = usage.waiting_permits - permits;
             let backlog = &mut usage.backlog;
-            let retry_after =
-                self.retry_after.estimate_for_tenant(backlog, now, permits_ahead, permits, tenants);
+            let retry_after = restart.unwrap_or_else(|| {
+                self.retry_after.estimate_for_tenant(backlog, now, permits_ahead, permits, tenants)
+            });
             return Some(AdmissionError::TenantQueueFull { waiting, max, retry_after });
         }
         let queue_max = self.limits.queue_max;
@@ -411,7 +429,8 @@ impl ModelAdmission {
         let max = queue_max - class.others().map(reserved).sum::<u32>();
         let waiting = self.waiting.len() as u32 - 1;
         if waiting >= max {
-            let retry_after = self.retry_after.estimate(now, permits_ahead, permits);
+            let retry_after =
+                restart.unwrap_or_else(|| self.retry_after.estimate(now, permits_ahead, permits));
             return Some(AdmissionError::QueueFull { class, waiting, max, retry_after });
         }
         None

@@ -429,6 +429,32 @@ fn the_limits_of_the_queue_hold_without_a_worker() {
 }
 
 #[test]
+fn requests_beyond_the_limits_retry_when_the_worker_starts() {
+    const RESTART: Duration = SECOND;
+    let full_queue = |not_before: Uptime| {
+        let mut queue = TestQueue::new(1, limits());
+        let now = queue.now;
+        assert_eq!(queue.handle(lost_worker(now + not_before)), []);
+        (0..14).for_each(|_| drop(queue.arrive_waiting(&Tenant::Unnamed, 0)));
+        // The queue stalls, which the estimate from freed permits would count.
+        queue.now += 3 * SECOND;
+        queue
+    };
+    let retry_after = |queue: &mut TestQueue| match queue.arrive_refused(&Tenant::Unnamed, 0) {
+        AdmissionError::QueueFull { retry_after, .. } => retry_after,
+        error => panic!("{error}"),
+    };
+    let mut queue = full_queue(Duration::ZERO);
+    let told: Vec<Duration> = (0..50).map(|_| retry_after(&mut queue)).collect();
+    assert_eq!(told, [RESTART; 50]);
+    assert_eq!(retry_after(&mut full_queue(5 * SECOND)), 2 * SECOND, "the worker starts in 2 s");
+    // The outage does not count in the estimate after it.
+    queue.handle(ready(model(), 1));
+    queue.arrive_waiting(&Tenant::Unnamed, 0);
+    assert_eq!(retry_after(&mut queue), RESTART);
+}
+
+#[test]
 fn a_wait_of_zero_refuses_at_once() {
     let mut queue = TestQueue::new(1, AdmissionLimits { worker_wait: Duration::ZERO, ..limits() });
     queue.arrive_admitted(&Tenant::Unnamed, 0);
