@@ -3,9 +3,9 @@
 // out[t][r] = sum_k weights[r][k] * x[t][k] + bias[r] with F32 weights. Only small matrices (the
 // routers of experts) matter: whole models in F32 are not served.
 //
-// A warp computes one row for one token or four. Order of sums: lane l adds the products of columns 128 i
-// + 4 l to 128 i + 4 l + 3, ascending in i, by fmaf; then the lanes' sums are added pairwise, lanes
-// 16 apart first. Neither the number of rows nor the number of tokens changes this order.
+// A warp computes one row for one token or four. Order of sums: lane l adds the products of columns
+// 128 i + 4 l to 128 i + 4 l + 3, ascending in i, by fmaf; then the lanes' sums are added pairwise,
+// lanes 16 apart first. Neither the number of rows nor the number of tokens changes this order.
 //
 // Limit: loads from the first-level cache, five of 16 bytes per 16 products. Four rows a warp were
 // 13% faster at 512 tokens and twice as slow at 64, where they leave multiprocessors idle.
@@ -66,8 +66,8 @@ __device__ void multiply_tokens(const float *weights, const float *x, const floa
     }
 }
 
-// A warp computes one row for the only token. It loads the weights of the first 2,048 columns before
-// it waits for the activations.
+// A warp computes one row for the only token. It loads the weights of the first 2,048 columns
+// before it waits for the activations.
 template <bool ALIGNED>
 __device__ void multiply_token(const float *weights, const float *x, const float *bias, float *out, int cols,
                                int rows) {

@@ -5,14 +5,14 @@
 //   choose_experts   a warp per row: softmax of the router's logits over all experts, as keys in
 //                    shared memory; then a thread per row and expert counts the keys that rank
 //                    before its own, and stores the expert if it is among the best
-//   sort_pairs       a block: (row, rank) pairs in the order of experts, divided into groups of pairs
-//                    of one expert
+//   sort_pairs       a block: (row, rank) pairs in the order of experts, divided into groups of
+//                    pairs of one expert
 //
 //   logits    0.1  2.0 -1.0  2.0
 //   rank        2    0    3    1       a tie goes to the lower index
 //
-// For one row of 128 experts, this is 4 us faster than a warp that finds one maximum after the other,
-// as expert_topk_softmax does for many rows.
+// For one row of 128 experts, this is 4 us faster than a warp that finds one maximum after the
+// other, as expert_topk_softmax does for many rows.
 #pragma once
 
 #include <cstdint>
@@ -70,7 +70,8 @@ __device__ inline void normalize_probabilities(float *probabilities, int used) {
         for (int rank = 0; rank < ranks; rank++) sum += __shfl_sync(~0u, own, rank);
     }
     float divisor = sum != sum ? sum : fmaxf(sum, PROBABILITY_SUM_MIN);
-    for (int rank = lane; rank < used; rank += 32) probabilities[rank] = __fdiv_rn(probabilities[rank], divisor);
+    for (int rank = lane; rank < used; rank += 32)
+        probabilities[rank] = __fdiv_rn(probabilities[rank], divisor);
 }
 
 // Chooses the `used` experts of each of `rows` rows of logits, in falling order of probability.
@@ -126,8 +127,7 @@ __device__ void sort_pairs(const uint32_t *experts, int pairs, int count, const 
     const int group_pairs = order.group_pairs, align = order.align;
     uint32_t *const sorted_pairs = order.sorted_pairs;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int run = (pairs + THREADS - 1) / THREADS * 32, first = warp * run,
-        last = min(first + run, pairs);
+    int run = (pairs + THREADS - 1) / THREADS * 32, first = warp * run, last = min(first + run, pairs);
     // Walks the warp's run and calls `use(pair, expert, place)`, where `place` counts the pairs of
     // the expert that stand before this one.
     auto walk = [&](auto use) {
@@ -180,7 +180,7 @@ __device__ void sort_pairs(const uint32_t *experts, int pairs, int count, const 
         first_slot[e] = slot;
         for (uint32_t g = 0; g < own_groups; g++)
             order.groups[group + g] = {uint32_t(e), slot + g * group_pairs,
-                                 min(total - g * group_pairs, uint32_t(group_pairs))};
+                                       min(total - g * group_pairs, uint32_t(group_pairs))};
         for (uint32_t i = total; i < padded; i++) sorted_pairs[slot + i] = NO_PAIR;
     }
     if (threadIdx.x == 0) *order.group_count = uint32_t(all >> 32);

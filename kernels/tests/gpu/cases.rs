@@ -19,6 +19,7 @@ pub(crate) const BENCHES: &[(&str, TestFn)] = &[
     ("memory", memory::bench),
     ("linear", linear::bench),
     ("experts", experts::bench),
+    ("routing", routing::bench),
     ("around", around::bench),
     ("checksum", checksum::bench),
     ("repack", repack::bench),

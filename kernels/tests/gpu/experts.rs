@@ -143,12 +143,6 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
                     groups: words.view_mut(),
                 };
                 kernels.route(&gpu.stream, logits.view(), COUNT, USED, &mut routing)?;
-                if dtype == DType::Q4_K && groups.is_empty() {
-                    let seconds = time(gpu, ROUTINGS, |_| {
-                        Ok(kernels.route(&gpu.stream, logits.view(), COUNT, USED, &mut routing)?)
-                    })?;
-                    println!("experts routing of {rows:3} rows: {:.2} us", seconds * 1e6);
-                }
                 read += experts.to_host(&gpu.stream)?.into_iter().collect::<HashSet<u32>>().len();
                 groups.push(words);
             }

@@ -9,6 +9,7 @@ use kernels::cuda::experts::{ExpertKernels, ExpertRouting, PairGrouping};
 use ops::choose_experts;
 
 use crate::TestGpu;
+use crate::bench::time;
 use crate::random::TestRng;
 
 /// Words of a group: its expert, its first slot, and its number of pairs.
@@ -126,5 +127,32 @@ fn check_groups(
     ensure!(seen.iter().all(|&seen| seen), "{what}: a pair is in no group");
     let placed = sorted_pairs.iter().filter(|&&pair| pair != u32::MAX).count();
     ensure!(placed == pairs, "{what}: {placed} slots have pairs, expected {pairs}");
+    Ok(())
+}
+
+/// Measures the routing of a layer of qwen3-30b-a3b: one launch or two, and their latency.
+pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
+    const COUNT: usize = 128;
+    const USED: usize = 8;
+    const CALLS: usize = 16;
+    let (kernels, grouping) = (ExpertKernels::new(&gpu.device), PairGrouping::Matvec);
+    let mut random = TestRng::new(34);
+    for rows in [1, 2, 8, 32, 64, 512] {
+        let pairs = rows * USED;
+        let logits = Buffer::from_host(&gpu.stream, &random.values(rows * COUNT))?;
+        let mut experts = Buffer::<u32>::new(&gpu.device, pairs)?;
+        let mut probabilities = Buffer::<f32>::new(&gpu.device, pairs)?;
+        let mut words = Buffer::<u32>::new(&gpu.device, grouping.words(pairs, COUNT))?;
+        let mut routing = ExpertRouting {
+            experts: experts.view_mut(),
+            expert_weights: probabilities.view_mut(),
+            grouping,
+            groups: words.view_mut(),
+        };
+        let seconds = time(gpu, CALLS, |_| {
+            Ok(kernels.route(&gpu.stream, logits.view(), COUNT, USED, &mut routing)?)
+        })?;
+        println!("routing {rows:3} rows, {USED} of {COUNT} experts: {:.2} us", seconds * 1e6);
+    }
     Ok(())
 }
