@@ -74,8 +74,8 @@ impl ModelCopies {
         copies
     }
 
-    /// The fleet of a dead supervisor goes on. The copies that have workers count as served. If none
-    /// has, all do, since their workers may have died with the supervisor.
+    /// The fleet of a dead supervisor goes on. The copies that have workers count as served. If
+    /// none has, all do, since their workers may have died with the supervisor.
     pub(crate) fn set_served(&mut self, has_workers: impl Fn(&str) -> bool) {
         let any = self.copies.iter().any(|copy| has_workers(&copy.device));
         for copy in &mut self.copies {

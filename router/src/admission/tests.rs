@@ -435,7 +435,9 @@ fn requests_beyond_the_limits_retry_when_the_worker_starts() {
         let mut queue = TestQueue::new(1, limits());
         let now = queue.now;
         assert_eq!(queue.handle(lost_worker(now + not_before)), []);
-        (0..14).for_each(|_| drop(queue.arrive_waiting(&Tenant::Unnamed, 0)));
+        for _ in 0..14 {
+            queue.arrive_waiting(&Tenant::Unnamed, 0);
+        }
         // The queue stalls, which the estimate from freed permits would count.
         queue.now += 3 * SECOND;
         queue

@@ -138,8 +138,8 @@ impl SupervisorLoop {
         self.spec.worker_spec(index, model, copy, weights_of)
     }
 
-    /// Names the weights of a model that comes to this fleet. It shares those of a model of the same
-    /// file, unless these are just being unloaded.
+    /// Names the weights of a model that comes to this fleet. It shares those of a model of the
+    /// same file, unless these are just being unloaded.
     pub(super) fn name_weights(&self, spec: &mut ModelSpec) {
         let is_going =
             |model: &ManagedModel| model.unloading.is_some() && !self.has_workers(&model.spec.name);
