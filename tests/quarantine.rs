@@ -98,7 +98,7 @@ fn check_quarantine(poison: &Value) {
         }
     }));
     assert_eq!(tokens(&expected), tokens(&found), "the neighbours' streams are whole");
-    fleet.wait_until_ready();
+    fleet.wait_until_restarted(2);
     assert_eq!(fleet.restarts(), 2, "the request killed other workers than the two that identify it");
     assert_eq!(fleet.fleet.processes_by_role("worker").len(), WORKERS);
 
