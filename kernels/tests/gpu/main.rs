@@ -26,6 +26,7 @@ mod checksum;
 mod exact;
 #[cfg(feature = "cuda")]
 mod experts;
+#[cfg(feature = "cuda")]
 mod f32_linear;
 #[cfg(feature = "cuda")]
 mod fused;
@@ -47,6 +48,7 @@ mod quantize;
 mod random;
 #[cfg(feature = "cuda")]
 mod repack;
+#[cfg(feature = "cuda")]
 mod routing;
 #[cfg(feature = "cuda")]
 mod shortlist;
