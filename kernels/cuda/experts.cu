@@ -33,8 +33,8 @@
 
 namespace {
 
-using experts::choose_experts, experts::sort_pairs, experts::EXPERTS_PER_LANE, experts::NO_PAIR,
-    experts::PROBABILITY_SUM_MIN;
+using experts::choose_experts, experts::key_probability, experts::rank_key, experts::softmax,
+    experts::sort_pairs, experts::EXPERTS_PER_LANE, experts::NO_PAIR, experts::PROBABILITY_SUM_MIN;
 
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(__half x) { return __half2float(x); }
@@ -92,39 +92,17 @@ extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
     launch_next_kernel();
     int row = blockIdx.x * EXPERT_TOPK_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
-    logits += size_t(row) * count;
-    float probability[EXPERTS_PER_LANE];
-    float largest = -INFINITY;
-#pragma unroll
-    for (int k = 0; k < EXPERTS_PER_LANE; k++) {
-        int expert = k * 32 + lane;
-        probability[k] = expert < count ? logits[expert] : -INFINITY;
-        largest = fmaxf(largest, probability[k]);
-    }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2)
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-    double weights[EXPERTS_PER_LANE], total = 0.0;
-#pragma unroll
-    for (int k = 0; k < EXPERTS_PER_LANE; k++) {
-        weights[k] = k * 32 + lane < count ? exp(double(probability[k] - largest)) : 0.0;
-        total += weights[k];
-    }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
-#pragma unroll
-    for (int k = 0; k < EXPERTS_PER_LANE; k++)
-        probability[k] = k * 32 + lane < count ? float(weights[k] / total) : -1.0f;
+    float probabilities[EXPERTS_PER_LANE];
+    softmax(logits + size_t(row) * count, count, probabilities);
 
     float own = 0.0f, sum = 0.0f;
     uint32_t own_expert = 0;
     for (int rank = 0; rank < used; rank++) {
-        // A NaN ranks first, so that the result shows it.
         float best = -2.0f;
         uint32_t best_expert = 0;
 #pragma unroll
         for (int k = 0; k < EXPERTS_PER_LANE; k++) {
-            float key = probability[k] != probability[k] ? 2.0f : probability[k];
+            float key = rank_key(probabilities[k]);
             if (key > best) best = key, best_expert = k * 32 + lane;
         }
 #pragma unroll
@@ -134,10 +112,10 @@ extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
             if (other > best || (other == best && other_expert < best_expert))
                 best = other, best_expert = other_expert;
         }
-        float chosen = best == 2.0f ? NAN : best;
+        float chosen = key_probability(best);
 #pragma unroll
         for (int k = 0; k < EXPERTS_PER_LANE; k++)
-            if (k * 32 + lane == int(best_expert)) probability[k] = -1.5f;
+            if (k * 32 + lane == int(best_expert)) probabilities[k] = -1.5f;
         sum += chosen;
         if (lane == rank % 32) own = chosen, own_expert = best_expert;
         // A lane keeps one rank of every 32; the warp stores them together.
@@ -159,24 +137,21 @@ extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
 CHECK_SIGNATURE(expert_topk_softmax, ExpertTopkSoftmax);
 
 extern "C" __global__ void __launch_bounds__(EXPERT_SORT_THREADS)
-    expert_sort_pairs(const uint32_t *experts, int pairs, int count, int group_pairs, int align, int slots,
-                      uint32_t *sorted_pairs, ExpertGroup *groups, uint32_t *group_count) {
+    expert_sort_pairs(const uint32_t *experts, int pairs, ExpertPairOrder order) {
     constexpr int WARPS = EXPERT_SORT_THREADS / 32;
     __shared__ uint16_t before[WARPS][EXPERTS_MAX];
     __shared__ uint32_t first_slot[EXPERTS_MAX];
     __shared__ uint64_t warp_totals[EXPERTS_MAX / 32];
     wait_for_previous_kernel();
     launch_next_kernel();
-    sort_pairs<WARPS>(experts, pairs, count, {group_pairs, align, slots, sorted_pairs, groups, group_count},
-                      before, first_slot, warp_totals);
+    sort_pairs<WARPS>(experts, pairs, order, before, first_slot, warp_totals);
 }
 CHECK_SIGNATURE(expert_sort_pairs, ExpertSortPairs);
 
 // Both of the above for up to EXPERT_ROUTE_ROWS rows, in one launch.
 extern "C" __global__ void __launch_bounds__(EXPERT_ROUTE_THREADS)
-    expert_route(const float *logits, int rows, int count, int used, uint32_t *experts, float *expert_weights,
-                 int group_pairs, int align, int slots, uint32_t *sorted_pairs, ExpertGroup *groups,
-                 uint32_t *group_count) {
+    expert_route(const float *logits, int rows, int used, uint32_t *experts, float *expert_weights,
+                 ExpertPairOrder order) {
     constexpr int WARPS = EXPERT_ROUTE_THREADS / 32;
     static_assert(EXPERT_ROUTE_ROWS <= WARPS, "a warp per row");
     // The keys are read for the last time before sort_pairs begins.
@@ -189,10 +164,8 @@ extern "C" __global__ void __launch_bounds__(EXPERT_ROUTE_THREADS)
     __shared__ uint64_t warp_totals[EXPERTS_MAX / 32];
     wait_for_previous_kernel();
     launch_next_kernel();
-    choose_experts(logits, rows, count, used, scratch.keys, experts, expert_weights);
-    sort_pairs<WARPS>(experts, rows * used, count,
-                      {group_pairs, align, slots, sorted_pairs, groups, group_count}, scratch.before,
-                      first_slot, warp_totals);
+    choose_experts(logits, rows, order.expert_count, used, scratch.keys, experts, expert_weights);
+    sort_pairs<WARPS>(experts, rows * used, order, scratch.before, first_slot, warp_totals);
 }
 CHECK_SIGNATURE(expert_route, ExpertRoute);
 

@@ -31,15 +31,16 @@ constexpr float NAN_KEY = 2.0f;
 // of that pair's activation tile, or behind the last expert.
 constexpr uint32_t NO_PAIR = ~0u;
 
-// The calling warp computes the keys of the experts of one row.
-__device__ inline void softmax_keys(const float *logits, int count, float *keys) {
+// The calling warp computes the softmax of one row of `count` logits. Lane l holds the probabilities
+// of experts l, 32 + l, ...; of those from `count` on, it holds -1.
+__device__ inline void softmax(const float *logits, int count, float (&probabilities)[EXPERTS_PER_LANE]) {
     const int lane = threadIdx.x % 32;
-    float own[EXPERTS_PER_LANE], largest = -INFINITY;
+    float largest = -INFINITY;
 #pragma unroll
     for (int k = 0; k < EXPERTS_PER_LANE; k++) {
         int expert = k * 32 + lane;
-        own[k] = expert < count ? logits[expert] : -INFINITY;
-        largest = fmaxf(largest, own[k]);
+        probabilities[k] = expert < count ? logits[expert] : -INFINITY;
+        largest = fmaxf(largest, probabilities[k]);
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2)
@@ -47,17 +48,32 @@ __device__ inline void softmax_keys(const float *logits, int count, float *keys)
     double weights[EXPERTS_PER_LANE], total = 0.0;
 #pragma unroll
     for (int k = 0; k < EXPERTS_PER_LANE; k++) {
-        weights[k] = k * 32 + lane < count ? exp(double(own[k] - largest)) : 0.0;
+        weights[k] = k * 32 + lane < count ? exp(double(probabilities[k] - largest)) : 0.0;
         total += weights[k];
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
 #pragma unroll
-    for (int k = 0; k < EXPERTS_PER_LANE; k++) {
-        if (k * 32 + lane >= count) break;
-        float probability = float(weights[k] / total);
-        keys[k * 32 + lane] = probability != probability ? NAN_KEY : probability;
-    }
+    for (int k = 0; k < EXPERTS_PER_LANE; k++)
+        probabilities[k] = k * 32 + lane < count ? float(weights[k] / total) : -1.0f;
+}
+
+// A probability as a key to rank it by.
+__device__ inline float rank_key(float probability) {
+    return probability != probability ? NAN_KEY : probability;
+}
+
+// The probability of a key.
+__device__ inline float key_probability(float key) { return key == NAN_KEY ? NAN : key; }
+
+// The calling warp computes the keys of the experts of one row.
+__device__ inline void softmax_keys(const float *logits, int count, float *keys) {
+    const int lane = threadIdx.x % 32;
+    float probabilities[EXPERTS_PER_LANE];
+    softmax(logits, count, probabilities);
+#pragma unroll
+    for (int k = 0; k < EXPERTS_PER_LANE; k++)
+        if (k * 32 + lane < count) keys[k * 32 + lane] = rank_key(probabilities[k]);
 }
 
 // The calling warp divides the probabilities of a row's experts by their sum in rank order.
@@ -93,25 +109,13 @@ __device__ inline void choose_experts(const float *logits, int rows, int count, 
         }
         if (rank < used) {
             experts[size_t(row) * used + rank] = expert;
-            probabilities[size_t(row) * used + rank] = key == NAN_KEY ? NAN : key;
+            probabilities[size_t(row) * used + rank] = key_probability(key);
         }
     }
     __syncthreads();
     if (warp < rows) normalize_probabilities(probabilities + size_t(warp) * used, used);
     __syncthreads();
 }
-
-// Where sort_pairs writes, and how it groups.
-struct PairOrder {
-    // A group has at most `group_pairs` pairs. The slots of an expert begin at a multiple of
-    // `align`.
-    int group_pairs, align;
-    // Length of `sorted_pairs`, which receives the pair of each slot, or NO_PAIR.
-    int slots;
-    uint32_t *sorted_pairs;
-    ExpertGroup *groups;
-    uint32_t *group_count;
-};
 
 // Sorts pairs by expert, stably, with a block of 32 * WARPS threads, at least EXPERTS_MAX. `before`
 // and `first_slot` are shared memory.
@@ -120,11 +124,11 @@ struct PairOrder {
 //   thread e: sums expert e's counts over the warps; a scan over experts gives slots and groups
 //   each warp walks its run again, and stores each pair in its slot
 template <int WARPS>
-__device__ void sort_pairs(const uint32_t *experts, int pairs, int count, const PairOrder &order,
+__device__ void sort_pairs(const uint32_t *experts, int pairs, const ExpertPairOrder &order,
                            uint16_t (*before)[EXPERTS_MAX], uint32_t *first_slot, uint64_t *warp_totals) {
     constexpr int THREADS = 32 * WARPS;
     static_assert(THREADS >= EXPERTS_MAX, "a thread per expert");
-    const int group_pairs = order.group_pairs, align = order.align;
+    const int count = order.expert_count, group_pairs = order.group_pairs, align = order.align;
     uint32_t *const sorted_pairs = order.sorted_pairs;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int run = (pairs + THREADS - 1) / THREADS * 32, first = warp * run, last = min(first + run, pairs);

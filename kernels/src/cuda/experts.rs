@@ -15,8 +15,8 @@ use super::abi::experts::{
     EXPERT_COMBINE_THREADS, EXPERT_MATMUL_ACT_TILES, EXPERT_MATMUL_WARPS, EXPERT_MATVEC_TILES,
     EXPERT_MATVEC_WARPS, EXPERT_QUANTIZE_WARPS, EXPERT_ROUTE_ROWS, EXPERT_ROUTE_THREADS, EXPERT_SORT_THREADS,
     EXPERT_STACKS_MAX, EXPERT_TOPK_ROWS, ExpertCombine, ExpertGroup, ExpertMatmul, ExpertMatmulParams,
-    ExpertMatvec, ExpertMatvecBF16, ExpertMatvecF16, ExpertMatvecF32, ExpertMatvecParams, ExpertParams,
-    ExpertQuantize, ExpertRoute, ExpertSortPairs, ExpertTopkSoftmax,
+    ExpertMatvec, ExpertMatvecBF16, ExpertMatvecF16, ExpertMatvecF32, ExpertMatvecParams, ExpertPairOrder,
+    ExpertParams, ExpertQuantize, ExpertRoute, ExpertSortPairs, ExpertTopkSoftmax,
 };
 use super::error::device_error;
 use super::launch::{KernelName, kernel_name, launch_kernel};
@@ -228,28 +228,22 @@ impl ExpertKernels {
         };
         let (logits, experts) = (logits.address(), routing.experts.address());
         let expert_weights = routing.expert_weights.address();
-        let (group_pairs, align) = (grouping.group_pairs() as i32, grouping.align() as i32);
-        let slots = grouping.slots(pairs, count) as i32;
         let GroupAddress { sorted_pairs, groups, group_count } =
             grouping.addresses(routing.groups.address(), pairs, count);
+        let order = ExpertPairOrder {
+            sorted_pairs,
+            groups,
+            group_count,
+            group_pairs: grouping.group_pairs() as i32,
+            align: grouping.align() as i32,
+            slots: grouping.slots(pairs, count) as i32,
+            expert_count: count as i32,
+        };
         let blocks = launch(rows.div_ceil(EXPERT_TOPK_ROWS), 32 * EXPERT_TOPK_ROWS as u32);
         let is_small = rows <= EXPERT_ROUTE_ROWS;
         let (rows, pairs, count, used) = (rows as i32, pairs as i32, count as i32, used as i32);
         if is_small {
-            let both = ExpertRoute {
-                logits,
-                rows,
-                count,
-                used,
-                experts,
-                expert_weights,
-                group_pairs,
-                align,
-                slots,
-                sorted_pairs,
-                groups,
-                group_count,
-            };
+            let both = ExpertRoute { logits, rows, used, experts, expert_weights, order };
             let name = kernel_name!("experts", "expert_route");
             let block = launch(1, EXPERT_ROUTE_THREADS);
             // SAFETY: the block reads `rows` rows of `logits` and writes `used` values of each. The
@@ -263,17 +257,7 @@ impl ExpertKernels {
         // SAFETY: as above; a block has EXPERT_TOPK_ROWS rows.
         unsafe { launch_kernel(&self.routing_kernels, name, stream, blocks, &topk) }
             .map_err(device_error(OP))?;
-        let sort = ExpertSortPairs {
-            experts,
-            pairs,
-            count,
-            group_pairs,
-            align,
-            slots,
-            sorted_pairs,
-            groups,
-            group_count,
-        };
+        let sort = ExpertSortPairs { experts, pairs, order };
         let name = kernel_name!("experts", "expert_sort_pairs");
         // SAFETY: as above.
         unsafe { launch_kernel(&self.routing_kernels, name, stream, launch(1, EXPERT_SORT_THREADS), &sort) }

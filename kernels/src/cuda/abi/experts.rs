@@ -47,6 +47,22 @@ abi! {
             pairs: u32,
         }
 
+        /// How a kernel sorts pairs by expert, and where it writes their order.
+        struct ExpertPairOrder [40 bytes] {
+            /// Receives the pair of each slot. A slot without a pair receives the largest u32.
+            sorted_pairs: u64 as "uint32_t *",
+            groups: u64 as "ExpertGroup *",
+            group_count: u64 as "uint32_t *",
+            /// The largest number of pairs of a group.
+            group_pairs: i32,
+            /// The slots of an expert begin at a multiple of this number.
+            align: i32,
+            /// Length of `sorted_pairs`.
+            slots: i32,
+            /// The number of experts of the layer.
+            expert_count: i32,
+        }
+
         /// The inputs and outputs of expert_matvec_* and expert_matmul_*.
         struct ExpertParams [72 bytes] {
             /// Tiles of all experts' matrices, one matrix after the other.
@@ -92,27 +108,15 @@ abi! {
         kernel ExpertSortPairs(
             experts: u64 as "const uint32_t *",
             pairs: i32,
-            count: i32,
-            group_pairs: i32,
-            align: i32,
-            slots: i32,
-            sorted_pairs: u64 as "uint32_t *",
-            groups: u64 as "ExpertGroup *",
-            group_count: u64 as "uint32_t *",
+            order: ExpertPairOrder,
         );
         kernel ExpertRoute(
             logits: u64 as "const float *",
             rows: i32,
-            count: i32,
             used: i32,
             experts: u64 as "uint32_t *",
             expert_weights: u64 as "float *",
-            group_pairs: i32,
-            align: i32,
-            slots: i32,
-            sorted_pairs: u64 as "uint32_t *",
-            groups: u64 as "ExpertGroup *",
-            group_count: u64 as "uint32_t *",
+            order: ExpertPairOrder,
         );
         kernel ExpertQuantize(
             x: u64 as "const float *",

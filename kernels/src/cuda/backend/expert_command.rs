@@ -8,7 +8,6 @@ use super::operand::{ActivationTiles, FloatRange, WeightMatrix};
 use super::step::WordRange;
 use crate::cuda::Stream;
 use crate::cuda::experts::{ExpertKernels, ExpertRouting, ExpertWeights, GroupedPairs, PairGrouping};
-use crate::cuda::quantized_output::QuantizedOutput;
 
 /// Pairs of (row, rank), sorted by expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -97,10 +96,7 @@ impl ExpertCommand {
                     )
                 }
                 Self::Quantize { x, pairs_per_token, groups, activation_tiles } => {
-                    let quantized = QuantizedOutput {
-                        layout: activation_tiles.layout,
-                        act_tiles: activation_tiles.range.view_mut(),
-                    };
+                    let quantized = activation_tiles.quantized_output();
                     let (cols, per_token) = (activation_tiles.cols as usize, pairs_per_token as usize);
                     kernels.quantize(stream, x.view(), cols, per_token, groups.grouped(), &quantized)
                 }

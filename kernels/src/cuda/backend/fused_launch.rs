@@ -12,7 +12,6 @@ use super::operand::ActivationTiles;
 use crate::cuda::attention::AttentionPlanAddress;
 use crate::cuda::error::device_error;
 use crate::cuda::norm_rope_kv::NormRopeKvOperands;
-use crate::cuda::quantized_output::QuantizedOutput;
 use crate::cuda::{DeviceView, Stream};
 
 impl KernelSet {
@@ -83,10 +82,7 @@ impl KernelSet {
     ) -> Result<(), OpError> {
         // SAFETY: for all calls and views below, this function's contract.
         unsafe {
-            let quantized = QuantizedOutput {
-                layout: activation_tiles.layout,
-                act_tiles: activation_tiles.range.view_mut(),
-            };
+            let quantized = activation_tiles.quantized_output();
             match *command {
                 KernelCommand::Gated { gate, up, out } => self
                     .gates

@@ -11,6 +11,7 @@ use super::step::WordRange;
 use crate::cuda::attention;
 use crate::cuda::kv_write::KvLayerAddress;
 use crate::cuda::quantize::{ActivationLayout, QuantizedActivations};
+use crate::cuda::quantized_output::QuantizedOutput;
 use crate::cuda::{DeviceView, DeviceViewMut};
 
 /// A range of bytes in device memory.
@@ -110,6 +111,13 @@ impl ActivationTiles {
             // SAFETY: the caller's contract.
             data: unsafe { self.range.view() },
         }
+    }
+
+    /// # Safety
+    /// As `KernelSet::enqueue`.
+    pub(super) unsafe fn quantized_output<'a>(&self) -> QuantizedOutput<'a> {
+        // SAFETY: the caller's contract.
+        QuantizedOutput { layout: self.layout, act_tiles: unsafe { self.range.view_mut() } }
     }
 }
 
