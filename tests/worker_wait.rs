@@ -209,15 +209,16 @@ fn a_worker_that_does_not_come_back_ends_the_wait_with_503_after_the_bound() {
     for _ in 0..2 {
         let answer = Answer::of(http, &completion());
         assert_eq!((answer.status, answer.code.as_str(), answer.retry_after), (503, "not_ready", Some(1)));
-        let expected = "no worker of this model is ready; the request waited 3.";
+        let expected = "no worker of the model \"m\" is ready after a wait of 3.";
         assert!(answer.message.starts_with(expected), "{answer:?}");
+        assert!(answer.message.ends_with(": a worker is starting"), "{answer:?}");
         assert!((BOUND..BOUND + SLACK).contains(&answer.took), "{answer:?}");
     }
     let refused = http.runtime.block_on(generate_all(&without.fleet.grpc, &[grpc_request(0)])).remove(0);
     let refused = refused.unwrap_err();
     assert_eq!(refused.code(), tonic::Code::Unavailable, "{refused}");
     assert!(
-        refused.message().contains("the request waited 3.") && refused.metadata().contains_key("retry-after")
+        refused.message().contains("after a wait of 3.") && refused.metadata().contains_key("retry-after")
     );
 
     // The client's own deadline, and a client that goes away.
@@ -328,6 +329,8 @@ fn requests_do_not_wait_for_a_router_that_stops_or_a_model_that_is_unloaded_or_d
     let other = json!({"model": "other", "prompt": "import ", "max_tokens": 2});
     let answer = Answer::of(&http, &other);
     assert_eq!((answer.status, answer.code.as_str()), (503, "not_ready"), "{answer:?}");
+    assert!(answer.message.starts_with("no worker of the model \"other\" is ready"), "{answer:?}");
+    assert!(answer.message.ends_with(": none is going to start; `ballast ps` says why"), "{answer:?}");
     assert!(answer.took < Duration::from_secs(20), "{answer:?}");
     run(&["restart", "worker-1"]);
     eventually("the other model serves", || (Answer::of(&http, &other).status == 200).then_some(()));
@@ -357,6 +360,8 @@ fn requests_do_not_wait_for_a_worker_that_starts_after_the_bound() {
         (answer.status == 503 && is_told_when && answer.took < BOUND / 2).then_some(answer)
     });
     assert_eq!(answer.code, "not_ready");
+    let text_start = "no worker of the model \"m\" is ready: the next worker starts in ";
+    assert!(answer.message.starts_with(text_start), "{answer:?}");
 
     let run = |arguments: &[&str]| {
         let output = fleet.run_command(arguments);

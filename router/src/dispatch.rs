@@ -97,7 +97,7 @@ impl Dispatcher {
                 (OpeningStep::TryNext | OpeningStep::Open, _) => {}
             }
         }
-        Err(refusals.into_refusal().unwrap_or_else(RequestRefusal::no_worker))
+        Err(refusals.into_refusal().unwrap_or_else(|| RequestRefusal::no_worker(&call.model.name)))
     }
 
     /// If the worker died, removes it, and asks the quarantine whether the request may have killed

@@ -73,7 +73,11 @@ impl Generator {
                 _ = changes.changed() => {}
                 answer = &mut admitted => return match answer {
                     Ok(_) | Err(AdmissionError::NoWorker { .. }) => Ok(()),
-                    Err(error) => Err(error.into()),
+                    Err(error) => {
+                        let model = ModelKey::unheard(listed.unwrap_or_default());
+                        let forecast = self.forecast(&model);
+                        Err(RequestRefusal::of_admission(error, &model.name, forecast))
+                    }
                 },
             }
         }

@@ -18,6 +18,8 @@ use crate::failover::ChoiceError;
 use crate::quarantine::{Blocked, LossVerdict, QuarantineEntry};
 use crate::routing::WorkerId;
 
+pub use crate::worker_outlook::WorkerForecast;
+
 /// How often a resumed choice asks again while every worker is busy.
 const BUSY_RETRY: Duration = Duration::from_millis(100);
 /// The wait for a worker is divided into steps, so that a pause of this process is not counted.
@@ -30,8 +32,8 @@ pub(crate) const RETRY_AFTER: Duration = Duration::from_secs(1);
 /// Why a request is refused. The router refuses a request before it sends any byte of the response.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestRefusal {
-    #[error("no worker of this model is ready{}", waited_text(*.waited))]
-    NoWorker { waited: Duration, retry_after: Duration },
+    #[error("no worker of the model {model:?} is ready{}: {forecast}", waited_text(*.waited))]
+    NoWorker { model: Arc<str>, forecast: WorkerForecast, waited: Duration, retry_after: Duration },
     #[error("overloaded: {detail}")]
     Overloaded { detail: String, retry_after: Duration },
     /// The tenant reached its own limit. Requests of other tenants are still admitted.
@@ -54,12 +56,14 @@ pub enum RequestRefusal {
     Quarantined(QuarantineEntry),
 }
 
-impl From<AdmissionError> for RequestRefusal {
-    fn from(error: AdmissionError) -> Self {
+impl RequestRefusal {
+    /// The refusal by admission control of a request for `model`, whose next worker is expected as
+    /// `forecast` says.
+    pub fn of_admission(error: AdmissionError, model: &Arc<str>, forecast: WorkerForecast) -> Self {
         let detail = error.to_string();
         match error {
             AdmissionError::NoWorker { waited, retry_after } => {
-                RequestRefusal::NoWorker { waited, retry_after }
+                RequestRefusal::NoWorker { model: model.clone(), forecast, waited, retry_after }
             }
             AdmissionError::DeadlineExceeded => RequestRefusal::DeadlineExceeded,
             AdmissionError::QueueFull { retry_after, .. }
@@ -71,12 +75,16 @@ impl From<AdmissionError> for RequestRefusal {
             }
         }
     }
-}
 
-impl RequestRefusal {
-    /// No worker was there to ask, or none that was asked answered.
-    pub fn no_worker() -> Self {
-        RequestRefusal::NoWorker { waited: Duration::ZERO, retry_after: RETRY_AFTER }
+    /// No worker of `model` was there to ask, or none that was asked answered.
+    pub fn no_worker(model: &Arc<str>) -> Self {
+        let forecast = WorkerForecast::NoneAnswered;
+        RequestRefusal::NoWorker {
+            model: model.clone(),
+            forecast,
+            waited: Duration::ZERO,
+            retry_after: RETRY_AFTER,
+        }
     }
 
     /// Label value for metrics.

@@ -100,7 +100,7 @@ impl Generator {
                 return Err(refusal);
             }
         }
-        Err(refusals.into_refusal().unwrap_or_else(RequestRefusal::no_worker))
+        Err(refusals.into_refusal().unwrap_or_else(|| RequestRefusal::no_worker(&key.name)))
     }
 }
 

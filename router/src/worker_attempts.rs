@@ -11,6 +11,7 @@ use crate::admission::AdmissionError;
 use crate::admission_control::StreamPermits;
 use crate::generate::{GenerationRequest, Generator};
 use crate::opening::RequestRefusal;
+use crate::opening::WorkerForecast;
 use crate::routing::ModelKey;
 
 /// How long a request waits for a change of the workers before it asks them again. A worker that
@@ -27,6 +28,12 @@ pub(crate) struct WorkerAttempts<'a> {
 }
 
 impl Generator {
+    /// What a client is told of the next worker of a model that has none.
+    pub(crate) fn forecast(&self, model: &ModelKey) -> WorkerForecast {
+        let expected = self.registry.next_worker(model, self.admission.worker_wait());
+        WorkerForecast::of(expected, Instant::now())
+    }
+
     pub(crate) fn worker_attempts<'a>(
         &'a self,
         request: &'a GenerationRequest,
@@ -48,7 +55,11 @@ impl WorkerAttempts<'_> {
                 // Workers with another key have replaced those that it waited for.
                 Err(AdmissionError::NoWorker { .. })
                     if generator.registry.key_with_workers(&request.model) != model => {}
-                admitted => return Ok((model, admitted?)),
+                Err(error) => {
+                    let forecast = generator.forecast(&model);
+                    return Err(RequestRefusal::of_admission(error, &model.name, forecast));
+                }
+                Ok(permits) => return Ok((model, permits)),
             }
         }
     }
@@ -56,12 +67,14 @@ impl WorkerAttempts<'_> {
     /// Returns `Ok` if the request may try again after this refusal. The permits of the attempt
     /// must have been dropped.
     pub(crate) async fn refused(&mut self, refusal: RequestRefusal) -> Result<(), RequestRefusal> {
-        let RequestRefusal::NoWorker { retry_after, .. } = refusal else { return Err(refusal) };
+        let RequestRefusal::NoWorker { model, forecast, retry_after, .. } = refusal else {
+            return Err(refusal);
+        };
         let now = Instant::now();
         let first_lost = *self.first_lost.get_or_insert(now);
         if now.duration_since(first_lost) >= self.generator.admission.worker_wait() {
             let waited = self.request.origin().arrived.elapsed();
-            return Err(RequestRefusal::NoWorker { waited, retry_after });
+            return Err(RequestRefusal::NoWorker { model, forecast, waited, retry_after });
         }
         let registry = &self.generator.registry;
         let mut changes = registry.subscribe();

@@ -40,6 +40,30 @@ pub(crate) struct ExpectedWorker {
     pub(crate) until: Option<Instant>,
 }
 
+/// What a client is told of the workers of a model of which none is ready.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WorkerForecast {
+    #[error("its workers were lost, drain, or do not answer")]
+    NoneAnswered,
+    #[error("a worker is starting")]
+    Starting,
+    /// The supervisor pauses after each crash.
+    #[error("the next worker starts in {} s", .0.as_secs().max(1))]
+    StartsIn(Duration),
+    #[error("none is going to start; `ballast ps` says why")]
+    NoneExpected,
+}
+
+impl WorkerForecast {
+    pub(crate) fn of(expected: Option<ExpectedWorker>, now: Instant) -> Self {
+        match expected.map(|expected| expected.not_before.saturating_duration_since(now)) {
+            None => WorkerForecast::NoneExpected,
+            Some(Duration::ZERO) => WorkerForecast::Starting,
+            Some(time) => WorkerForecast::StartsIn(time),
+        }
+    }
+}
+
 /// An answer of the supervisor about the models of the fleet, by name.
 #[derive(Clone, Debug)]
 pub(crate) struct FleetAnswer {
@@ -136,6 +160,20 @@ mod tests {
         // The worker was started again and lost since then.
         let until = Some(later + WAIT);
         assert_eq!(next(&stopped, "m", later), Some(ExpectedWorker { not_before: later, until }));
+    }
+
+    #[test]
+    fn a_client_is_told_when_the_next_worker_starts() {
+        let now = Instant::now();
+        let forecast = |not_before| {
+            let expected = ExpectedWorker { not_before, until: None };
+            WorkerForecast::of(Some(expected), now).to_string()
+        };
+        assert_eq!(forecast(now), "a worker is starting");
+        assert_eq!(forecast(now + 2 * WAIT), "the next worker starts in 60 s");
+        assert_eq!(forecast(now + WAIT / 60), "the next worker starts in 1 s");
+        let none = WorkerForecast::of(None, now).to_string();
+        assert_eq!(none, "none is going to start; `ballast ps` says why");
     }
 
     #[test]

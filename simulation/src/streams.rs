@@ -12,7 +12,7 @@ use router::admission::{AdmissionError, AdmissionEvent, AdmissionId, AdmissionRe
 use router::failover::{ChoiceError, ChoiceProgress, FailoverAction, StreamLoss, WAIT_FOR_WORKER};
 use router::opening::{
     CallOutcome, IsolationWait, OpeningStep, RefusalCollector, Reopening, RequestRefusal, WorkerChoice,
-    WorkerTries,
+    WorkerForecast, WorkerTries,
 };
 use router::quarantine::{ContentKey, LossVerdict, StreamId};
 use router::routing::{ModelKey, RoutingPolicy, StreamDemand, StreamPlacement, WorkerId, prefix_hashes};
@@ -139,7 +139,9 @@ impl Fleet {
     pub(crate) fn request_refused_by_admission(&mut self, number: u64, error: AdmissionError) {
         let request = self.router.as_mut().and_then(|router| router.requests.remove(&number));
         if let Some(request) = request {
-            self.report_end(&request, RequestEnd::Refused(error.into()));
+            let model = MODELS[request.arrival.model].into();
+            let refusal = RequestRefusal::of_admission(error, &model, WorkerForecast::NoneExpected);
+            self.report_end(&request, RequestEnd::Refused(refusal));
         }
     }
 
@@ -207,7 +209,8 @@ impl Fleet {
             }
             Err(false) => {
                 let refusal = std::mem::take(&mut request.quest.refusals).into_refusal();
-                self.refused(number, refusal.unwrap_or_else(RequestRefusal::no_worker));
+                let model = MODELS[request.arrival.model].into();
+                self.refused(number, refusal.unwrap_or_else(|| RequestRefusal::no_worker(&model)));
             }
         }
     }

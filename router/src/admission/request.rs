@@ -112,10 +112,12 @@ pub enum AdmissionError {
     TooManyStreams { streams: u32, max: u32, retry_after: Duration },
 }
 
-/// How long a request has waited, as the end of an error.
+/// How long a request has waited, as a part of an error.
 pub(crate) fn waited_text(waited: Duration) -> String {
-    match waited {
-        Duration::ZERO => String::new(),
-        waited => format!("; the request waited {:.1} s for one", waited.as_secs_f64()),
+    /// A request that waited for less was refused at once.
+    const TOLD_MIN: Duration = Duration::from_millis(100);
+    match waited >= TOLD_MIN {
+        true => format!(" after a wait of {:.1} s", waited.as_secs_f64()),
+        false => String::new(),
     }
 }

@@ -471,7 +471,7 @@ async fn a_request_that_loses_its_only_worker_before_it_is_admitted_tries_again_
     assert_eq!((refused.status().as_u16(), &refused.headers()["retry-after"]), (503, &"1".parse().unwrap()));
     let error = refused.json::<Value>().await.unwrap()["error"].clone();
     assert_eq!(error["code"], "not_ready", "{error}");
-    assert!(error["message"].as_str().unwrap().contains("the request waited 1."), "{error}");
+    assert!(error["message"].as_str().unwrap().contains("after a wait of 1."), "{error}");
     let calls = fleet.workers[0].calls().len();
     assert!((2..=20).contains(&calls), "{calls} calls in a second");
 
