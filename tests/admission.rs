@@ -252,6 +252,33 @@ fn an_interactive_request_is_computed_while_as_many_ordinary_ones_run_as_may() {
 }
 
 #[test]
+fn a_worker_runs_and_queues_as_many_sequences_as_its_model_allows() {
+    /// Looks at the running sequences, some 50 ms apart: a worker reports several times a second.
+    const LOOKS: usize = 20;
+    let lines = "kv-tokens = 65536\nrunning-max = 3\nqueue-max = 8\n";
+    let (fleet, http) = fleet_of("[admission]\ninteractive-floor = 0\nbatch-floor = 0\n", lines);
+    http.runtime.block_on(async {
+        let refused = completion_request(&http, "a", json!({"n": 16})).send().await.unwrap();
+        assert_eq!(refused.status(), 400);
+        let error: Value = refused.json().await.unwrap();
+        assert_eq!(error["error"]["code"], "too_many_choices", "{error}");
+
+        let streams: Vec<_> = (0..6)
+            .map(|_| completion_request(&http, "a", json!({"max_tokens": 4000})).send())
+            .map(tokio::spawn)
+            .collect();
+        let running = async || metric(&http, "ballast:num_requests_running{").await;
+        eventually("three sequences run", async || running().await == Some(3)).await;
+        for _ in 0..LOOKS {
+            assert!(running().await <= Some(3));
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        streams.into_iter().for_each(|stream| stream.abort());
+    });
+    fleet.stop();
+}
+
+#[test]
 fn a_request_beyond_the_whole_cache_is_refused_with_the_numbers() {
     // A GPU allocates its KV cache in units that are larger than this cache.
     if !runs_on_host("a_request_beyond_the_whole_cache_is_refused_with_the_numbers") {

@@ -176,6 +176,12 @@ fn an_invalid_configuration_changes_nothing_and_names_the_key() {
         (format!("{valid}{}", model("other", &demo_22m(), 1, "worker = 3\n")), 2, "worker"),
         (format!("[admission]\nbatch-floor = 95\n{valid}{other}"), 2, "batch-floor"),
         (format!("[supervision]\nwatchdog = \"1ms\"\n{valid}{other}"), 2, "supervision.watchdog"),
+        (format!("{valid}{}", model("other", &demo_22m(), 1, "running-max = 513\n")), 2, "1 to 512"),
+        (
+            format!("{valid}{}", model("other", &demo_22m(), 1, "queue-max = 0\n")),
+            2,
+            "`queue-max` of \"other\"",
+        ),
         (format!("{other}{}", model("m", &demo_7m(), 5000, "")), 2, "5001 workers"),
         (format!("{other}{}", model("m", Path::new("/none.gguf"), 1, "")), 2, "/none.gguf"),
     ];

@@ -117,6 +117,8 @@ impl WorkerArguments {
             kv_tokens: self.kv_tokens,
             kv_type: self.kv_type.clone(),
             step_tokens: self.step_tokens,
+            running_max: None,
+            queue_max: None,
             draft: self.draft.as_deref().map(model_name),
             draft_depth: None,
             step_timeout: worker::step_timeout(),

@@ -8,7 +8,6 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use memory::manifest::HOST_DEVICE;
 use memory::numa::is_host_device;
@@ -26,9 +25,6 @@ use crate::devices::{self, GpuInfo, GpuInventory};
 use crate::model_config::{FleetModelConfig, to_toml_table};
 use crate::resident_models::ResidentModels;
 use crate::sized_model::SizedModel;
-
-/// A shorter limit would end healthy workers of a busy machine.
-const STEP_TIMEOUT_MIN: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -110,13 +106,7 @@ impl FleetConfig {
         config.access.check()?;
         config.tls.as_ref().map_or(Ok(()), router::TlsConfig::check)?;
         config.supervision.check().map_err(|error| invalid(&error))?;
-        if let Some(short) = config.models.iter().find(|model| model.step_timeout < STEP_TIMEOUT_MIN) {
-            let (name, timeout) = (&short.name, short.step_timeout);
-            let text = format!(
-                "`step-timeout` of {name:?} is {timeout:?}, it must be at least {STEP_TIMEOUT_MIN:?}"
-            );
-            return Err(invalid(&text));
-        }
+        config.models.iter().try_for_each(FleetModelConfig::check).map_err(|text| invalid(&text))?;
         let total = |model: &FleetModelConfig| u64::from(model.workers) * u64::from(model.device.count_min());
         check_worker_count(config.models.iter().map(total).sum()).map_err(|text| invalid(&text))?;
         check_names(&config.models).map_err(|text| invalid(&text))?;

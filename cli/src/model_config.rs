@@ -17,6 +17,8 @@ use crate::device_selection::DeviceSelection;
 /// Two workers show the purpose of a fleet: they share one copy of the weights, and a stream
 /// survives the death of its worker.
 pub(crate) const DEFAULT_WORKERS: u32 = 2;
+/// A shorter limit would end healthy workers of a busy machine.
+const STEP_TIMEOUT_MIN: Duration = Duration::from_secs(1);
 
 /// One model of a fleet.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -52,6 +54,11 @@ pub(crate) struct FleetModelConfig {
     #[serde(default, with = "worker::kv_types")]
     pub(crate) kv_type: KvTypes,
     pub(crate) step_tokens: Option<u32>,
+    /// Sequences that a worker runs at once. If absent, as many as the engine's default, and at most
+    /// `step_tokens`.
+    pub(crate) running_max: Option<u32>,
+    /// Requests that may wait at a worker for one of these places.
+    pub(crate) queue_max: Option<u32>,
     /// Source of draft tokens: "lookup", or the name of a smaller model of this fleet with the same
     /// vocabulary.
     pub(crate) draft: Option<String>,
@@ -70,6 +77,29 @@ fn default_workers() -> u32 {
 
 fn packed() -> bool {
     true
+}
+
+impl FleetModelConfig {
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let Self { name, step_timeout, .. } = self;
+        if *step_timeout < STEP_TIMEOUT_MIN {
+            return Err(format!(
+                "`step-timeout` of {name:?} is {step_timeout:?}, it must be at least {STEP_TIMEOUT_MIN:?}"
+            ));
+        }
+        // Every running sequence needs at least one row in every step.
+        let rows = self.step_tokens.unwrap_or(engine::STEP_TOKENS as u32);
+        if let Some(sequences) = self.running_max.filter(|sequences| !(1..=rows).contains(sequences)) {
+            return Err(format!(
+                "`running-max` of {name:?} is {sequences}, it must be 1 to {rows}, the tokens of a step \
+                 (`step-tokens`)"
+            ));
+        }
+        if self.queue_max == Some(0) {
+            return Err(format!("`queue-max` of {name:?} is 0, it must be at least 1"));
+        }
+        Ok(())
+    }
 }
 
 pub(crate) fn to_toml_table(config: &impl Serialize) -> CliResult<Table> {
