@@ -5,7 +5,7 @@
 
 use std::io::ErrorKind;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 use engine::{DraftModel, Drafter, Engine, PromptLookup};
@@ -25,10 +25,11 @@ use crate::config::{DraftSource, WorkerConfig};
 use crate::draft_vocabulary;
 use crate::startup_timeline::StartupTimeline;
 
-/// How long to ask for a model that the weight-server does not know yet, or a weight-server that
-/// restarts. When a fleet starts, workers may be first. A load in progress is awaited for as long
-/// as it advances.
-const RETRY_FOR: Duration = Duration::from_secs(30);
+/// How often to ask for a model that the weight-server does not know yet, or a weight-server that
+/// restarts: for 30 s. When a fleet starts, workers may be first. A load in progress is awaited for
+/// as long as it advances. Attempts are counted, so that the time in which this process is stopped
+/// is not.
+const ATTEMPTS_MAX: u32 = 600;
 const RETRY_PERIOD: Duration = Duration::from_millis(50);
 
 /// What every attach request of a worker needs.
@@ -223,18 +224,19 @@ fn wait_for_grant<R: DeviceRuntime>(
         kv_bytes: reserved.kv,
         workspace_bytes: reserved.workspace,
     };
-    let mut advanced_at = Instant::now();
+    let mut attempts = 0;
     let mut last = None;
     loop {
         let granted = handoff::attach::request_model(&context.config.weights_socket, &request, |progress| {
             if last.replace(progress) != Some(progress) {
-                advanced_at = Instant::now();
+                attempts = 0;
                 report_progress(context.notify, model, progress);
             }
         });
         match granted {
             Ok(granted) => return Ok(granted),
-            Err(error) if is_transient(&error) && advanced_at.elapsed() < RETRY_FOR => {
+            Err(error) if is_transient(&error) && attempts < ATTEMPTS_MAX => {
+                attempts += 1;
                 std::thread::sleep(RETRY_PERIOD);
             }
             Err(source) => return Err(attach_failed(context.config, model, source)),

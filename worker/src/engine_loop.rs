@@ -135,20 +135,22 @@ impl<B: Backend> EngineLoop<B> {
     /// Runs until every handle is dropped, or the device or the block pool fails.
     pub(crate) fn run(mut self) -> Result<(), EngineLoopError> {
         loop {
+            let mut received = None;
             if !self.engine.has_work() {
-                match self.wait_while_idle()? {
-                    Some(command) => self.handle(command),
-                    None => return Ok(()),
+                received = self.wait_while_idle()?;
+                if received.is_none() {
+                    return Ok(());
                 }
             }
+            self.steps.begin_work();
+            received.into_iter().for_each(|command| self.handle(command));
             while let Ok(command) = self.commands.try_recv() {
                 self.handle(command);
             }
             self.apply_flow_control();
             self.expire_prefixes(self.epoch.elapsed());
-            self.steps.begin_step();
             let stepped = self.step();
-            self.steps.end_step();
+            self.steps.end_work();
             let was_empty = stepped?;
             if was_empty && self.engine.has_work() && !self.wait_while_paused() {
                 return Ok(());
@@ -166,11 +168,13 @@ impl<B: Backend> EngineLoop<B> {
                 Err(RecvTimeoutError::Disconnected) => return Ok(None),
                 Err(RecvTimeoutError::Timeout) => {}
             }
+            self.steps.begin_work();
             if wait == IDLE {
                 self.engine.check_integrity()?;
                 self.release_memory();
             }
             self.expire_prefixes(self.epoch.elapsed());
+            self.steps.end_work();
             if self.engine.stats().kv_blocks_cached == 0 {
                 return Ok(self.commands.recv().ok());
             }
@@ -262,7 +266,11 @@ impl<B: Backend> EngineLoop<B> {
     fn wait_while_paused(&mut self) -> bool {
         let due = self.engine.next_deadline().map(|at| at.saturating_sub(self.epoch.elapsed()));
         match self.commands.recv_timeout(due.map_or(PAUSED_POLL, |due| due.min(PAUSED_POLL))) {
-            Ok(command) => self.handle(command),
+            Ok(command) => {
+                self.steps.begin_work();
+                self.handle(command);
+                self.steps.end_work();
+            }
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return false,
         }

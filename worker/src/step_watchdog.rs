@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Notices that a step does not end: a kernel that hangs, a driver that does not answer.
+//! Notices that the engine's thread does not go on: a kernel that hangs, a driver that does not
+//! answer, in a step, while it takes requests, or while it frees memory.
 //!
 //! The process still answers calls then, and its streams would wait for ever. The worker ends
 //! instead; the router resumes its streams elsewhere and the supervisor starts it again.
@@ -15,16 +16,17 @@ use tokio::time::MissedTickBehavior;
 /// clock, so a process that was stopped does not find its step overdue.
 const LOOKS: u32 = 10;
 
-/// Counts begun and ended steps together: odd while the engine's thread computes a step.
+/// Counts begun and ended work together: odd while the engine's thread works, even while it waits
+/// for requests.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct StepCounter(Arc<AtomicU64>);
 
 impl StepCounter {
-    pub(crate) fn begin_step(&self) {
+    pub(crate) fn begin_work(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(crate) fn end_step(&self) {
+    pub(crate) fn end_work(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -73,11 +75,11 @@ mod tests {
         let mut look = |counter: &StepCounter| watch.is_overdue(counter.current());
         assert!((0..100).all(|_| !look(&counter)), "no step runs");
         for _ in 0..100 {
-            counter.begin_step();
+            counter.begin_work();
             assert!(!look(&counter), "every look sees another step");
-            counter.end_step();
+            counter.end_work();
         }
-        counter.begin_step();
+        counter.begin_work();
         assert!((0..LOOKS).all(|_| !look(&counter)));
         assert!(look(&counter));
     }

@@ -142,7 +142,7 @@ impl EngineHandle {
         // The command sets `is_draining`, so every request submitted before it is in `streams`. A
         // stopped engine has no streams, and the wait ends.
         let all_ended = snapshot.wait_for(|now| now.is_draining && now.streams == 0);
-        let is_in_time = tokio::time::timeout(grace, all_ended).await.is_ok();
+        let is_in_time = service::patience::timeout(grace, all_ended).await.is_ok();
         if is_in_time {
             return 0;
         }
