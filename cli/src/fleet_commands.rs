@@ -3,7 +3,6 @@
 //! Commands to a running fleet: load and unload models, add, remove and restart workers, reload the
 //! configuration, empty prefix caches.
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -27,6 +26,7 @@ use crate::fleet_config::{check_names, devices_for};
 use crate::ps;
 use crate::running_fleet::block_on;
 use crate::sized_model::SizedModel;
+use crate::terminal::print_stdout;
 
 #[derive(clap::Args)]
 pub(crate) struct LoadArguments {
@@ -235,7 +235,7 @@ pub(crate) fn reload(arguments: ReloadArguments) -> CliResult {
         changes.push("the configuration has not changed".to_owned());
     }
     let lines: String = changes.iter().map(|change| format!("{change}\n")).collect();
-    std::io::stdout().write_all(lines.as_bytes()).with_context(|| "cannot write".to_owned())
+    print_stdout(&lines)
 }
 
 /// Asks every worker, and says which of them did not.

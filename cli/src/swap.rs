@@ -2,19 +2,19 @@
 
 //! `ballast swap`: replaces the file of a model while it serves.
 
-use std::io::Write;
 use std::path::PathBuf;
 
 use proto::fleet::v1 as wire;
 use service::Exit;
 
 use crate::chat_templates::{UnusableTemplate, read_chat_templates};
-use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::cli_error::{CliError, CliResult};
 use crate::fleet_commands::{DrainTimeout, FleetSelector, call_supervisor, known_to_fleet, load_request};
 use crate::fleet_config::devices_for;
 use crate::model_config::FleetModelConfig;
 use crate::running_fleet::block_on;
 use crate::sized_model::SizedModel;
+use crate::terminal::print_stdout;
 
 #[derive(clap::Args)]
 pub(crate) struct SwapArguments {
@@ -48,7 +48,7 @@ pub(crate) fn swap(arguments: SwapArguments) -> CliResult {
             "the configuration still names {configured}: change it, or the next start of the fleet loads that file\n"
         );
     }
-    std::io::stdout().write_all(text.as_bytes()).with_context(|| "cannot write".to_owned())
+    print_stdout(&text)
 }
 
 /// The model with its settings, and with the sizes of the new file.

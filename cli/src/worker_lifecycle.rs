@@ -4,7 +4,6 @@
 //! losing a request.
 
 use std::collections::HashMap;
-use std::io::Write;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -14,11 +13,12 @@ use proto::v1::inference_client::InferenceClient;
 use service::{Exit, RuntimeDir};
 use tonic::transport::Channel;
 
-use crate::cli_error::{CliError, CliResult, IoContext};
+use crate::cli_error::{CliError, CliResult};
 use crate::fleet_choice::find_fleet;
 use crate::ps;
 use crate::running_fleet::block_on;
 use crate::served_workers::served_workers;
+use crate::terminal::print_stdout;
 
 /// How long a restarted worker may take until the router uses it. Loading kernels and capturing
 /// graphs of a large model takes seconds.
@@ -152,8 +152,7 @@ impl RestartedFleet {
                 return Err(CliError::new(failure.exit, text));
             }
             left.remove(0);
-            let line = format!("{} restarted\n", worker.name);
-            std::io::stdout().write_all(line.as_bytes()).with_context(|| "cannot write".to_owned())?;
+            print_stdout(&format!("{} restarted\n", worker.name))?;
         }
         Ok(())
     }

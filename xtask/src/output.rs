@@ -10,7 +10,14 @@ use std::path::Path;
 
 /// Each calls a stream by a way that panics, waits, or hides its errors.
 const MACROS: [&str; 5] = ["print!(", "println!(", "eprint!(", "eprintln!(", "dbg!("];
-const STREAMS: [&str; 4] = ["stdout().lock(", "stderr().lock(", "(std::io::stdout()", "(std::io::stderr()"];
+const STREAMS: [&str; 6] = [
+    "stdout().lock(",
+    "stderr().lock(",
+    "stdout().write",
+    "stderr().write",
+    "(std::io::stdout()",
+    "(std::io::stderr()",
+];
 
 /// The output of commands, with checked errors.
 const TERMINAL: &str = "cli/src/terminal.rs";
@@ -18,8 +25,9 @@ const TERMINAL: &str = "cli/src/terminal.rs";
 /// Sources that are no part of the executable: tools, and code for tests.
 const EXEMPT: [&str; 4] = ["xtask/", "bench/", "crates/models/src/testing", "crates/models/src/testing.rs"];
 
-/// From this line on a file holds its unit tests.
-const UNIT_TESTS: &str = "#[cfg(test)]";
+/// Stands before the module from which on a file holds its unit tests, and before helpers of tests
+/// elsewhere in a file.
+const FOR_TESTS: &str = "#[cfg(test)]";
 
 pub(crate) fn check_source(file: &Path, text: &str) -> Vec<String> {
     let name = file.to_string_lossy();
@@ -28,8 +36,14 @@ pub(crate) fn check_source(file: &Path, text: &str) -> Vec<String> {
         return Vec::new();
     }
     let streams = if name == TERMINAL { &[][..] } else { &STREAMS[..] };
-    let lines = text.lines().take_while(|line| line.trim() != UNIT_TESTS).enumerate();
-    let found = lines.filter_map(|(number, line)| {
+    let lines: Vec<&str> = text.lines().collect();
+    let begins_unit_tests = |at: usize| {
+        let mut below = lines[at + 1..].iter().skip_while(|line| line.trim_start().starts_with("#["));
+        lines[at].trim() == FOR_TESTS
+            && below.next().is_some_and(|line| line.starts_with("mod ") && line.ends_with('{'))
+    };
+    let shipped = (0..lines.len()).take_while(|&at| !begins_unit_tests(at));
+    let found = shipped.map(|at| (at, lines[at])).filter_map(|(number, line)| {
         let code = line.trim_start();
         let is_comment = code.starts_with("//");
         let word =
@@ -69,6 +83,7 @@ mod tests {
         let line = "let mut out = std::io::stdout().lock();";
         assert_eq!(findings("cli/src/ps.rs", line), 1);
         assert_eq!(findings("cli/src/ps.rs", "writeln!(std::io::stdout(), \"x\")"), 1);
+        assert_eq!(findings("cli/src/ps.rs", "io::stdout().write_all(b\"x\")"), 1);
         assert_eq!(findings(TERMINAL, line), 0);
         assert_eq!(findings("cli/src/ps.rs", "std::io::stdout().is_terminal()"), 0);
     }
@@ -78,7 +93,9 @@ mod tests {
         let line = format!("{}\"x\");", MACROS[1]);
         assert_eq!(findings("xtask/src/main.rs", &line), 0);
         assert_eq!(findings("tests/harness/mod.rs", &line), 0);
-        let text = format!("fn f() {{}}\n\n{UNIT_TESTS}\nmod tests {{\n    {line}\n}}\n");
+        let text = format!("fn f() {{}}\n\n{FOR_TESTS}\nmod tests {{\n    {line}\n}}\n");
         assert!(check_source(Path::new("worker/src/a.rs"), &text).is_empty());
+        let text = format!("{FOR_TESTS}\nmod tests;\n\nfn f() {{\n    {line}\n}}\n");
+        assert_eq!(check_source(Path::new("worker/src/a.rs"), &text).len(), 1);
     }
 }
