@@ -255,7 +255,7 @@ impl LimitedGroup {
                 return Some(group);
             }
         }
-        eprintln!("SKIPPED: a cgroup with a memory limit cannot be made here");
+        crate::harness::report_skipped(format_args!("a cgroup with a memory limit cannot be made here"));
         None
     }
 }

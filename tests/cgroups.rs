@@ -28,7 +28,9 @@ impl MemoryCgroup {
         let made = std::fs::create_dir(&cgroup.0)
             .and_then(|()| std::fs::write(cgroup.0.join(limit), bytes.to_string()));
         if let Err(error) = made {
-            eprintln!("SKIPPED: {test}: no cgroup with a limit on memory can be made: {error}");
+            crate::harness::report_skipped(format_args!(
+                "{test}: no cgroup with a limit on memory can be made: {error}"
+            ));
             return None;
         }
         Some(cgroup)
@@ -124,7 +126,7 @@ fn memory_limits_of_version_2_are_read_and_named() {
     let own_mounts = ["unshare", "--map-root-user", "--mount"];
     let may_mount = Command::new(own_mounts[0]).args(&own_mounts[1..]).arg("true").status();
     if !may_mount.is_ok_and(|status| status.success()) {
-        eprintln!("SKIPPED: {test}: this user cannot make a mount namespace");
+        crate::harness::report_skipped(format_args!("{test}: this user cannot make a mount namespace"));
         return;
     }
     let cgroup = tempfile::tempdir().unwrap();
@@ -161,7 +163,7 @@ fn processes_with_other_monotonic_clocks_are_one_fleet() {
         command
     };
     if !unshare(&Command::new("true")).status().is_ok_and(|status| status.success()) {
-        return eprintln!("SKIPPED: this process may not make a time namespace");
+        return crate::harness::report_skipped(format_args!("this process may not make a time namespace"));
     }
     let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
     let command = serve(directory.path(), &demo_7m(), &["--workers", "1", "--threads", "1"]);

@@ -220,3 +220,55 @@ fn the_health_address_answers_while_every_connection_is_busy() {
     check_completion(&fleet);
     fleet.stop();
 }
+
+/// Sends `begin`, and then `more` every 100 ms. Returns what the router answers until it closes the
+/// connection, and the time until then.
+fn trickle(address: &str, begin: &[u8], more: &[u8]) -> (String, Duration) {
+    const PAUSE: Duration = Duration::from_millis(100);
+    let started = Instant::now();
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(PAUSE)).unwrap();
+    stream.write_all(begin).unwrap();
+    let (mut answer, mut part) = (Vec::new(), [0; 1024]);
+    while started.elapsed() < crate::harness::TIMEOUT {
+        match stream.read(&mut part) {
+            Ok(0) => break,
+            Ok(length) => answer.extend(&part[..length]),
+            Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => break,
+            // The next read sees a connection that is closed.
+            Err(_) => drop(stream.write_all(more)),
+        }
+    }
+    (String::from_utf8_lossy(&answer).into_owned(), started.elapsed())
+}
+
+#[test]
+fn clients_that_trickle_are_cut_off_in_time_while_others_are_served() {
+    let limits =
+        "[router]\nhead-timeout = \"2s\"\nbody-grace = \"2s\"\nbody-rate-min = \"1KiB\"\n".to_owned();
+    let fleet = ServedFleet::start_config(&(limits + &crate::harness::model_table("demo", &demo_7m(), "")));
+    let address = &address(&fleet);
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\n";
+    let body = format!("{head}content-type: application/json\r\ncontent-length: 8000\r\n\r\n");
+    // Any further byte would make half a preface another protocol.
+    let slow = [(format!("{head}x-slow: "), "x"), (body, "x"), ("PRI * HTTP/2.0\r\n".to_owned(), "")];
+    let ends = std::thread::scope(|scope| {
+        let threads: Vec<_> = slow
+            .iter()
+            .map(|(begin, more)| scope.spawn(|| trickle(address, begin.as_bytes(), more.as_bytes())))
+            .collect();
+        while threads.iter().any(|thread| !thread.is_finished()) {
+            check_health(address);
+            check_completion(&fleet);
+        }
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+    });
+    for ((begin, _), (answer, time)) in slow.iter().zip(&ends) {
+        eprintln!("measured: cut off after {time:?}: {answer:?}");
+        let seconds = time.as_secs_f64();
+        assert!((1.9..20.0).contains(&seconds), "{begin:?} held a connection for {time:?}");
+        assert!(!answer.starts_with("HTTP/1.1 2"), "{begin:?}: {answer}");
+    }
+    assert!(ends[1].0.starts_with("HTTP/1.1 408"), "{}", ends[1].0);
+    fleet.stop();
+}

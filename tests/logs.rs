@@ -359,7 +359,9 @@ fn a_log_continues_on_a_new_line_after_a_full_disk_has_room_again() {
     let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
     let disk = tempfile::tempdir().unwrap();
     if !can_mount(disk.path()) {
-        eprintln!("SKIPPED: this user cannot mount a tmpfs in a namespace of its own");
+        crate::harness::report_skipped(format_args!(
+            "this user cannot mount a tmpfs in a namespace of its own"
+        ));
         return;
     }
     let log = disk.path().join("log");
@@ -393,7 +395,9 @@ const SMALL_RUNTIME_DIR: &str = "mount -t tmpfs -o size=256k none \"$1\" && shif
 fn a_worker_restarts_although_the_disk_of_the_runtime_directory_is_full() {
     let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
     if !can_mount(directory.path()) {
-        eprintln!("SKIPPED: this user cannot mount a tmpfs in a namespace of its own");
+        crate::harness::report_skipped(format_args!(
+            "this user cannot mount a tmpfs in a namespace of its own"
+        ));
         return;
     }
     let outside = directory.path().to_owned();

@@ -26,7 +26,9 @@ fn two_devices(test: &str) -> Option<[String; 2]> {
     };
     let has_node = Path::new("/sys/devices/system/node/node0").exists();
     if second == "host:0" && !has_node {
-        eprintln!("SKIPPED: {test} needs a second device, and this kernel has no NUMA nodes");
+        crate::harness::report_skipped(format_args!(
+            "{test} needs a second device, and this kernel has no NUMA nodes"
+        ));
     }
     (second != "host:0" || has_node).then(|| ["host".to_owned(), second])
 }

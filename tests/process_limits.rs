@@ -120,7 +120,9 @@ fn a_limit_of_processes_and_threads_is_named_and_leaves_nothing() {
             .all(|it| std::fs::metadata(it).is_ok_and(|it| it.permissions().mode() & 1 == 1))
     };
     if !is_root || !may_execute(&executable()) || !may_execute(&demo_7m()) {
-        eprintln!("SKIPPED: only root can start processes of another user, in folders that all may enter");
+        crate::harness::report_skipped(format_args!(
+            "only root can start processes of another user, in folders that all may enter"
+        ));
         return;
     }
     let mut served = 0;

@@ -76,7 +76,7 @@ fn every_subcommand_has_a_manual_page_that_renders() {
     written.sort();
     assert_eq!(written, expected);
     if Command::new("groff").arg("--version").output().is_err() {
-        eprintln!("SKIPPED: groff is not installed");
+        crate::harness::report_skipped(format_args!("groff is not installed"));
         return;
     }
     for page in written {

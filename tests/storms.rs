@@ -91,7 +91,7 @@ fn i7_ten_thousand_connections_are_bounded_and_delay_no_request() {
     /// `address-connections-max`, and what the router has open besides.
     const ROUTER_DESCRIPTORS_MAX: usize = 1024 + 100;
     if !allow_descriptors(CONNECTIONS as u64 + 2000) {
-        eprintln!("SKIPPED: this process may not open {CONNECTIONS} connections");
+        crate::harness::report_skipped(format_args!("this process may not open {CONNECTIONS} connections"));
         return;
     }
     let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);

@@ -32,7 +32,9 @@ fn run_inside(test: &str) {
 /// Runs a test of `module` beside a systemd of its own.
 pub(crate) fn run_in_machine(module: &str, test: &str) {
     if !can_start_a_machine() {
-        eprintln!("SKIPPED: {test} needs root, namespaces, and an installed but not running systemd");
+        crate::harness::report_skipped(format_args!(
+            "{test} needs root, namespaces, and an installed but not running systemd"
+        ));
         return;
     }
     let folder = tempfile::tempdir().unwrap();

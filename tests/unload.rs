@@ -173,7 +173,7 @@ fn sockets_of_a_fleet_refuse_another_user_whatever_their_modes() {
     let is_root =
         std::fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0);
     if !is_root {
-        return eprintln!("SKIPPED: only root can become another user");
+        return crate::harness::report_skipped(format_args!("only root can become another user"));
     }
     let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
     let log = tempfile::NamedTempFile::new().unwrap();

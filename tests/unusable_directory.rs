@@ -32,7 +32,7 @@ fn generate_in_tmpfs(options: &str, prepare: &str) -> Option<Output> {
     let own_mounts = ["unshare", "--map-root-user", "--mount"];
     let may_mount = Command::new(own_mounts[0]).args(&own_mounts[1..]).arg("true").status();
     if !may_mount.is_ok_and(|status| status.success()) {
-        eprintln!("SKIPPED: this user cannot make a mount namespace");
+        crate::harness::report_skipped(format_args!("this user cannot make a mount namespace"));
         return None;
     }
     let directory = tempfile::tempdir().unwrap();

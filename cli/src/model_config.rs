@@ -54,7 +54,7 @@ pub(crate) struct FleetModelConfig {
     #[serde(default, with = "worker::kv_types")]
     pub(crate) kv_type: KvTypes,
     pub(crate) step_tokens: Option<u32>,
-    /// Sequences that a worker runs at once. If absent, as many as the engine's default, and at most
+    /// Sequences that a worker runs at once. If absent, the engine's default, and at most
     /// `step_tokens`.
     pub(crate) running_max: Option<u32>,
     /// Requests that may wait at a worker for one of these places.

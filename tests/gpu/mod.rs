@@ -33,7 +33,7 @@ impl Gpu {
     fn here(test: &str) -> Option<Self> {
         let name = device();
         if name == "host" {
-            eprintln!("SKIPPED: {test} needs a GPU, named by BALLAST_TEST_DEVICE");
+            crate::harness::report_skipped(format_args!("{test} needs a GPU, named by BALLAST_TEST_DEVICE"));
             return None;
         }
         Some(Self { name })

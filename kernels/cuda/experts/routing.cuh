@@ -31,8 +31,8 @@ constexpr float NAN_KEY = 2.0f;
 // of that pair's activation tile, or behind the last expert.
 constexpr uint32_t NO_PAIR = ~0u;
 
-// The calling warp computes the softmax of one row of `count` logits. Lane l holds the probabilities
-// of experts l, 32 + l, ...; of those from `count` on, it holds -1.
+// The calling warp computes the softmax of one row of `count` logits. Lane l holds the
+// probabilities of experts l, 32 + l, ...; of those from `count` on, it holds -1.
 __device__ inline void softmax(const float *logits, int count, float (&probabilities)[EXPERTS_PER_LANE]) {
     const int lane = threadIdx.x % 32;
     float largest = -INFINITY;
