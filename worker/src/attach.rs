@@ -5,7 +5,7 @@
 
 use std::io::ErrorKind;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use engine::{DraftModel, Drafter, Engine, PromptLookup};
@@ -17,7 +17,7 @@ use models::{ModelDescription, TensorHead, WeightTable};
 use ops::Backend;
 use proto::weights::v1::RefusalReason;
 use quant::DType;
-use service::Notify;
+use service::{Notify, RunningClock};
 
 use crate::attach_error::WorkerAttachError;
 use crate::backend::{self, DeviceRuntime};
@@ -25,11 +25,13 @@ use crate::config::{DraftSource, WorkerConfig};
 use crate::draft_vocabulary;
 use crate::startup_timeline::StartupTimeline;
 
-/// How often to ask for a model that the weight-server does not know yet, or a weight-server that
-/// restarts: for 30 s. When a fleet starts, workers may be first. A load in progress is awaited for
-/// as long as it advances. Attempts are counted, so that the time in which this process is stopped
-/// is not.
-const ATTEMPTS_MAX: u32 = 600;
+/// How long to ask for a model that the weight-server does not know yet, or a weight-server that
+/// restarts. When a fleet starts, workers may be first. A load in progress is awaited for as long
+/// as it advances.
+const RETRY_FOR: Duration = Duration::from_secs(30);
+/// An attempt counts for at most this long. If this process was stopped meanwhile, the rest of the
+/// time is not that of the weight-server.
+const ATTEMPT_COUNTS_MAX: Duration = Duration::from_secs(10);
 const RETRY_PERIOD: Duration = Duration::from_millis(50);
 
 /// What every attach request of a worker needs.
@@ -224,19 +226,24 @@ fn wait_for_grant<R: DeviceRuntime>(
         kv_bytes: reserved.kv,
         workspace_bytes: reserved.workspace,
     };
-    let mut attempts = 0;
+    let mut clock = RunningClock::new(Instant::now(), ATTEMPT_COUNTS_MAX);
+    let mut advanced_at = clock.now();
     let mut last = None;
     loop {
+        let mut has_advanced = false;
         let granted = handoff::attach::request_model(&context.config.weights_socket, &request, |progress| {
             if last.replace(progress) != Some(progress) {
-                attempts = 0;
+                has_advanced = true;
                 report_progress(context.notify, model, progress);
             }
         });
+        let now = clock.advance(Instant::now());
+        if has_advanced {
+            advanced_at = now;
+        }
         match granted {
             Ok(granted) => return Ok(granted),
-            Err(error) if is_transient(&error) && attempts < ATTEMPTS_MAX => {
-                attempts += 1;
+            Err(error) if is_transient(&error) && now - advanced_at < RETRY_FOR => {
                 std::thread::sleep(RETRY_PERIOD);
             }
             Err(source) => return Err(attach_failed(context.config, model, source)),
