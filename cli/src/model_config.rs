@@ -57,7 +57,7 @@ pub(crate) struct FleetModelConfig {
     /// Sequences that a worker runs at once. If absent, the engine's default, and at most
     /// `step_tokens`.
     pub(crate) running_max: Option<u32>,
-    /// Requests that may wait at a worker for one of these places.
+    /// Requests that may wait at a worker. Further requests are refused.
     pub(crate) queue_max: Option<u32>,
     /// Source of draft tokens: "lookup", or the name of a smaller model of this fleet with the same
     /// vocabulary.

@@ -29,8 +29,8 @@ use crate::startup_timeline::StartupTimeline;
 /// restarts. When a fleet starts, workers may be first. A load in progress is awaited for as long
 /// as it advances.
 const RETRY_FOR: Duration = Duration::from_secs(30);
-/// An attempt counts for at most this long. If this process was stopped meanwhile, the rest of the
-/// time is not that of the weight-server.
+/// An attempt counts for at most this long, so that a pause of this process (SIGSTOP, a frozen
+/// cgroup) does not end the wait.
 const ATTEMPT_COUNTS_MAX: Duration = Duration::from_secs(10);
 const RETRY_PERIOD: Duration = Duration::from_millis(50);
 
