@@ -95,8 +95,18 @@ pub(super) struct Deck {
 }
 
 impl Deck {
-    pub(super) fn new(random: SeededRandom) -> Self {
-        Self { random, left: Vec::new() }
+    /// The first four faults end one process of each role, so that a soak of a minute has them too.
+    pub(super) fn new(mut random: SeededRandom) -> Self {
+        let mut left = ALL.to_vec();
+        random.shuffle(&mut left);
+        let mut roles = ["worker", "weight-server", "router", "supervisor"];
+        random.shuffle(&mut roles);
+        for role in roles {
+            let end = left.iter().position(|fault| matches!(fault, Ends(of, _) if *of == role));
+            let end = left.remove(end.expect("each role has a fault that ends it"));
+            left.push(end);
+        }
+        Self { random, left }
     }
 
     pub(super) fn draw(&mut self) -> SoakFault {
@@ -233,7 +243,7 @@ impl Deck {
 }
 
 /// Loads the third model, which [`THIRD`] names.
-fn load_third(soak: &mut SoakFleet) -> Result<(), String> {
+pub(super) fn load_third(soak: &mut SoakFleet) -> Result<(), String> {
     let arguments = soak.load_arguments();
     soak.command(&arguments.iter().map(String::as_str).collect::<Vec<_>>())
 }

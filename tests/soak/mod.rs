@@ -10,6 +10,7 @@
 
 mod client;
 mod fault;
+mod fault_step;
 mod holdings;
 mod output;
 mod scenario;
@@ -39,14 +40,13 @@ const FAULT_INTERVAL: Duration = Duration::from_secs(5);
 
 #[test]
 fn i6_streams_are_whole_or_end_with_an_error_through_a_minute_of_faults() {
-    soak(Options::new(60, 1));
+    soak(Options::new(60));
 }
 
 #[test]
 #[ignore = "nightly: takes half an hour"]
 fn nightly_streams_are_whole_or_end_with_an_error_through_half_an_hour_of_faults() {
-    let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-    soak(Options::new(30 * 60, since_epoch.as_secs()));
+    soak(Options::new(30 * 60));
 }
 
 struct Options {
@@ -58,12 +58,12 @@ struct Options {
 }
 
 impl Options {
-    fn new(seconds: u64, seed: u64) -> Self {
+    fn new(seconds: u64) -> Self {
         let models = std::env::var_os("BALLAST_TEST_SOAK_MODELS");
         let models = models.map(|paths| std::env::split_paths(&paths).collect());
         Self {
             time: Duration::from_secs(variable("SECONDS").unwrap_or(seconds)),
-            seed: variable("SEED").unwrap_or(seed),
+            seed: seed(),
             workers: variable("WORKERS").unwrap_or(4),
             streams: variable("STREAMS").unwrap_or(8),
             models: models.unwrap_or_else(|| vec![demo_7m(), demo_22m()]),
@@ -76,6 +76,14 @@ fn variable<T: FromStr>(name: &str) -> Option<T> {
     Some(value.parse().unwrap_or_else(|_| panic!("BALLAST_TEST_SOAK_{name}={value} is not a number")))
 }
 
+/// BALLAST_TEST_SOAK_SEED, or the time. It is printed.
+fn seed() -> u64 {
+    let since_epoch = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    let seed = variable("SEED").unwrap_or(since_epoch.as_secs());
+    eprintln!("measured: soak: seed {seed}");
+    seed
+}
+
 /// What the load shares with the faults.
 struct Load {
     scenarios: Vec<(Scenario, Output)>,
@@ -86,7 +94,7 @@ struct Load {
 fn soak(options: Options) {
     let Options { time, seed, workers, streams, ref models } = options;
     eprintln!(
-        "measured: soak: seed {seed}, {} s, {workers} workers of {} models, {streams} streams",
+        "measured: soak: {} s, {workers} workers of {} models, {streams} streams",
         time.as_secs(),
         models.len()
     );

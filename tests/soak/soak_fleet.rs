@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::harness::http::HttpClient;
-use crate::harness::{ServedFleet, TIMEOUT, ballast, demo_22m, device, proc};
+use crate::harness::{ServedFleet, TIMEOUT, ballast, demo_22m, device, executable, proc};
 
 /// A silent process is replaced after this time. Pauses of the soak are shorter and longer.
 pub(super) const WATCHDOG: Duration = Duration::from_secs(5);
@@ -29,6 +29,10 @@ pub(super) struct SoakFleet {
     pub(super) models: Vec<(String, PathBuf)>,
     folder: tempfile::TempDir,
     listen: String,
+    /// `ballast.toml` as the fleet starts with it.
+    config: String,
+    /// What the next supervisor executes.
+    program: PathBuf,
     pub(super) log: Log,
     /// When supervisors ended. A successor followed each.
     pub(super) supervisor_ends: Vec<Instant>,
@@ -71,14 +75,16 @@ impl SoakFleet {
         let named = |(index, path): (usize, &PathBuf)| (format!("m{index}"), path.clone());
         let models: Vec<(String, PathBuf)> = models.iter().enumerate().map(named).collect();
         let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        let config = folder.path().join("ballast.toml");
-        std::fs::write(&config, configuration(&models, workers)).unwrap();
+        let (path, program) = (folder.path().join("ballast.toml"), executable());
+        let config = configuration(&models, workers);
+        std::fs::write(&path, &config).unwrap();
         let log = Log::default();
-        let mut command = serve(&config, &directory.path().join("run"), &free.to_string());
+        let mut command = serve(&program, &path, &directory.path().join("run"), &free.to_string());
         let mut supervisor = command.spawn().unwrap();
         log.read(&mut supervisor);
         let fleet = ServedFleet::announced(directory, supervisor);
-        Self { fleet, models, folder, listen: free.to_string(), log, supervisor_ends: Vec::new() }
+        let (listen, supervisor_ends) = (free.to_string(), Vec::new());
+        Self { fleet, models, folder, listen, config, program, log, supervisor_ends }
     }
 
     pub(super) fn runtime_dir(&self) -> &Path {
@@ -92,7 +98,7 @@ impl SoakFleet {
         }
         self.supervisor_ends.push(Instant::now());
         let config = self.folder.path().join("ballast.toml");
-        let mut successor = serve(&config, self.runtime_dir(), &self.listen).spawn().unwrap();
+        let mut successor = serve(&self.program, &config, self.runtime_dir(), &self.listen).spawn().unwrap();
         self.log.read(&mut successor);
         let mut stdout = successor.stdout.take().unwrap();
         std::thread::spawn(move || std::io::copy(&mut stdout, &mut std::io::sink()));
@@ -143,12 +149,37 @@ impl SoakFleet {
         assert!(!directory.exists(), "{} is left", directory.display());
     }
 
+    /// A copy of the file, made at the first call.
+    pub(super) fn file(&self, name: &str, from: &Path) -> PathBuf {
+        let path = self.folder.path().join(name);
+        if !path.exists() {
+            std::fs::copy(from, &path).unwrap();
+        }
+        path
+    }
+
+    /// Writes `ballast.toml`: the configuration of the start, changed.
+    pub(super) fn configure(&self, change: impl FnOnce(&str) -> String) {
+        std::fs::write(self.folder.path().join("ballast.toml"), change(&self.config)).unwrap();
+    }
+
+    /// Later supervisors execute another copy of the executable.
+    pub(super) fn use_next_executable(&mut self) {
+        let copies = ["first-copy", "second-copy"].map(|name| self.file(name, &executable()));
+        self.program = copies.into_iter().find(|copy| *copy != self.program).unwrap();
+    }
+
+    /// Whether every process of the fleet executes what the next supervisor will.
+    pub(super) fn executes_only_its_executable(&self) -> Result<(), String> {
+        let program = |pid: u32| std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+        let processes = self.fleet.try_processes().ok_or("ps does not answer")?;
+        let other = processes.iter().find(|process| program(process.pid) != self.program);
+        other.map_or(Ok(()), |process| Err(format!("{} executes another file", process.name)))
+    }
+
     /// Arguments of `ballast` that load the third model: a copy of a small one.
     pub(super) fn load_arguments(&self) -> Vec<String> {
-        let model = self.folder.path().join("third.gguf");
-        if !model.exists() {
-            std::fs::copy(demo_22m(), &model).unwrap();
-        }
+        let model = self.file("third.gguf", &demo_22m());
         let options = ["--threads", "1", "--kv-tokens", "512", "--device", &device(), "--name", THIRD];
         let mut arguments = vec!["load".to_owned(), model.display().to_string()];
         arguments.extend(options.map(str::to_owned));
@@ -197,8 +228,9 @@ fn configuration(models: &[(String, PathBuf)], workers: u32) -> String {
     config
 }
 
-fn serve(config: &Path, runtime_dir: &Path, listen: &str) -> Command {
-    let mut command = ballast();
+fn serve(program: &Path, config: &Path, runtime_dir: &Path, listen: &str) -> Command {
+    let mut command = Command::new(program);
+    command.stdin(Stdio::null()).env_remove("NOTIFY_SOCKET");
     command.args(["serve", "--json", "--listen", listen, "--config"]).arg(config);
     command.arg("--runtime-dir").arg(runtime_dir);
     command.stdout(Stdio::piped()).stderr(Stdio::piped());

@@ -1,40 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Each process meets SIGKILL, SIGSEGV and SIGSTOP at each step: load, attach, prefill, decode,
-//! drain. What the step is, is seen from outside: by a loader that runs, a worker that has just
-//! started, and the frames that clients have received.
+//! Each process meets SIGKILL, SIGSEGV and SIGSTOP at each step of a fleet's life (fault_step.rs),
+//! while clients have streams of models that the step does not touch.
 
-use std::process::{Child, Stdio};
+use std::process::Child;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::client::{Client, Reader};
-use super::fault::{loader_of, pause};
+use super::fault::pause;
+use super::fault_step::{FaultStep, STEPS};
 use super::holdings::Holdings;
 use super::output::Output;
 use super::scenario::Scenario;
-use super::soak_fleet::{SoakFleet, THIRD, WATCHDOG};
+use super::soak_fleet::{SoakFleet, WATCHDOG};
 use super::tally::{ProcessEnds, Tally};
 use crate::harness::random::SeededRandom;
-use crate::harness::{TIMEOUT, ballast, demo_7m, demo_22m, proc};
+use crate::harness::{TIMEOUT, demo_7m, demo_22m, proc};
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum FaultStep {
-    Load,
-    Attach,
-    Prefill,
-    Decode,
-    Drain,
-}
-
-const STEPS: [FaultStep; 5] =
-    [FaultStep::Load, FaultStep::Attach, FaultStep::Prefill, FaultStep::Decode, FaultStep::Drain];
 const ROLES: [&str; 5] = ["loader", "worker", "weight-server", "router", "supervisor"];
 const SIGNALS: [&str; 3] = ["KILL", "SEGV", "STOP"];
 
 /// Streams that run meanwhile.
 const STREAMS: usize = 4;
+
+/// Of ten cases, at least this many have to meet their step: a short one may be over before it is
+/// seen.
+const REACHED_OF_TEN_MIN: usize = 9;
 
 #[derive(Debug, Clone, Copy)]
 struct Case {
@@ -45,7 +37,7 @@ struct Case {
 
 fn cases() -> Vec<Case> {
     let of_step = |step: FaultStep| {
-        let roles = ROLES.into_iter().filter(move |&role| step == FaultStep::Load || role != "loader");
+        let roles = ROLES.into_iter().filter(move |&role| step.loads() || role != "loader");
         roles.flat_map(move |role| SIGNALS.into_iter().map(move |signal| Case { step, role, signal }))
     };
     STEPS.into_iter().flat_map(of_step).collect()
@@ -54,8 +46,10 @@ fn cases() -> Vec<Case> {
 #[test]
 #[ignore = "nightly: takes many minutes"]
 fn nightly_each_process_may_die_or_stop_at_each_step() {
-    let seed = super::variable("SEED").unwrap_or(1);
-    run(&mut SeededRandom::new(seed), cases());
+    let cases = cases();
+    let all = cases.len();
+    let reached = run(&mut SeededRandom::new(super::seed()), cases);
+    assert!(reached * 10 >= all * REACHED_OF_TEN_MIN, "{reached} of {all} cases met their step");
 }
 
 /// The cases whose text contains BALLAST_TEST_SOAK_CASE, ten times each: to look into one.
@@ -65,21 +59,29 @@ fn named_cases_again_and_again() {
     let name: String = super::variable("CASE").expect("BALLAST_TEST_SOAK_CASE is a part of a case's text");
     let mut cases = cases();
     cases.retain(|case| format!("{case:?}").contains(&name));
-    run(&mut SeededRandom::new(super::variable("SEED").unwrap_or(1)), cases.repeat(10));
+    run(&mut SeededRandom::new(super::seed()), cases.repeat(10));
 }
 
-/// A few of the cases of the nightly test, drawn by a fixed seed.
+/// Three cases of the nightly test: one of the models, one of the streams, one of the fleet.
 #[test]
-fn processes_may_die_at_the_steps_of_a_load_and_of_an_attach() {
-    let mut random = SeededRandom::new(super::variable("SEED").unwrap_or(1));
-    let mut cases = cases();
-    cases.retain(|case| matches!(case.step, FaultStep::Load | FaultStep::Attach) && case.signal != "STOP");
-    random.shuffle(&mut cases);
-    cases.truncate(3);
-    run(&mut random, cases);
+fn a_process_may_die_at_a_step_of_models_of_streams_and_of_the_fleet() {
+    let mut random = SeededRandom::new(super::seed());
+    let groups: [&[FaultStep]; 3] = [
+        &[FaultStep::Load, FaultStep::Attach, FaultStep::Swap],
+        &[FaultStep::Prefill, FaultStep::Decode, FaultStep::Drain],
+        &[FaultStep::Reload, FaultStep::Upgrade],
+    ];
+    let mut drawn = Vec::new();
+    for group in groups {
+        let mut cases = cases();
+        cases.retain(|case| group.contains(&case.step) && case.signal != "STOP");
+        drawn.push(*random.pick(&cases));
+    }
+    run(&mut random, drawn);
 }
 
-fn run(random: &mut SeededRandom, cases: Vec<Case>) {
+/// Returns how many cases met their step.
+fn run(random: &mut SeededRandom, cases: Vec<Case>) -> usize {
     let mut soak = SoakFleet::start(&[demo_7m(), demo_22m()], 4);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let names: Vec<String> = soak.models.iter().map(|(name, _)| name.clone()).collect();
@@ -89,11 +91,11 @@ fn run(random: &mut SeededRandom, cases: Vec<Case>) {
     let streams: Vec<(Scenario, Output)> =
         references.into_iter().filter(|(scenario, _)| long(&scenario.name)).collect();
     let before = Holdings::of(&soak);
-    let (mut tally, mut ends) = (Tally::default(), ProcessEnds::default());
+    let (mut tally, mut ends, mut reached) = (Tally::default(), ProcessEnds::default(), 0);
     for case in cases {
         let began = Instant::now();
-        one_case(&mut soak, &runtime, case, random, &streams, &mut tally);
-        if case.role == "router" {
+        reached += usize::from(one_case(&mut soak, &runtime, case, random, &streams, &mut tally));
+        if case.role == "router" || case.step.ends_router() {
             // One that is stopped for long ends later than it is signalled.
             ends.router.extend([began, Instant::now()]);
         }
@@ -113,8 +115,10 @@ fn run(random: &mut SeededRandom, cases: Vec<Case>) {
         soak.sleep_until(Instant::now() + Duration::from_millis(500));
     }
     soak.stop();
+    reached
 }
 
+/// Returns whether the case met its step.
 fn one_case(
     soak: &mut SoakFleet,
     runtime: &tokio::runtime::Runtime,
@@ -122,7 +126,8 @@ fn one_case(
     random: &mut SeededRandom,
     streams: &[(Scenario, Output)],
     tally: &mut Tally,
-) {
+) -> bool {
+    case.step.prepare(soak);
     let began = Instant::now();
     let client = {
         let _context = runtime.enter();
@@ -137,7 +142,7 @@ fn one_case(
             })
         })
         .collect();
-    let (victim, command) = reach(soak, &client, case, random);
+    let (victim, command) = case.step.reach(soak, &client, case.role, random);
     match (case.signal, victim) {
         ("STOP", Some(pid)) => pause(vec![pid], WATCHDOG.mul_f64(*random.pick(&[0.3, 1.6]))),
         (signal, Some(pid)) => proc::end_by_signal(pid, signal),
@@ -153,77 +158,9 @@ fn one_case(
         tally.record(&scenario, &reference, &found, ending, began);
     }
     end_command(soak, command);
-    if case.step == FaultStep::Load {
-        let _not_loaded = soak.command(&["unload", THIRD]);
-    }
-    if case.step == FaultStep::Drain {
-        let _restarted = soak.command(&["restart", "worker-0"]);
-    }
+    case.step.clean_up(soak);
     soak.wait_until_ready();
-}
-
-/// Waits for the step. Returns the process that the case names, and a command that goes on.
-fn reach(
-    soak: &mut SoakFleet,
-    client: &Client,
-    case: Case,
-    random: &mut SeededRandom,
-) -> (Option<u32>, Option<Child>) {
-    let first = |soak: &SoakFleet| soak.pids(case.role).first().copied();
-    match case.step {
-        FaultStep::Load => {
-            let command = spawn(soak, &soak.load_arguments());
-            let weight_server = soak.pids("weight-server")[0];
-            let loader = within(Duration::from_secs(5), || loader_of(weight_server));
-            let victim = if case.role == "loader" { loader } else { first(soak) };
-            (victim, Some(command))
-        }
-        FaultStep::Attach => {
-            let before = soak.pids("worker");
-            proc::send_signal(before[0], "KILL");
-            let is_new = |pid: &u32| !before.contains(pid);
-            let new = within(TIMEOUT, || soak.pids("worker").into_iter().find(is_new));
-            std::thread::sleep(Duration::from_millis(random.below(150) as u64));
-            let victim = if case.role == "worker" { new } else { first(soak) };
-            (victim, None)
-        }
-        FaultStep::Prefill => {
-            within(TIMEOUT, || (client.progress.started.load(Ordering::Relaxed) > 0).then_some(()));
-            (first(soak), None)
-        }
-        FaultStep::Decode => {
-            wait_for_tokens(client);
-            (first(soak), None)
-        }
-        FaultStep::Drain => {
-            wait_for_tokens(client);
-            let command = spawn(soak, &["drain", "worker-0", "--timeout", "3s"].map(str::to_owned));
-            std::thread::sleep(Duration::from_millis(30 + random.below(100) as u64));
-            (first(soak), Some(command))
-        }
-    }
-}
-
-fn wait_for_tokens(client: &Client) {
-    within(TIMEOUT, || (client.progress.deltas.load(Ordering::Relaxed) > 3).then_some(()));
-}
-
-/// Polls more often than `eventually`: steps are short.
-fn within<T>(time: Duration, mut condition: impl FnMut() -> Option<T>) -> Option<T> {
-    let end = Instant::now() + time;
-    while Instant::now() < end {
-        if let Some(value) = condition() {
-            return Some(value);
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    None
-}
-
-fn spawn(soak: &SoakFleet, arguments: &[String]) -> Child {
-    let mut command = ballast();
-    command.args(arguments).arg("--runtime-dir").arg(soak.runtime_dir());
-    command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+    victim.is_some()
 }
 
 /// A command ends, whatever happens to the fleet.
