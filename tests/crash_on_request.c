@@ -5,9 +5,9 @@
  * $BALLAST_TEST_CRASH_ON in what the process receives, and ends the process by SIGABRT where it
  * finds the text.
  *
- * If $BALLAST_TEST_CRASH_ONCE names a file, only the worker that can create this file crashes. It
- * answers the request first: CRASH_WRITES writes later, it sends half of a write and aborts, so
- * that the last frame of its streams is torn. */
+ * If $BALLAST_TEST_CRASH_AFTER is a number, a worker answers the request first: so many writes
+ * later, it sends half of a write and aborts, so that the last frame of its streams is torn. If
+ * $BALLAST_TEST_CRASH_ONCE names a file, only the worker that can create this file crashes. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -19,9 +19,6 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-/* A step of the engine is at least one write. */
-#define CRASH_WRITES 60
-
 typedef ssize_t (*receive_function)(int, void *, size_t, int);
 typedef ssize_t (*send_function)(int, const void *, size_t, int);
 typedef ssize_t (*vectored_function)(int, const struct iovec *, int);
@@ -31,6 +28,8 @@ static send_function send_all;
 static vectored_function write_vectored;
 static const char *crash_on;
 static const char *crash_once;
+/* A step of the engine is at least one write. */
+static int crash_after;
 /* Writes until the crash; 0 while the request has not come. */
 static int writes_left;
 
@@ -55,6 +54,8 @@ __attribute__((constructor)) static void start(void) {
     if (is_worker()) {
         crash_on = getenv("BALLAST_TEST_CRASH_ON");
         crash_once = getenv("BALLAST_TEST_CRASH_ONCE");
+        const char *writes = getenv("BALLAST_TEST_CRASH_AFTER");
+        crash_after = writes == NULL ? 0 : atoi(writes);
     }
 }
 
@@ -85,10 +86,11 @@ ssize_t writev(int file, const struct iovec *parts, int count) {
 ssize_t recv(int socket, void *buffer, size_t length, int flags) {
     ssize_t received = receive(socket, buffer, length, flags);
     if (received > 0 && crash_on != NULL && memmem(buffer, (size_t)received, crash_on, strlen(crash_on)) != NULL) {
-        if (crash_once == NULL)
+        if (crash_once != NULL && open(crash_once, O_CREAT | O_EXCL | O_WRONLY, 0600) < 0)
+            return received;
+        if (crash_after == 0)
             abort();
-        if (open(crash_once, O_CREAT | O_EXCL | O_WRONLY, 0600) >= 0)
-            __atomic_store_n(&writes_left, CRASH_WRITES, __ATOMIC_SEQ_CST);
+        __atomic_store_n(&writes_left, crash_after, __ATOMIC_SEQ_CST);
     }
     return received;
 }

@@ -30,6 +30,15 @@ impl CrashingFleet {
     fn start_crashing_once() -> Self {
         Self::start_with(&["--routing", "least-loaded"], |command, folder| {
             command.env("BALLAST_TEST_CRASH_ONCE", folder.join("crashed"));
+            command.env("BALLAST_TEST_CRASH_AFTER", "60");
+        })
+    }
+
+    /// Each worker that gets the text crashes some steps later: the output of its stream grows from
+    /// crash to crash.
+    fn start_crashing_later() -> Self {
+        Self::start_with(&[], |command, _| {
+            command.env("BALLAST_TEST_CRASH_AFTER", "30");
         })
     }
 
@@ -168,5 +177,25 @@ fn i6_a_worker_that_crashes_in_the_middle_of_a_frame_cuts_no_stream_and_blames_n
     assert_eq!(tokens(&expected), tokens(&again));
     assert_eq!(fleet.restarts(), 1);
     assert_eq!(http.metric("ballast:requests_quarantined_total").unwrap_or(0.0), 0.0);
+    fleet.fleet.stop();
+}
+
+#[test]
+fn a_request_that_crashes_workers_in_the_middle_of_its_output_is_quarantined_for_all_of_them() {
+    let fleet = CrashingFleet::start_crashing_later();
+    let http = HttpClient::connect(&fleet.fleet);
+    let harmless = json!({"prompt": "import ", "max_tokens": 8, "temperature": 0.0});
+    let expected = http.post_json("/v1/completions", &harmless)["choices"][0]["text"].clone();
+    let poison = json!({"prompt": "import ", "max_tokens": 500, "ignore_eos": true, "cache_salt": CRASH_ON});
+    let (status, answer) = http.post("/v1/completions", &poison);
+    assert_eq!(status, 422, "{answer}");
+    fleet.wait_until_ready();
+    let lost = fleet.restarts();
+    assert!((2..=8).contains(&lost), "{lost} workers were lost");
+    for _ in 0..3 {
+        assert_eq!(http.post("/v1/completions", &poison).0, 422, "a repetition is refused");
+    }
+    assert_eq!(fleet.restarts(), lost, "a repetition reached a worker");
+    assert_eq!(http.post_json("/v1/completions", &harmless)["choices"][0]["text"], expected);
     fleet.fleet.stop();
 }

@@ -13,6 +13,9 @@ use crate::routing::WorkerId;
 /// Losses after which a content is quarantined, if it was the only candidate the last time. One
 /// loss happens to any request whose worker is killed.
 const LOSSES_MAX: u32 = 2;
+/// Losses as the only candidate after which a content is quarantined although its output grew from
+/// one to the next. As many end a choice ([`crate::failover`]); others may be kills from outside.
+const LONE_LOSSES_MAX: u32 = 8;
 /// How long a trial keeps others away. A prefill of a few thousand tokens takes less.
 pub(super) const TRIAL_MAX: Duration = Duration::from_secs(5);
 /// Contents with losses. A worker that dies adds as many as it has streams.
@@ -48,14 +51,24 @@ pub enum LossVerdict {
 struct LossRecord {
     /// Zero if other contents were the candidates.
     losses: u32,
+    /// Losses as the only candidate, since a stream of the content ended as it should.
+    lone_losses: u32,
     /// The most output tokens at a loss. With more, the content is cleared.
     output_tokens: usize,
+    /// Nothing but `lone_losses` is remembered.
+    is_cleared: bool,
     /// The next trial is alone.
     is_suspect: bool,
     /// The last stream that entered a worker before the last loss.
     last_stream: StreamId,
     expires: Uptime,
     is_quarantined: bool,
+}
+
+impl LossRecord {
+    fn counts(&self, now: Uptime) -> bool {
+        self.expires > now && !self.is_cleared
+    }
 }
 
 #[derive(Debug)]
@@ -125,11 +138,14 @@ impl QuarantinePolicy {
         output_tokens: usize,
         now: Uptime,
     ) -> bool {
-        if let Some(record) = self.record(content, now) {
+        if let Some(record) = self.records.get_mut(&content).filter(|record| record.counts(now)) {
             if record.is_quarantined || output_tokens <= record.output_tokens {
                 return false;
             }
-            self.records.remove(&content);
+            record.is_cleared = true;
+            if record.lone_losses == 0 {
+                self.records.remove(&content);
+            }
         }
         self.workers.get_mut(&worker).is_some_and(|trials| trials.set_output(id))
     }
@@ -151,6 +167,8 @@ impl QuarantinePolicy {
         now: Uptime,
     ) -> LossVerdict {
         let earlier = self.record(content, now).copied();
+        let remembered = self.records.get(&content).filter(|record| record.expires > now);
+        let lone_losses = remembered.map_or(0, |record| record.lone_losses);
         let loss = self.workers.get_mut(&worker).and_then(|trials| trials.lose(id));
         // Workers that are killed together say no more about a content than one of them.
         let is_new_trial = earlier.is_none_or(|record| id > record.last_stream);
@@ -162,7 +180,9 @@ impl QuarantinePolicy {
             // it. The content is on trial again until it is past this point.
             let unblamed = LossRecord {
                 losses: 0,
+                lone_losses,
                 output_tokens,
+                is_cleared: false,
                 is_suspect: false,
                 last_stream: StreamId(0),
                 expires,
@@ -176,12 +196,23 @@ impl QuarantinePolicy {
         };
         let losses = earlier.map_or(0, |record| record.losses) + 1;
         let was_quarantined = earlier.is_some_and(|record| record.is_quarantined);
-        let is_quarantined = was_quarantined || (losses >= LOSSES_MAX && loss.is_only);
+        let lone_losses = lone_losses + u32::from(loss.is_only);
+        let is_proven = losses >= LOSSES_MAX || lone_losses >= LONE_LOSSES_MAX;
+        let is_quarantined = was_quarantined || (is_proven && loss.is_only);
         let is_suspect = loss.was_on_trial || loss.is_only || losses >= LOSSES_MAX;
         let last_stream = StreamId(self.last_id);
-        let record = LossRecord { losses, output_tokens, is_suspect, last_stream, expires, is_quarantined };
+        let record = LossRecord {
+            losses: losses.max(if is_quarantined { lone_losses } else { 0 }),
+            lone_losses,
+            output_tokens,
+            is_cleared: false,
+            is_suspect,
+            last_stream,
+            expires,
+            is_quarantined,
+        };
         self.records.insert(content, record);
-        let entry = QuarantineEntry { losses, remaining: self.quarantine_for };
+        let entry = QuarantineEntry { losses: record.losses, remaining: self.quarantine_for };
         match is_quarantined {
             true => LossVerdict::Quarantine { entry, is_new: !was_quarantined },
             false => LossVerdict::Resume,
@@ -210,7 +241,7 @@ impl QuarantinePolicy {
     }
 
     fn record(&self, content: ContentKey, now: Uptime) -> Option<&LossRecord> {
-        self.records.get(&content).filter(|record| record.expires > now)
+        self.records.get(&content).filter(|record| record.counts(now))
     }
 
     /// Keeps less than [`RECORDS_MAX`] records. Contents in quarantine are removed last.

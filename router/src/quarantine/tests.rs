@@ -61,6 +61,33 @@ fn output_beyond_the_loss_clears_a_suspect_and_output_before_it_does_not() {
     assert_eq!(lose_alone(&mut policy, A, innocent), LossVerdict::Resume, "the first loss again");
 }
 
+/// The content is alone on its worker, which dies with so much output.
+fn lose_later(policy: &mut QuarantinePolicy, content: ContentKey, output_tokens: usize) -> LossVerdict {
+    let id = policy.enter(A, content, NOW, false).unwrap();
+    policy.record_output(A, id, content, output_tokens, NOW);
+    let verdict = policy.record_loss(A, id, content, output_tokens, NOW);
+    policy.leave(A, id);
+    verdict
+}
+
+#[test]
+fn a_content_that_crashes_workers_later_each_time_is_quarantined_after_eight() {
+    let mut policy = policy();
+    for output_tokens in 1..8 {
+        assert_eq!(lose_later(&mut policy, POISON, output_tokens), LossVerdict::Resume);
+    }
+    let entry = QuarantineEntry { losses: 8, remaining: QUARANTINE };
+    assert_eq!(lose_later(&mut policy, POISON, 8), LossVerdict::Quarantine { entry, is_new: true });
+    assert_eq!(policy.find(POISON, NOW), Some(entry));
+
+    let innocent = ContentKey(1);
+    for output_tokens in 1..8 {
+        assert_eq!(lose_later(&mut policy, innocent, output_tokens), LossVerdict::Resume);
+    }
+    policy.record_completion(innocent);
+    assert_eq!(lose_later(&mut policy, innocent, 8), LossVerdict::Resume, "the first loss again");
+}
+
 /// The content has output when its worker dies. A neighbour is on trial there and has none.
 fn die_beside_a_trial(
     policy: &mut QuarantinePolicy,
