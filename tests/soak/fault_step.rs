@@ -98,7 +98,7 @@ impl FaultStep {
             Self::Drain => {
                 let seen = at_tokens(client);
                 let command = spawn(soak, &["drain", "worker-0", "--timeout", "3s"]);
-                std::thread::sleep(Duration::from_millis(30 + random.below(100) as u64));
+                std::thread::sleep(Duration::from_millis(random.below(40) as u64));
                 during(command, seen.and_then(|()| first(soak, role)))
             }
             Self::Swap => {
@@ -164,7 +164,7 @@ fn at_loader(soak: &SoakFleet, role: &str) -> Option<u32> {
 /// A process of the role while a worker attaches that is none of `before`.
 fn at_new_worker(soak: &SoakFleet, role: &str, before: &[u32], random: &mut SeededRandom) -> Option<u32> {
     let new = within(TIMEOUT, || soak.pids("worker").into_iter().find(|pid| !before.contains(pid)))?;
-    std::thread::sleep(Duration::from_millis(random.below(150) as u64));
+    std::thread::sleep(Duration::from_millis(random.below(80) as u64));
     if role == "worker" { Some(new) } else { first(soak, role) }
 }
 
@@ -190,7 +190,7 @@ fn at_upgrade(
     let answers = within(TIMEOUT, || soak.fleet.try_processes());
     let replacement: &[&str] = REPLACEMENTS[random.below(REPLACEMENTS.len())];
     let command = spawn(soak, replacement);
-    std::thread::sleep(Duration::from_millis(30 + random.below(300) as u64));
+    std::thread::sleep(Duration::from_millis(random.below(80) as u64));
     during(command, answers.and_then(|_| first(soak, role)))
 }
 
