@@ -40,6 +40,7 @@ mod model_text;
 mod mps;
 mod one_copy;
 mod one_copy_per_device;
+mod open_files;
 mod other_apis;
 mod process_limits;
 mod quarantine;

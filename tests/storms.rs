@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Many faults or many clients at once: workers that die as soon as they start, 10,000 connections,
-//! and silent clients of the hand-off socket.
+//! Many faults or many clients at once: processes that die as soon as they start, 10,000
+//! connections, and silent clients of the hand-off socket.
 
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use proto::weights::v1::Status;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, connect, socket};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
@@ -30,48 +31,106 @@ fn requests() -> Vec<TestRequest> {
     (0..4).map(request).collect()
 }
 
-#[test]
-fn i1_a_storm_of_restarts_reads_no_weights_again_and_leaves_nothing() {
-    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "3", "--threads", "1"]);
-    let expected = runtime().block_on(generate_all(&fleet.grpc, &requests()));
-    let status =
-        || eventually("the weight-server answers", || runtime().block_on(try_weight_server_status(&fleet)));
-    let keepers = || [fleet.supervisor.id(), fleet.only_process("weight-server").pid];
-    let descriptors = || keepers().map(|pid| proc::open_files(pid).len());
-    let (before, descriptors_before) = (status(), descriptors());
-    let mark = format!("{}/worker-", fleet.runtime_dir().display());
+/// What a fleet of three workers keeps through a storm of restarts.
+struct Baseline {
+    status: Status,
+    /// Of supervisor and weight-server, which keep the descriptors of the weights.
+    descriptors: [usize; 2],
+    answers: Vec<Vec<u32>>,
+}
+
+fn weight_server_status(fleet: &ServedFleet) -> Status {
+    eventually("the weight-server answers", || runtime().block_on(try_weight_server_status(fleet)))
+}
+
+fn descriptors(fleet: &ServedFleet) -> [usize; 2] {
+    [fleet.supervisor.id(), fleet.only_process("weight-server").pid].map(|pid| proc::open_files(pid).len())
+}
+
+fn answers(fleet: &ServedFleet) -> Vec<Vec<u32>> {
+    eventually("requests are served", || {
+        let found = runtime().block_on(generate_all(&fleet.grpc, &requests()));
+        found.into_iter().map(|one| Some(one.ok()?.tokens)).collect()
+    })
+}
+
+impl Baseline {
+    fn of(fleet: &ServedFleet) -> Self {
+        let answers = answers(fleet);
+        Self { status: weight_server_status(fleet), descriptors: descriptors(fleet), answers }
+    }
+
+    /// All processes are back, no weights were read again, and nothing is left of the dead.
+    fn check(&self, fleet: &ServedFleet) {
+        eventually("all processes are back", || {
+            let processes = fleet.try_processes()?;
+            processes.iter().all(|process| process.state == "ready").then_some(())
+        });
+        assert_eq!(answers(fleet), self.answers);
+        let reserved = |status: &Status| status.ledger.as_ref().map(|ledger| ledger.reserved_bytes);
+        eventually("leases and descriptors are at their baseline", || {
+            let now = weight_server_status(fleet);
+            let generation = |status: &Status| status.generations[0].generation;
+            assert_eq!(generation(&now), generation(&self.status), "the weights were loaded again");
+            let is_back = now.leases.len() == 3
+                && reserved(&now) == reserved(&self.status)
+                && descriptors(fleet).iter().zip(&self.descriptors).all(|(now, before)| *now <= before + 2);
+            is_back.then_some(())
+        });
+    }
+}
+
+/// Kills every process of the role as soon as it runs, for 4 s.
+fn storm(fleet: &ServedFleet, role: &str) {
+    let mark = format!("{}/", fleet.runtime_dir().display());
+    let has_role = |pid: &u32| proc::arguments(*pid).get(1).is_some_and(|first| first == role);
     let end = Instant::now() + Duration::from_secs(4);
     let mut killed = 0;
     while Instant::now() < end {
-        for pid in proc::processes_with_argument(&mark) {
+        for pid in proc::processes_with_argument(&mark).into_iter().filter(has_role) {
             proc::send_signal(pid, "KILL");
             killed += 1;
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    eprintln!("measured: a storm of restarts killed {killed} workers");
-    eventually("all workers are back", || {
-        let workers = fleet.processes_by_role("worker");
-        workers.iter().all(|worker| worker.state == "ready").then_some(())
-    });
-    let found = eventually("requests are served", || {
-        let found = runtime().block_on(generate_all(&fleet.grpc, &requests()));
-        found.iter().all(Result::is_ok).then_some(found)
-    });
-    for (expected, found) in expected.iter().zip(&found) {
-        assert_eq!(expected.as_ref().unwrap().tokens, found.as_ref().unwrap().tokens);
+    eprintln!("measured: a storm of restarts killed a {role} {killed} times");
+    assert!(killed > 3, "the storm killed a {role} {killed} times");
+}
+
+#[test]
+fn i1_a_storm_of_restarts_reads_no_weights_again_and_leaves_nothing() {
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "3", "--threads", "1"]);
+    let baseline = Baseline::of(&fleet);
+    for role in ["worker", "router"] {
+        storm(&fleet, role);
+        baseline.check(&fleet);
     }
-    let generation = |status: &proto::weights::v1::Status| status.generations[0].generation;
-    eventually("leases and descriptors are at their baseline", || {
-        let now = status();
-        assert_eq!(generation(&now), generation(&before), "the weights were loaded again");
-        let reserved =
-            |status: &proto::weights::v1::Status| status.ledger.as_ref().map(|ledger| ledger.reserved_bytes);
-        let is_back = now.leases.len() == 3
-            && reserved(&now) == reserved(&before)
-            && descriptors().iter().zip(&descriptors_before).all(|(now, before)| *now <= before + 2);
-        is_back.then_some(())
+    fleet.stop();
+}
+
+/// A weight-server that crashes again and again is started at most 5 s later.
+#[test]
+fn i3_a_storm_of_weight_servers_disturbs_no_stream_and_ends_within_seconds() {
+    const BACKOFF_MAX: Duration = Duration::from_secs(5);
+    /// To start and to adopt the weights on a busy machine.
+    const START: Duration = Duration::from_secs(5);
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "3", "--threads", "1"]);
+    let baseline = Baseline::of(&fleet);
+    let long: Vec<TestRequest> =
+        requests().into_iter().map(|one| TestRequest { max_tokens: 900, ..one }).collect();
+    let expected = runtime().block_on(generate_all(&fleet.grpc, &long));
+    let found = runtime().block_on(fleet.generate_during_fault(&long, || storm(&fleet, "weight-server")));
+    let ended = Instant::now();
+    for (expected, found) in expected.iter().zip(&found) {
+        assert_eq!(expected.as_ref().unwrap(), found.as_ref().unwrap(), "a stream was disturbed");
+    }
+    eventually("the weight-server is back", || {
+        (fleet.only_process("weight-server").state == "ready").then_some(())
     });
+    let took = ended.elapsed();
+    eprintln!("measured: the weight-server is back {took:?} after the storm");
+    assert!(took < BACKOFF_MAX + START, "the weight-server was back after {took:?}");
+    baseline.check(&fleet);
     fleet.stop();
 }
 

@@ -10,10 +10,12 @@ use crate::fuzz;
 /// What a release compiles kernels for (docs/decisions/0013).
 const RELEASE_ARCHS: &str = "sm_90a,sm_100,sm_120,compute_120";
 
-/// Arguments of cargo: tests that are `#[ignore]`d with the reason "nightly", the benchmarks, and
-/// the executable with its GPU part, which starts and says what it lacks where there is none.
-const STEPS: [&[&str]; 4] = [
+/// Arguments of cargo: tests that are `#[ignore]`d with the reason "nightly", the tests of logs
+/// with an executable that ends at a panic as a release does, the benchmarks, and the executable
+/// with its GPU part, which starts and says what it lacks where there is none.
+const STEPS: [&[&str]; 5] = [
     &["test", "--workspace", "--release", "--", "--ignored", "nightly"],
+    &["test", "--package", "ballast", "--test", "end_to_end", "--release", "--", "logs::"],
     &["bench", "--workspace"],
     &["run", "--package", "ballast", "--features", "cuda", "--", "devices"],
     &["run", "--package", "ballast", "--features", "cuda", "--", "doctor"],

@@ -34,7 +34,7 @@ use memory::numa::is_host_device;
 use super::{
     MAX_CLIENTS, MAX_LEASES_PER_PROCESS, RECLAIM_TIMEOUT, UNKNOWN_RESERVATIONS_WAIT, WeightServerState,
 };
-use crate::catalog::{GenerationContents, GenerationIntegrity, GenerationPhase, LoadKey};
+use crate::catalog::{Generation, GenerationContents, GenerationIntegrity, GenerationPhase, LoadKey};
 use crate::events::{AdoptedGeneration, ChangeNotice, WeightServerAction};
 use crate::ids::ConnectionId;
 use crate::lease_table::{LeaseEntry, LeasePhase, WorkerProcess};
@@ -45,6 +45,10 @@ use crate::waiters::{LeaseClaim, Waiter};
 
 /// Generations that workers return at the same time. Each may bring thousands of descriptors.
 const MAX_RETURNS: usize = 8;
+
+/// The highest number of a generation or of a lease that a claim may name. A claim raises the next
+/// number, and half of all numbers stay for what is granted here.
+pub(super) const MAX_CLAIMED_ID: u64 = u64::MAX / 2;
 
 /// A worker that has claimed one lease claims its others (a draft model's) this soon: its attempts
 /// are at most a second apart.
@@ -153,7 +157,8 @@ impl WeightServerState {
             return Err(AttachRefusal::PeerUid { uid: peer.uid });
         }
         // A lease of another process has this number, or the worker has nothing to return.
-        if self.leases.get(claim.lease).is_some() || claim.fds == 0 {
+        let is_unknown = self.leases.get(claim.lease).is_some() || claim.fds == 0;
+        if is_unknown || claim.lease.max(claim.generation) > MAX_CLAIMED_ID {
             return Err(AttachRefusal::UnknownLease { lease: claim.lease, generation: claim.generation });
         }
         if self.tokens.required() && self.tokens.name_of(&token_digest(&claim.token)).is_none() {
@@ -180,14 +185,13 @@ impl WeightServerState {
     ) -> Result<(), AttachRefusal> {
         let (generation, fds) = (claim.generation, claim.fds);
         let too_many = fds > MAX_HANDOFF_FDS || u64::from(fds) > self.ledger.free_fds();
-        // The generation's number is the next one at most: a claim cannot exhaust the numbers.
-        let Some(next) = generation.checked_add(1).filter(|_| !too_many && generation > 0) else {
+        if too_many || generation == 0 {
             return Err(AttachRefusal::UnknownLease { lease: claim.lease, generation });
-        };
+        }
         if self.returns.pending.contains_key(&generation) || self.returns.pending.len() >= MAX_RETURNS {
             return Err(AttachRefusal::NotYet { what: "another worker is returning its weights" });
         }
-        self.next_generation = self.next_generation.max(next);
+        self.next_generation = self.next_generation.max(generation + 1);
         self.returns.pending.insert(generation, PendingReturn { connection, peer, claim });
         self.actions.push(WeightServerAction::RequestReturn { connection, fds });
         Ok(())
@@ -211,6 +215,10 @@ impl WeightServerState {
             Some(_) if self.shutting_down => Some(AttachRefusal::ShuttingDown),
             Some(pending) if !is_claimed(pending) => {
                 Some(AttachRefusal::Violation { what: "another generation was returned than was claimed" })
+            }
+            // The number was granted or claimed by another worker while the descriptors came.
+            Some(PendingReturn { claim, .. }) if self.leases.get(claim.lease).is_some() => {
+                Some(AttachRefusal::UnknownLease { lease: claim.lease, generation: id })
             }
             Some(_) => None,
         };
@@ -243,9 +251,11 @@ impl WeightServerState {
         self.start_verifiers();
     }
 
-    /// Closes the descriptors of a return that is not wanted, unless its number is in use.
+    /// Closes the descriptors of a return that is not wanted, unless descriptors of a generation
+    /// with this number are held. A load has none before its hand-over.
     fn discard_returned(&mut self, id: u64) {
-        if !self.generations.contains_key(&id) {
+        let has_fds = |g: &Generation| g.phase != GenerationPhase::Queued && !g.occupies_loader();
+        if !self.generations.get(&id).is_some_and(has_fds) {
             self.actions.push(WeightServerAction::RemoveGeneration { generation: id });
         }
     }
@@ -285,7 +295,7 @@ impl WeightServerState {
             phase: LeasePhase::Restoring { connection },
             awaiting_reclaim: false,
         };
-        self.next_lease = self.next_lease.max(lease.id.saturating_add(1));
+        self.next_lease = self.next_lease.max(lease.id + 1);
         self.ledger.reserve_unchecked(ReservationKey::Lease(lease.id), lease.reservation());
         let (id, record) = (lease.id, lease.record());
         self.actions.push(WeightServerAction::StoreLease { lease: id, connection, record });

@@ -158,6 +158,59 @@ fn another_generation_than_claimed_is_refused_and_disturbs_none() {
 }
 
 #[test]
+fn a_return_with_the_number_of_a_load_leaves_no_descriptors() {
+    let mut state = state();
+    let returns = |state: &mut WeightServerState| {
+        let claim = LeaseClaim { generation: 7, lease: 7, ..claim() };
+        let claimed =
+            WeightServerEvent::ReclaimRequested { connection: ConnectionId(1), peer: peer(1), claim };
+        assert!(requested(&state.handle(claimed, at(1))));
+        let actions = state.handle(returned(1, 1, "x", 9), at(1));
+        actions.contains(&WeightServerAction::RemoveGeneration { generation: 1 })
+    };
+    state.handle(load(9, "b", 2, MIB), at(0));
+    assert!(returns(&mut state), "the loader has handed over nothing yet");
+    state.handle(planned(1, MIB), at(1));
+    assert!(returns(&mut state), "the loader has handed over nothing yet");
+    state.handle(WeightServerEvent::LoadHandedOver { generation: 1, contents: contents(MIB) }, at(2));
+    assert!(!returns(&mut state), "these are the loader's");
+    assert_eq!(state.generations().count(), 1);
+    check_integrity(&state);
+}
+
+#[test]
+fn a_claimed_number_never_replaces_a_lease_and_never_is_the_last() {
+    let mut state = state();
+    load_fully(&mut state, 1, "b", 2, MIB);
+    // Two workers claim lease 1 while it is free.
+    for (pid, generation) in [(1, 7), (2, 8)] {
+        let claim = LeaseClaim { generation, lease: 1, ..claim() };
+        let connection = ConnectionId(pid as u64);
+        let claimed = WeightServerEvent::ReclaimRequested { connection, peer: peer(pid), claim };
+        assert!(requested(&state.handle(claimed, at(1))));
+    }
+    // A third one gets it.
+    let after_wait = UNKNOWN_RESERVATIONS_WAIT + at(4);
+    state.handle(attach(3, "b"), after_wait);
+    for (connection, generation) in [(1, 7), (2, 8)] {
+        let actions = state.handle(returned(connection, generation, "x", generation), after_wait);
+        assert!(matches!(refusals(&actions)[..], [AttachRefusal::UnknownLease { lease: 1, .. }]));
+        assert!(actions.contains(&WeightServerAction::RemoveGeneration { generation }));
+    }
+    assert_eq!(state.lease(1).unwrap().worker, peer(3));
+    check_integrity(&state);
+
+    // The lease with the highest number that is taken is followed by others.
+    let mut state = awaiting();
+    state.handle(reclaim(1, super::super::returning::MAX_CLAIMED_ID), at(1));
+    state.handle(returned(1, 1, "a", 1), at(1));
+    state.handle(attach(3, "a"), after_wait);
+    state.handle(attach(4, "a"), after_wait);
+    assert_eq!(state.leases().count(), 3);
+    check_integrity(&state);
+}
+
+#[test]
 fn a_return_stops_the_load_of_the_same_bytes_and_answers_its_callers() {
     let mut state = state();
     assert!(started(&state.handle(load(9, "a", 1, MIB), at(0))));
@@ -204,6 +257,7 @@ fn claims_without_right_are_refused() {
         LeaseClaim { fds: 0, ..claim() },
         LeaseClaim { fds: 5000, ..claim() },
         LeaseClaim { generation: u64::MAX, ..claim() },
+        LeaseClaim { lease: u64::MAX, ..claim() },
     ] {
         let found = refusal(&mut state, peer(1), empty);
         assert!(matches!(found, Some(AttachRefusal::UnknownLease { .. })), "{found:?}");
