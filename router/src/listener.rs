@@ -8,7 +8,7 @@
 use std::convert::Infallible;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use hyper::Request;
@@ -16,6 +16,7 @@ use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
+use service::accept_failures::AcceptFailures;
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::server::TlsStream;
 use tokio_util::either::Either;
@@ -41,8 +42,6 @@ const HTTP1_BUFFER_BYTES_MAX: usize = 64 << 10;
 const HTTP2_HEADER_BYTES_MAX: u32 = 16 << 10;
 /// Streams that a client reset before they were served, and that the router reset.
 const HTTP2_RESET_STREAMS_MAX: usize = 20;
-/// Pause after a failed accept, for example when the process has no free descriptor.
-const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ListenerLimits {
@@ -76,6 +75,8 @@ pub(crate) async fn serve(
 ) {
     let open = OpenConnections::new(limits.connections);
     let tasks = TaskTracker::new();
+    let name = listener.local_addr().map_or_else(|_| "unknown".to_owned(), |address| address.to_string());
+    let mut failures = AcceptFailures::default();
     loop {
         let accepted = tokio::select! {
             () = stop.cancelled() => break,
@@ -84,8 +85,7 @@ pub(crate) async fn serve(
         let (stream, address) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
-                tracing::warn!(%error, "cannot accept a connection");
-                tokio::time::sleep(ACCEPT_RETRY).await;
+                tokio::time::sleep(failures.failed(&name, &error, Instant::now())).await;
                 continue;
             }
         };

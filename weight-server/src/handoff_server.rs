@@ -10,13 +10,14 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use handoff::event_loop::{AsyncConnection, AsyncListener};
 use handoff::fd_batches::{FdCollector, fd_batches};
 use handoff::pidfd;
 use handoff::seqpacket::{Connection, FrameError, Listener};
 use proto::weights::v1::{self as wire, ServerFrame, WorkerFrame, server_frame, worker_frame};
+use service::accept_failures::AcceptFailures;
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::adoption;
@@ -44,9 +45,6 @@ const COMMAND_QUEUE_CAPACITY: usize = 16;
 /// How often the path of the socket is checked. Cleaners of /tmp delete old sockets.
 const PATH_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The wait after an accept that failed for lack of descriptors or memory.
-const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(50);
-
 /// Counts protocol violations of clients, for `ballast ps` and tests.
 #[derive(Debug, Default)]
 pub(crate) struct ProtocolViolations(AtomicU64);
@@ -70,6 +68,7 @@ pub(crate) async fn accept_loop(
     // Closed for a moment when no descriptor is left, so that the listener can accept and refuse
     // waiting clients.
     let mut spare = Some(spare_fd()?);
+    let mut failures = AcceptFailures::default();
     let mut next = 0u64;
     loop {
         // The semaphore is never closed.
@@ -85,10 +84,10 @@ pub(crate) async fn accept_loop(
             match accepted {
                 Ok(connection) => break connection,
                 Err(error) => {
-                    tracing::warn!(%error, "cannot accept a worker");
+                    let wait = failures.failed("the hand-off socket", &error, Instant::now());
                     drop(spare.take());
                     listener.reject_next();
-                    tokio::time::sleep(ACCEPT_RETRY_INTERVAL).await;
+                    tokio::time::sleep(wait).await;
                     spare = spare_fd().ok();
                 }
             }

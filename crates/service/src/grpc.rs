@@ -3,6 +3,7 @@
 //! gRPC over Unix sockets, for the services between the processes of a fleet.
 
 use std::collections::BTreeSet;
+use std::convert::Infallible;
 use std::error::Error;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -10,15 +11,16 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll};
-use std::time::Duration;
+use std::task::{Context, Poll, ready};
+use std::time::{Duration, Instant};
 
 use tokio::net::{UnixListener, UnixStream};
-use tokio::time::{Interval, MissedTickBehavior};
+use tokio::time::{Interval, MissedTickBehavior, Sleep};
 use tokio_stream::{Stream, StreamExt};
 use tonic::transport::{Channel, Endpoint, Server, server::Router};
 use tonic_health::server::HealthReporter;
 
+use crate::accept_failures::AcceptFailures;
 use crate::exit::{Exit, HasExit, exit_for_io_error};
 use crate::runtime_dir::SOCKET_PATH_BYTES_MAX;
 use crate::socket_probe::probe_listener;
@@ -77,6 +79,9 @@ pub struct UdsListener {
     path: Arc<BoundPath>,
     check: Interval,
     is_lost: bool,
+    failures: AcceptFailures,
+    /// Runs after a failed attempt to accept.
+    pause: Option<Pin<Box<Sleep>>>,
     /// Users whose processes may call: this process's own, root, and those of [`Self::allow`].
     users: BTreeSet<UserId>,
 }
@@ -112,14 +117,27 @@ impl UdsListener {
     }
 }
 
+/// Gives no errors: tonic would ask for the next connection at once.
 impl Stream for UdsListener {
-    type Item = io::Result<UnixStream>;
+    type Item = UnixStream;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         while self.check.poll_tick(context).is_ready() {
             self.restore_path();
         }
-        self.listener.poll_accept(context).map(|accepted| Some(accepted.map(|(stream, _)| stream)))
+        loop {
+            if let Some(pause) = &mut self.pause {
+                ready!(pause.as_mut().poll(context));
+                self.pause = None;
+            }
+            let error = match ready!(self.listener.poll_accept(context)) {
+                Ok((stream, _)) => return Poll::Ready(Some(stream)),
+                Err(error) => error,
+            };
+            let path = Arc::clone(&self.path);
+            let wait = self.failures.failed(&path.path.to_string_lossy(), &error, Instant::now());
+            self.pause = Some(Box::pin(tokio::time::sleep(wait)));
+        }
     }
 }
 
@@ -156,7 +174,8 @@ pub fn bind(path: &Path) -> Result<UdsListener, BindError> {
     check.set_missed_tick_behavior(MissedTickBehavior::Delay);
     // Root can do everything anyway.
     let users = BTreeSet::from([UserId(rustix::process::geteuid().as_raw()), ROOT]);
-    Ok(UdsListener { listener, path, check, is_lost: false, users })
+    let failures = AcceptFailures::default();
+    Ok(UdsListener { listener, path, check, is_lost: false, failures, pause: None, users })
 }
 
 /// Checks the length of a socket path and removes the socket of a dead process. A socket that
@@ -214,10 +233,8 @@ fn serve_until(
         let path = listener.path.clone();
         let users = listener.users.clone();
         let path = &path;
-        let connections = listener.filter(move |connection| match connection {
-            Ok(connection) => check_peer(connection, &users, &path.path),
-            Err(_) => true,
-        });
+        let connections = listener.filter(move |connection| check_peer(connection, &users, &path.path));
+        let connections = connections.map(Ok::<_, Infallible>);
         router.serve_with_incoming_shutdown(connections, stop).await
     })
 }

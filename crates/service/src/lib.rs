@@ -20,6 +20,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod accept_failures;
 pub mod admin_audit;
 pub mod config;
 pub mod duration;
