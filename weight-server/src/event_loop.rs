@@ -6,6 +6,9 @@
 //! Everything that is not a plain value lives here: descriptors, connections, child processes and
 //! waiting calls. The loop makes no decisions.
 
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
+
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

@@ -118,10 +118,10 @@ fn spare_fd() -> std::io::Result<OwnedFd> {
     Ok(std::fs::File::open("/dev/null")?.into())
 }
 
-struct WorkerConnection {
-    id: ConnectionId,
-    inputs: InputSender,
-    violations: Arc<ProtocolViolations>,
+pub(crate) struct WorkerConnection {
+    pub(crate) id: ConnectionId,
+    pub(crate) inputs: InputSender,
+    pub(crate) violations: Arc<ProtocolViolations>,
 }
 
 /// Why a connection ended. None of these is an error of the weight-server.
@@ -149,6 +149,15 @@ impl From<FrameError> for ConnectionEnd {
 impl WorkerConnection {
     async fn serve(self, connection: Connection) {
         let peer = identify(&connection);
+        self.serve_peer(connection, peer).await;
+    }
+
+    /// Serves a process that has been identified, with its pidfd.
+    pub(crate) async fn serve_peer(
+        self,
+        connection: Connection,
+        peer: std::io::Result<(WorkerProcess, OwnedFd)>,
+    ) {
         let connection = match AsyncConnection::new(connection) {
             Ok(connection) => connection,
             Err(error) => return tracing::warn!(%error, "cannot serve a worker"),

@@ -45,6 +45,9 @@ pub mod tokens;
 mod verifier_child;
 pub mod waiters;
 
+#[cfg(feature = "fuzzing")]
+pub use event_loop::fuzzing;
+
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;

@@ -35,6 +35,8 @@
 //! 3. The generation of a lease exists.
 //! 4. No model name resolves to a quarantined generation.
 
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod invariants;
 mod leasing;
 mod loading;
 mod returning;

@@ -160,42 +160,7 @@ fn attach_fully(state: &mut WeightServerState, connection: u64, model: &str) -> 
 }
 
 fn check_integrity(state: &WeightServerState) {
-    let mut expected: BTreeSet<ReservationKey> =
-        state.leases().map(|lease| ReservationKey::Lease(lease.id)).collect();
-    for generation in state.generations() {
-        expected.insert(match generation.phase {
-            GenerationPhase::Ready | GenerationPhase::Retiring => ReservationKey::Weights(generation.id),
-            _ => ReservationKey::Loading(generation.id),
-        });
-        expected.extend(generation.verification.running.then_some(ReservationKey::Verifying(generation.id)));
-        assert!(
-            generation.integrity != GenerationIntegrity::Quarantined
-                || generation.phase == GenerationPhase::Retiring,
-            "a model name resolves to damaged weights"
-        );
-        assert!(
-            generation.waiters.is_empty() || generation.is_pending(),
-            "a caller waits for a load that is not pending"
-        );
-        let leases = state.leases().filter(|lease| lease.generation == generation.id).count();
-        assert!(
-            generation.phase != GenerationPhase::Retiring || leases > 0,
-            "a retired generation without leases"
-        );
-    }
-    assert_eq!(state.ledger().reservations().map(|(key, _)| key).collect::<BTreeSet<_>>(), expected);
-    for device in [HOST, GPU] {
-        let here = state.generations().filter(|g| g.key.device == device && g.occupies_loader()).count();
-        assert!(here <= 1, "{here} loaders on {device}");
-    }
-    for lease in state.leases() {
-        assert!(state.generation(lease.generation).is_some(), "a lease without its generation");
-    }
-    let mut ready = BTreeSet::new();
-    for generation in state.generations().filter(|generation| generation.phase == GenerationPhase::Ready) {
-        let name = (&generation.model, &generation.key.device);
-        assert!(ready.insert(name), "two ready generations of one model on one device");
-    }
+    invariants::check(state);
     for (device, capacity, reserved) in state.ledger().devices() {
         assert!(reserved <= capacity, "{reserved} bytes reserved on {device}");
     }
