@@ -39,7 +39,7 @@ const COUNTS: [u32; 6] = [0, 1, 2, 3, 4096, u32::MAX];
 /// Frames that a worker reads at once. A grant of three descriptors has two.
 const FRAMES_MAX: usize = 4;
 
-/// The first one is resident. Its twin has the same number, and so have the last two.
+/// The first one is resident. The second has the same number, and so have the last two.
 static HELD: LazyLock<[HeldModel; 4]> = LazyLock::new(|| {
     [(1, "m", 1), (1, "m", 2), (2, "n", 3), (2, "n", 4)]
         .map(|(generation, model, fill)| HeldModel::new(generation, model, fill))
@@ -72,7 +72,7 @@ struct Worker {
     socket: UnixDatagram,
 }
 
-struct Fleet<'a> {
+struct FuzzedWorkers<'a> {
     script: Script<'a>,
     server: FuzzedServer,
     workers: [Option<Worker>; CONNECTIONS],
@@ -80,7 +80,7 @@ struct Fleet<'a> {
     leases: Vec<u64>,
 }
 
-impl Fleet<'_> {
+impl FuzzedWorkers<'_> {
     fn step(&mut self) {
         let action = self.script.byte() % 16;
         let place = usize::from(self.script.byte()) % CONNECTIONS;
@@ -242,11 +242,12 @@ fn run(input: &[u8]) {
     let options = script.byte();
     let awaited: &[i32] = if options & 2 == 0 { &[] } else { &PIDS[..1] };
     let server = FuzzedServer::start(HELD[0].duplicates(), options & 1 != 0, awaited);
-    let mut fleet = Fleet { script, server, workers: [const { None }; CONNECTIONS], leases: Vec::new() };
-    while !fleet.script.0.is_empty() {
-        fleet.step();
+    let mut fuzzed =
+        FuzzedWorkers { script, server, workers: [const { None }; CONNECTIONS], leases: Vec::new() };
+    while !fuzzed.script.0.is_empty() {
+        fuzzed.step();
     }
-    let Fleet { server, workers, .. } = fleet;
+    let FuzzedWorkers { server, workers, .. } = fuzzed;
     drop(workers);
     server.finish();
 }
