@@ -12,7 +12,7 @@
 
 mod held_model;
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixDatagram;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
