@@ -94,10 +94,15 @@ impl QuantMix {
     }
 }
 
+/// `BENCH_MODEL` selects models by a part of their names.
 pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
+    let wanted = std::env::var("BENCH_MODEL").unwrap_or_default();
     for preset in &MODEL_PRESETS {
         for (mix, name) in [(QuantMix::Q4KM, "Q4_K_M"), (QuantMix::Q80, "Q8_0")] {
-            run(gpu, preset, mix, &format!("{} {name}", preset.name))?;
+            let name = format!("{} {name}", preset.name);
+            if name.contains(&wanted) {
+                run(gpu, preset, mix, &name)?;
+            }
         }
     }
     Ok(())
