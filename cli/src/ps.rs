@@ -333,6 +333,8 @@ fn generation_json(generation: &Generation, used_by: Vec<&str>) -> serde_json::V
         "tensor_bytes": generation.tensor_bytes,
         "allocation_bytes": generation.allocation_bytes,
         "allocations": generation.allocations,
+        "copied_from": (!generation.copied_from.is_empty()).then_some(&generation.copied_from),
+        "copy_ms": (!generation.copied_from.is_empty()).then_some(generation.copy_seconds * 1e3),
         "used_by": used_by,
     })
 }

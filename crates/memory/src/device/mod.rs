@@ -8,8 +8,8 @@
 //!   fill through its addresses                 addresses of tensors, for kernels
 //! WritableModel::finish -> descriptors ----> descriptors from the weight-server
 //! ```
-//! The weight-server between them holds descriptors and never loads the driver. A loader that copies
-//! a model from another GPU imports it ([`CopySource`]) and fills a [`WritableModel`] from it.
+//! The weight-server between them holds descriptors and never loads the driver. A loader that
+//! copies a model from another GPU imports it ([`CopySource`]) and fills a [`WritableModel`].
 
 mod imported_model;
 mod model_copy;
