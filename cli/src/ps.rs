@@ -213,8 +213,12 @@ impl FleetSnapshot {
                 users if users.is_empty() => "no model".to_owned(),
                 users => users.join(", "),
             };
+            let origin = match generation.copied_from.as_str() {
+                "" => String::new(),
+                device => format!("copied from {device}, "),
+            };
             text += &format!(
-                "weights {}: {} on {}, {}, {}, used by {users}\n",
+                "weights {}: {} on {}, {}, {}, {origin}used by {users}\n",
                 generation.model,
                 ByteSize(generation.allocation_bytes).rounded(),
                 generation.device,

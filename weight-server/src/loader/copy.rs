@@ -29,7 +29,7 @@ use super::target::LoadPlan;
 
 /// A generation on another device.
 #[derive(Debug)]
-pub(super) struct CopySource {
+pub(super) struct SourceGeneration {
     pub(super) manifest: Manifest,
     pub(super) fds: Vec<OwnedFd>,
 }
@@ -55,7 +55,7 @@ pub(super) enum CopyError {
     Digest { device: String },
 }
 
-impl CopySource {
+impl SourceGeneration {
     pub(super) fn receive(
         connection: &Connection,
         job: wire::CopyJob,

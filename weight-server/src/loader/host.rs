@@ -16,7 +16,7 @@ use memory::numa::{NumaError, NumaNode, node_of_device};
 use memory::pack::PackPlan;
 use quant::layout::LAYOUT_GGML;
 
-use super::copy::{CopyError, CopySource};
+use super::copy::{CopyError, SourceGeneration};
 use super::host_reader::{OpenModelFile, ReadProgress, TensorSource, read_all};
 use super::load_error::ModelLoadError;
 use super::sandbox::SandboxProfile;
@@ -83,7 +83,7 @@ impl LoadTarget for HostTarget {
     fn copy(
         &self,
         plan: &LoadPlan,
-        source: &CopySource,
+        source: &SourceGeneration,
         threads: usize,
         progress: &ReadProgress,
     ) -> Result<CopiedAllocations, ModelLoadError> {
@@ -139,7 +139,7 @@ fn seal(allocations: Vec<HostAllocation>) -> Result<(Vec<Allocation>, Vec<OwnedF
 }
 
 /// The source's allocations, checked against its manifest. The descriptors stay the source's.
-fn open_memfds(source: &CopySource) -> Result<Vec<SealedMemfd>, ImportHostError> {
+fn open_memfds(source: &SourceGeneration) -> Result<Vec<SealedMemfd>, ImportHostError> {
     let duplicates = source.fds.iter().map(OwnedFd::try_clone).collect::<Result<Vec<_>, _>>();
     let duplicates = duplicates.map_err(|source| ImportHostError::Map(MemfdError::OutOfFds { source }))?;
     verify_host(&source.manifest, duplicates)

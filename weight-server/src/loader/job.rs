@@ -15,7 +15,7 @@ use memory::memfd::SealedMemfd;
 use memory::pack::{PackPlan, Packing};
 
 use super::checksum;
-use super::copy::{CopyError, CopySource};
+use super::copy::{CopyError, SourceGeneration};
 use super::host_reader::{OpenModelFile, ReadProgress, TensorSource};
 use super::load_error::ModelLoadError;
 use super::target::{CopiedAllocations, FilledAllocations, LoadOverhead, LoadPlan, LoadTarget};
@@ -142,7 +142,7 @@ impl PreparedLoad {
     /// Copies the model from another device and checks the copy.
     pub(super) fn copy(
         &self,
-        source: CopySource,
+        source: SourceGeneration,
         progress: &ReadProgress,
     ) -> Result<LoadedModel, ModelLoadError> {
         let LoaderJob { files, target, threads, .. } = &self.job;

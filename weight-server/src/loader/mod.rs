@@ -55,7 +55,7 @@ use service::process_limits::StartError;
 use service::{Exit, HasExit};
 
 use channel::{receive_command, send_failure, send_frame, unexpected_command};
-use copy::{CopyError, CopySource};
+use copy::{CopyError, SourceGeneration};
 use device::open_target;
 use host_reader::{ReadProgress, TensorReadError};
 use job::{LoadedModel, LoaderJob, PreparedLoad};
@@ -122,8 +122,8 @@ fn run_job(connection: &Connection) -> Result<(), LoaderError> {
     };
     send_frame(connection, loader_frame::Kind::Plan(plan_frame(&prepared)), &[])?;
     let result = match receive_permit(connection)? {
-        LoadPermit::ReadFiles => load(connection, |progress| prepared.load(progress))?,
-        LoadPermit::Copy(source) => load(connection, |progress| prepared.copy(source?, progress))?,
+        LoadWork::ReadFiles => load(connection, |progress| prepared.load(progress))?,
+        LoadWork::Copy(source) => load(connection, |progress| prepared.copy((*source)?, progress))?,
     };
     let result = match result {
         Ok(loaded) => hand_over(connection, &loaded),
@@ -136,19 +136,19 @@ fn run_job(connection: &Connection) -> Result<(), LoaderError> {
 }
 
 /// What a loader with a plan may do.
-enum LoadPermit {
+enum LoadWork {
     ReadFiles,
-    Copy(Result<CopySource, CopyError>),
+    Copy(Box<Result<SourceGeneration, CopyError>>),
 }
 
 /// Waits for the permit to allocate. The weight-server sends a frame at least every 10 s.
-fn receive_permit(connection: &Connection) -> Result<LoadPermit, LoaderError> {
+fn receive_permit(connection: &Connection) -> Result<LoadWork, LoaderError> {
     loop {
         match receive_command(connection)?.0 {
             loader_command::Kind::AwaitSource(_) => {}
-            loader_command::Kind::Proceed(_) => return Ok(LoadPermit::ReadFiles),
+            loader_command::Kind::Proceed(_) => return Ok(LoadWork::ReadFiles),
             loader_command::Kind::Copy(job) => {
-                return Ok(LoadPermit::Copy(CopySource::receive(connection, job)?));
+                return Ok(LoadWork::Copy(Box::new(SourceGeneration::receive(connection, job)?)));
             }
             other => return Err(unexpected_command("Proceed", &other)),
         }

@@ -9,7 +9,7 @@ use gguf::GgufModel;
 use memory::manifest::{Allocation, ManifestDevice};
 use memory::pack::PackPlan;
 
-use super::copy::CopySource;
+use super::copy::SourceGeneration;
 use super::host_reader::{OpenModelFile, ReadProgress, TensorSource};
 use super::load_error::ModelLoadError;
 use super::sandbox::SandboxProfile;
@@ -56,7 +56,7 @@ pub(super) trait LoadTarget: Sync {
     fn copy(
         &self,
         plan: &LoadPlan,
-        source: &CopySource,
+        source: &SourceGeneration,
         threads: usize,
         progress: &ReadProgress,
     ) -> Result<CopiedAllocations, ModelLoadError>;

@@ -35,7 +35,7 @@ use quant::layout::{LAYOUT_TILES, Tiles};
 use super::file_parts::{FilePart, split_into_parts};
 use super::file_reader::{self, FileReader, reopen_direct};
 use super::gpu_error::GpuLoadError;
-use crate::loader::copy::CopySource;
+use crate::loader::copy::SourceGeneration;
 use crate::loader::host_reader::{OpenModelFile, ReadProgress, TensorReadError, TensorSource};
 use crate::loader::load_error::ModelLoadError;
 use crate::loader::memory_bounds::{CONTEXT_BYTES, PINNED_BYTES};
@@ -166,7 +166,7 @@ impl LoadTarget for GpuTarget {
     fn copy(
         &self,
         plan: &LoadPlan,
-        source: &CopySource,
+        source: &SourceGeneration,
         _: usize,
         progress: &ReadProgress,
     ) -> Result<CopiedAllocations, ModelLoadError> {

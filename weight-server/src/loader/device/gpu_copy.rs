@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Copies a model onto a GPU from the copy on another GPU. The checksums are computed on the target,
-//! from the bytes that its kernels will read.
+//! Copies a model onto a GPU from the copy on another GPU. The checksums are computed on the
+//! target, from the bytes that its kernels will read.
 
 use std::time::Instant;
 
@@ -12,14 +12,14 @@ use memory::manifest::Allocation;
 
 use super::gpu::{ALLOCATION_RETRY_TIMEOUT, GpuTarget};
 use super::gpu_error::GpuLoadError;
-use crate::loader::copy::CopySource;
+use crate::loader::copy::SourceGeneration;
 use crate::loader::target::{CopiedAllocations, LoadPlan};
 
 impl GpuTarget {
     pub(super) fn copy_from(
         &self,
         plan: &LoadPlan,
-        source: &CopySource,
+        source: &SourceGeneration,
     ) -> Result<CopiedAllocations, GpuLoadError> {
         let started = Instant::now();
         let (context, name) = (&self.context, source.device());
