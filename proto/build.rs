@@ -4,10 +4,11 @@
 
 use std::path::PathBuf;
 
-const FILES: [&str; 4] = [
+const FILES: [&str; 5] = [
     "ballast/v1/ballast.proto",
     "ballast/worker/v1/worker.proto",
     "ballast/weights/v1/weights.proto",
+    "ballast/weights/v1/loader.proto",
     "ballast/fleet/v1/fleet.proto",
 ];
 

@@ -213,8 +213,12 @@ impl FleetSnapshot {
                 users if users.is_empty() => "no model".to_owned(),
                 users => users.join(", "),
             };
+            let origin = match generation.copied_from.as_str() {
+                "" => String::new(),
+                device => format!("copied from {device}, "),
+            };
             text += &format!(
-                "weights {}: {} on {}, {}, {}, used by {users}\n",
+                "weights {}: {} on {}, {}, {}, {origin}used by {users}\n",
                 generation.model,
                 ByteSize(generation.allocation_bytes).rounded(),
                 generation.device,
@@ -333,6 +337,8 @@ fn generation_json(generation: &Generation, used_by: Vec<&str>) -> serde_json::V
         "tensor_bytes": generation.tensor_bytes,
         "allocation_bytes": generation.allocation_bytes,
         "allocations": generation.allocations,
+        "copied_from": (!generation.copied_from.is_empty()).then_some(&generation.copied_from),
+        "copy_ms": (!generation.copied_from.is_empty()).then_some(generation.copy_seconds * 1e3),
         "used_by": used_by,
     })
 }

@@ -84,7 +84,9 @@ impl Fleet {
                     leases += 1;
                     orphaned += usize::from(state.lease(id).is_none());
                 }
-                ReservationKey::Verifying(id) => orphaned += usize::from(state.generation(id).is_none()),
+                ReservationKey::Verifying(id) | ReservationKey::Copying(id) => {
+                    orphaned += usize::from(state.generation(id).is_none())
+                }
             }
         }
         let is_complete = generations == state.generations().count()

@@ -277,7 +277,8 @@ impl Fleet {
                     WeightServerEvent::LoadPlanned { generation, contents, available_bytes: u64::MAX };
                 self.post_to_server(10, 200, planned);
             }
-            Action::Proceed { generation } => {
+            // The simulated models have one copy each, so no load is a copy; it would take as long.
+            Action::Proceed { generation } | Action::ProceedCopying { generation, .. } => {
                 let after = self.net.random.between(50 * MILLISECOND, 2 * SECOND);
                 let done = Message::WeightServer(ToWeightServer::LoaderDone { generation });
                 self.net.timer(self.weight_server.as_ref()?.pid, after, done);
@@ -356,6 +357,7 @@ impl Fleet {
             Action::SendProgress { waiter: WaiterId::Call(_), .. }
             | Action::ReplyVerify { .. }
             | Action::ReportReloadFailure { .. }
+            | Action::ReportCopyFailure { .. }
             | Action::Publish(_) => {}
             other => unreachable!("invariant: `execute` handles every action that is no reply: {other:?}"),
         }
@@ -510,7 +512,9 @@ fn status(state: &WeightServerState) -> wire::Status {
         digest: generation.contents.digest.map(|digest| digest.to_vec().into()).unwrap_or_default(),
         state: match generation.phase {
             GenerationPhase::Queued => wire::GenerationState::Queued,
-            GenerationPhase::Starting | GenerationPhase::Loading => wire::GenerationState::Loading,
+            GenerationPhase::Starting | GenerationPhase::AwaitingSource | GenerationPhase::Loading => {
+                wire::GenerationState::Loading
+            }
             GenerationPhase::Storing => wire::GenerationState::Storing,
             GenerationPhase::Ready => wire::GenerationState::Ready,
             GenerationPhase::Retiring => wire::GenerationState::Retiring,

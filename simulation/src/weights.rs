@@ -102,5 +102,6 @@ pub(crate) fn contents_of(source: u64, inode: u64, now: Micros) -> GenerationCon
         created_unix_seconds: now / 1_000_000,
         staging_bytes: 0,
         host_bytes: TENSOR_BYTES,
+        ..GenerationContents::default()
     }
 }

@@ -8,6 +8,7 @@
 //! that begin with "measured:" are for the summary of that script.
 
 mod bad_input;
+mod copies;
 mod cycles;
 mod faults;
 mod memory;

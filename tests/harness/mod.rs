@@ -15,6 +15,7 @@ use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Timeout for anything that normally takes less than a second, for busy machines.
@@ -43,6 +44,22 @@ pub(crate) fn ballast() -> Command {
 /// "cuda:0".
 pub(crate) fn device() -> String {
     std::env::var("BALLAST_TEST_DEVICE").unwrap_or_else(|_| HOST.to_owned())
+}
+
+/// The second GPU of tests on several devices: BALLAST_TEST_SECOND_DEVICE.
+pub(crate) fn second_gpu() -> Option<String> {
+    std::env::var("BALLAST_TEST_SECOND_DEVICE").ok()
+}
+
+/// The name `cuda:N` of the GPU with this UUID.
+pub(crate) fn gpu_name(uuid: &str) -> String {
+    static GPUS: OnceLock<Value> = OnceLock::new();
+    let seen = GPUS.get_or_init(|| {
+        let (stdout, stderr) = text(&ballast().args(["devices", "--json"]).output().unwrap());
+        serde_json::from_str(&stdout).unwrap_or_else(|_| panic!("{stdout}{stderr}"))
+    });
+    let found = seen["gpus"].as_array().unwrap().iter().find(|gpu| gpu["uuid"] == uuid);
+    format!("cuda:{}", found.unwrap_or_else(|| panic!("no {uuid} in {seen}"))["ordinal"])
 }
 
 /// A `[[models]]` entry of `ballast.toml` with one worker, and further lines.

@@ -5,12 +5,13 @@
 //! ```text
 //!          loader starts       plan reserved      handed over        in the FD store
 //! Queued --------------> Starting -------> Loading -------> Storing -------------> Ready
-//!                                                                                   |
+//!                            '-> AwaitingSource -^                                  |
 //!                                                            unloaded or replaced   |
 //!                                                  last lease ended                 v
 //!                                         removed <-------------------------- Retiring
 //! ```
-//! The types here are plain values; `state` changes them.
+//! A load waits in AwaitingSource while another device gets a copy of the same files
+//! (`state/copying.rs`). The types here are plain values; `state` changes them.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -35,8 +36,12 @@ pub struct LoadKey {
 
 impl LoadKey {
     pub fn is_same(&self, other: &Self) -> bool {
-        self.device == other.device
-            && self.layout == other.layout
+        self.device == other.device && self.has_same_bytes(other)
+    }
+
+    /// Equal files in an equal layout, on whatever devices: one can be copied from the other.
+    pub fn has_same_bytes(&self, other: &Self) -> bool {
+        self.layout == other.layout
             && self.one_per_tensor == other.one_per_tensor
             && self.files.len() == other.files.len()
             && self.files.iter().zip(&other.files).all(|(a, b)| a.is_same_file(b))
@@ -49,6 +54,8 @@ pub enum GenerationPhase {
     Queued,
     /// The loader checks the headers of the model files.
     Starting,
+    /// The plan is reserved. The loader waits for the copy of the same files on another device.
+    AwaitingSource,
     Loading,
     /// The descriptors are being stored in the FD store.
     Storing,
@@ -76,6 +83,19 @@ pub struct GenerationContents {
     /// Host memory that the load takes. On the host, and on boards that share its memory, it
     /// includes the allocations.
     pub host_bytes: u64,
+    /// GPUs whose memory the loader's GPU can access.
+    pub peer_devices: Vec<String>,
+    /// How long the copy from another device took, with the check of its checksums.
+    pub copy_time: Duration,
+}
+
+/// Where the bytes of a generation come from.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum BytesSource {
+    #[default]
+    Files,
+    /// The copy of the same files on another device.
+    Copy { generation: u64, device: String },
 }
 
 impl GenerationContents {
@@ -89,8 +109,7 @@ impl GenerationContents {
             allocations: manifest.allocations.len() as u32,
             tensors: manifest.tensors.len() as u32,
             created_unix_seconds: manifest.created_unix_seconds,
-            staging_bytes: 0,
-            host_bytes: 0,
+            ..Self::default()
         }
     }
 
@@ -132,6 +151,9 @@ pub struct Generation {
     pub model: String,
     pub key: LoadKey,
     pub phase: GenerationPhase,
+    pub source: BytesSource,
+    /// A copy from another device has failed.
+    pub reads_files: bool,
     pub contents: GenerationContents,
     pub done_bytes: u64,
     pub requested_at: Duration,
@@ -152,37 +174,40 @@ impl Generation {
 
     /// A device has one loader at a time, and this generation's loader is it.
     pub fn occupies_loader(&self) -> bool {
+        self.phase == GenerationPhase::AwaitingSource || self.is_loader_busy()
+    }
+
+    /// The loader has work, and its progress is due.
+    pub fn is_loader_busy(&self) -> bool {
         matches!(self.phase, GenerationPhase::Starting | GenerationPhase::Loading)
+    }
+
+    /// The generation whose memory the loader reads now.
+    pub fn copies_from(&self) -> Option<u64> {
+        match self.source {
+            BytesSource::Copy { generation, .. } if self.phase == GenerationPhase::Loading => {
+                Some(generation)
+            }
+            _ => None,
+        }
     }
 
     /// The generation is on its way to Ready.
     pub fn is_pending(&self) -> bool {
-        matches!(
-            self.phase,
-            GenerationPhase::Queued
-                | GenerationPhase::Starting
-                | GenerationPhase::Loading
-                | GenerationPhase::Storing
-        )
+        matches!(self.phase, GenerationPhase::Queued | GenerationPhase::Storing) || self.occupies_loader()
     }
 
     /// Memory that is reserved but not yet taken from the host.
     pub fn outstanding_bytes(&self, reserved: u64) -> u64 {
         match self.phase {
             GenerationPhase::Storing | GenerationPhase::Ready | GenerationPhase::Retiring => 0,
-            GenerationPhase::Queued | GenerationPhase::Starting | GenerationPhase::Loading
-                if is_host_device(&self.key.device) =>
-            {
-                reserved.saturating_sub(self.done_bytes)
-            }
+            _ if is_host_device(&self.key.device) => reserved.saturating_sub(self.done_bytes),
             // A load onto a GPU takes little host memory, and takes it before its first progress
             // report.
-            GenerationPhase::Queued | GenerationPhase::Starting | GenerationPhase::Loading => {
-                match self.done_bytes {
-                    0 => self.contents.host_bytes,
-                    _ => 0,
-                }
-            }
+            _ => match self.done_bytes {
+                0 => self.contents.host_bytes,
+                _ => 0,
+            },
         }
     }
 }

@@ -27,6 +27,7 @@ use crate::handoff_server::ProtocolViolations;
 use crate::held_fds::{GenerationFds, LeaseFds};
 use crate::ids::{CallId, ConnectionId};
 use crate::lease_table::WorkerProcess;
+use crate::load_permit::LoadPermit;
 use crate::loader_child::{LoadJob, LoaderHandle, LoaderProgram, start};
 use crate::messages::{ConnectionCommand, InputSender, LoadCall, LoopInput};
 use crate::refusal::{UnloadRefusal, VerifyFailure};
@@ -271,7 +272,15 @@ impl WeightServerLoop {
             WeightServerAction::StartLoader { generation } => self.start_loader(generation),
             WeightServerAction::Proceed { generation } => {
                 let loader = self.loaders.get_mut(&generation);
-                loader.expect("invariant: a generation whose plan is reserved has a loader").proceed();
+                let loader = loader.expect("invariant: a generation whose plan is reserved has a loader");
+                loader.proceed(LoadPermit::ReadFiles);
+            }
+            WeightServerAction::ProceedCopying { generation, source } => {
+                let fds = self.generations.get(&source);
+                let fds = Arc::clone(fds.expect("invariant: a resident generation has descriptors"));
+                let loader = self.loaders.get_mut(&generation);
+                let loader = loader.expect("invariant: a generation whose plan is reserved has a loader");
+                loader.proceed(LoadPermit::Copy(fds));
             }
             WeightServerAction::StopLoader { generation } => drop(self.loaders.remove(&generation)),
             WeightServerAction::StoreGeneration { generation } => {
@@ -339,6 +348,14 @@ impl WeightServerLoop {
             }
             WeightServerAction::ReportReloadFailure { model, failure } => {
                 tracing::error!(model, %failure, "cannot reload a damaged model");
+            }
+            WeightServerAction::ReportCopyFailure { generation, source, failure } => {
+                tracing::warn!(
+                    generation,
+                    source,
+                    %failure,
+                    "cannot copy the weights from another device: reading the file"
+                );
             }
             WeightServerAction::SendProgress { waiter: WaiterId::Worker(connection), progress } => {
                 // A worker that does not read loses progress reports, nothing else.

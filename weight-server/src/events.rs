@@ -118,6 +118,11 @@ pub enum WeightServerAction {
     Proceed {
         generation: u64,
     },
+    /// Lets the loader allocate and copy a resident generation.
+    ProceedCopying {
+        generation: u64,
+        source: u64,
+    },
     StopLoader {
         generation: u64,
     },
@@ -137,6 +142,12 @@ pub enum WeightServerAction {
     /// Logs that a quarantined model could not be reloaded. No caller waits for that reload.
     ReportReloadFailure {
         model: String,
+        failure: LoadFailure,
+    },
+    /// Logs that a generation is read from its files although a copy is resident.
+    ReportCopyFailure {
+        generation: u64,
+        source: u64,
         failure: LoadFailure,
     },
     /// Marks the generation in the FD store, so that a successor does not resolve the model name to
@@ -201,6 +212,7 @@ pub enum WeightServerAction {
 #[derive(Debug, Clone, PartialEq)]
 pub struct LoadOutcome {
     pub generation: u64,
+    /// False if the bytes were resident, on this device or another one.
     pub read_from_file: bool,
     pub elapsed: Duration,
 }

@@ -230,6 +230,7 @@ impl From<LoadFailure> for Status {
                 LoaderErrorKind::OutOfFds => (Code::ResourceExhausted, Kind::OutOfFds),
                 LoaderErrorKind::Unsupported => (Code::Unimplemented, Kind::Unsupported),
                 LoaderErrorKind::Device => (Code::Internal, Kind::Device),
+                LoaderErrorKind::SourceDamaged => (Code::DataLoss, Kind::SourceDamaged),
             },
             LoadFailure::LoaderLost { .. } => (Code::Aborted, Kind::LoaderLost),
             LoadFailure::NoProgress { .. } => (Code::DeadlineExceeded, Kind::NoProgress),
@@ -292,7 +293,9 @@ impl From<GenerationView> for wire::Generation {
     fn from(view: GenerationView) -> Self {
         let state = match view.phase {
             GenerationPhase::Queued => wire::GenerationState::Queued,
-            GenerationPhase::Starting | GenerationPhase::Loading => wire::GenerationState::Loading,
+            GenerationPhase::Starting | GenerationPhase::AwaitingSource | GenerationPhase::Loading => {
+                wire::GenerationState::Loading
+            }
             GenerationPhase::Storing => wire::GenerationState::Storing,
             GenerationPhase::Ready => wire::GenerationState::Ready,
             GenerationPhase::Retiring => wire::GenerationState::Retiring,
@@ -321,6 +324,8 @@ impl From<GenerationView> for wire::Generation {
             done_bytes: view.done_bytes,
             adopted: view.adopted,
             integrity: integrity.into(),
+            copied_from: view.copied_from.unwrap_or_default(),
+            copy_seconds: view.contents.copy_time.as_secs_f64(),
         }
     }
 }
@@ -403,6 +408,7 @@ fn reservation_message(
         ReservationKey::Loading(generation) => (wire::ReservationKind::Loading, generation),
         ReservationKey::Weights(generation) => (wire::ReservationKind::Weights, generation),
         ReservationKey::Verifying(generation) => (wire::ReservationKind::Verifying, generation),
+        ReservationKey::Copying(generation) => (wire::ReservationKind::Copying, generation),
         ReservationKey::Lease(lease) if orphaned(lease) => (wire::ReservationKind::Orphaned, lease),
         ReservationKey::Lease(lease) => (wire::ReservationKind::Lease, lease),
     };

@@ -24,6 +24,9 @@ pub enum ReservationKey {
     Lease(u64),
     /// A verifier's context, by the generation that it checks.
     Verifying(u64),
+    /// What a loader takes on the device of the copy that it reads, by the generation that it
+    /// makes.
+    Copying(u64),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -31,6 +31,7 @@ mod held_fds;
 pub mod ids;
 pub mod lease_table;
 pub mod ledger;
+mod load_permit;
 pub mod loader;
 mod loader_child;
 mod messages;

@@ -25,16 +25,22 @@ use service::process_limits::StartError;
 use service::{Exit, HasExit};
 use tokio::process::{Child, Command};
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 
 use crate::catalog::{GenerationContents, LoadKey};
 use crate::events::WeightServerEvent;
 use crate::held_fds::{GenerationFds, GenerationFdsError};
+use crate::load_permit::{LoadPermit, PermitError};
 use crate::messages::{InputSender, LoopInput};
 use crate::model_files::{blocking, open_files};
 use crate::refusal::{LoadFailure, LoaderErrorKind};
 use crate::text_check_child::{TextCheckError, check_text};
 
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How often a loader hears that it has to wait for the copy that it is to read. It gives up on
+/// silence, after 30 s.
+const AWAIT_SOURCE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// From the last frame of a loader to its exit.
 pub(crate) const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -87,16 +93,16 @@ pub(crate) struct LoadJob {
 /// Kept by the event loop. Dropping it kills the child.
 #[derive(Debug)]
 pub(crate) struct LoaderHandle {
-    proceed: Option<oneshot::Sender<()>>,
+    proceed: Option<oneshot::Sender<LoadPermit>>,
     task: tokio::task::JoinHandle<()>,
 }
 
 impl LoaderHandle {
     /// The loader's plan is reserved: it may allocate.
-    pub(crate) fn proceed(&mut self) {
+    pub(crate) fn proceed(&mut self, permit: LoadPermit) {
         if let Some(proceed) = self.proceed.take() {
             // A loader that has failed in the meantime reports that itself.
-            let _ = proceed.send(());
+            let _ = proceed.send(permit);
         }
     }
 }
@@ -122,10 +128,22 @@ enum LoaderSessionError {
     Connection(#[from] FrameError),
     #[error("it broke the protocol: {what}")]
     Protocol { what: &'static str },
+    #[error("it took no permit")]
+    Permit(#[from] PermitError),
     #[error("its hand-off is inconsistent")]
     Handoff(#[from] FdBatchError),
     #[error("what it handed over is not usable")]
     Import(#[from] GenerationFdsError),
+}
+
+impl LoaderSessionError {
+    /// The loader has exited.
+    fn is_closed(&self) -> bool {
+        matches!(
+            self,
+            Self::Connection(FrameError::Closed) | Self::Permit(PermitError::Connection(FrameError::Closed))
+        )
+    }
 }
 
 pub(crate) fn start(job: LoadJob, program: LoaderProgram, inputs: InputSender) -> LoaderHandle {
@@ -145,7 +163,7 @@ async fn load(
     job: LoadJob,
     program: &LoaderProgram,
     inputs: &InputSender,
-    reserved: oneshot::Receiver<()>,
+    reserved: oneshot::Receiver<LoadPermit>,
 ) -> Result<(GenerationContents, GenerationFds), LoadFailure> {
     let paths: Vec<PathBuf> = job.key.files.iter().map(|file| file.path.clone()).collect();
     let files = blocking(move || open_files(paths)).await?;
@@ -163,11 +181,11 @@ async fn load(
     // The check runs while the loader reads the headers and creates its context.
     let may_allocate = async {
         check_text(&checked_files, program).await?;
-        if reserved.await.is_err() {
+        match reserved.await {
+            Ok(permit) => Ok(permit),
             // The load was cancelled, so this task is about to be aborted.
-            std::future::pending::<()>().await;
+            Err(_) => std::future::pending().await,
         }
-        Ok(())
     };
     let followed = run_session(&job, files, ours, inputs, may_allocate).await;
     if let Err(LoaderSessionError::Text(_)) = &followed {
@@ -179,11 +197,12 @@ async fn load(
     followed.map_err(|error| match error {
         LoaderSessionError::Failed(failure) => failure,
         LoaderSessionError::Text(error) => error.into(),
-        LoaderSessionError::Connection(FrameError::Closed) if ended.lacked_resources => LoadFailure::Loader {
+        LoaderSessionError::Permit(PermitError::Reported(failed)) => reported_failure(failed),
+        error if error.is_closed() && ended.lacked_resources => LoadFailure::Loader {
             kind: LoaderErrorKind::OutOfMemory,
             text: "the loader lacked memory, processes or threads, and its line in the log says which; nothing of the model is left in memory".to_owned(),
         },
-        LoaderSessionError::Connection(FrameError::Closed) => LoadFailure::LoaderLost { how: ended.how },
+        error if error.is_closed() => LoadFailure::LoaderLost { how: ended.how },
         error => lost(&error),
     })
 }
@@ -246,7 +265,7 @@ async fn run_session(
     files: Vec<(FileIdentity, File)>,
     socket: Connection,
     inputs: &InputSender,
-    reserved: impl Future<Output = Result<(), TextCheckError>>,
+    reserved: impl Future<Output = Result<LoadPermit, TextCheckError>>,
 ) -> Result<(GenerationContents, GenerationFds), LoaderSessionError> {
     tokio::pin!(reserved);
     let connection = AsyncConnection::new(socket).map_err(LoaderSessionError::Socket)?;
@@ -255,20 +274,22 @@ async fn run_session(
     drop(files);
     let mut collector = None;
     let mut may_allocate = false;
+    let mut waits = tokio::time::interval_at(Instant::now() + AWAIT_SOURCE_INTERVAL, AWAIT_SOURCE_INTERVAL);
     loop {
         let (frame, fds) = tokio::select! {
             frame = connection.receive::<LoaderFrame>() => frame?,
-            reserved = &mut reserved, if !may_allocate => {
-                reserved?;
+            permit = &mut reserved, if !may_allocate => {
                 may_allocate = true;
-                command(&connection, loader_command::Kind::Proceed(wire::Proceed {}), &[]).await?;
+                permit?.send(&connection).await?;
+                continue;
+            }
+            _ = waits.tick(), if !may_allocate && collector.is_some() => {
+                send_await_source(&connection).await?;
                 continue;
             }
         };
         if !fds.is_empty() && !matches!(frame.kind, Some(loader_frame::Kind::Fds(_))) {
-            return Err(LoaderSessionError::Protocol {
-                what: "descriptors came with a frame other than FdBatch",
-            });
+            return Err(protocol("descriptors came with a frame other than FdBatch"));
         }
         match frame.kind {
             Some(loader_frame::Kind::Plan(plan)) if collector.is_none() => {
@@ -290,21 +311,20 @@ async fn run_session(
                     .await;
             }
             Some(loader_frame::Kind::Fds(batch)) => {
-                let collector =
-                    collector.as_mut().filter(|_| may_allocate).ok_or(LoaderSessionError::Protocol {
-                        what: "descriptors came before the reservation",
-                    })?;
+                let collector = collector.as_mut().filter(|_| may_allocate);
+                let collector = collector.ok_or(protocol("descriptors came before the reservation"))?;
                 let receipt = collector.accept(&batch, fds)?;
                 command(&connection, loader_command::Kind::BatchReceived(receipt), &[]).await?;
             }
             Some(loader_frame::Kind::Failed(failed)) => {
                 return Err(LoaderSessionError::Failed(reported_failure(failed)));
             }
-            Some(loader_frame::Kind::Done(_)) => {
+            Some(loader_frame::Kind::Done(done)) => {
                 let collector = collector.filter(FdCollector::is_complete);
-                let collector = collector
-                    .ok_or(LoaderSessionError::Protocol { what: "LoadDone came before all descriptors" })?;
-                return verify_fds(job, collector).await;
+                let collector = collector.ok_or(protocol("LoadDone came before all descriptors"))?;
+                let (contents, fds) = verify_fds(job, collector).await?;
+                let copy_time = Duration::from_micros(done.copy_microseconds);
+                return Ok((GenerationContents { copy_time, ..contents }, fds));
             }
             Some(
                 loader_frame::Kind::Plan(_)
@@ -314,10 +334,18 @@ async fn run_session(
                 | loader_frame::Kind::TextChecked(_),
             )
             | None => {
-                return Err(LoaderSessionError::Protocol { what: "a frame came out of order" });
+                return Err(protocol("a frame came out of order"));
             }
         }
     }
+}
+
+async fn send_await_source(connection: &AsyncConnection) -> Result<(), FrameError> {
+    command(connection, loader_command::Kind::AwaitSource(wire::AwaitSource {}), &[]).await
+}
+
+fn protocol(what: &'static str) -> LoaderSessionError {
+    LoaderSessionError::Protocol { what }
 }
 
 async fn send_job(
@@ -356,6 +384,7 @@ fn contents_from_plan(plan: &wire::LoadPlan) -> GenerationContents {
         tensors: plan.tensors,
         staging_bytes: plan.staging_bytes,
         host_bytes: plan.host_bytes,
+        peer_devices: plan.peer_devices.clone(),
         ..GenerationContents::default()
     }
 }
@@ -373,6 +402,7 @@ pub(crate) fn error_kind(failure: WireFailure) -> LoaderErrorKind {
         WireFailure::OutOfFds => LoaderErrorKind::OutOfFds,
         WireFailure::Unsupported => LoaderErrorKind::Unsupported,
         WireFailure::Device => LoaderErrorKind::Device,
+        WireFailure::SourceDamaged => LoaderErrorKind::SourceDamaged,
         _ => LoaderErrorKind::ModelRefused,
     }
 }

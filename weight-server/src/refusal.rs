@@ -20,6 +20,8 @@ pub enum LoaderErrorKind {
     OutOfFds,
     Unsupported,
     Device,
+    /// The copy of a resident generation has other checksums than its manifest.
+    SourceDamaged,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -7,9 +7,9 @@
 //!
 //! ```text
 //! events                             module and its table            actions
-//! LoadRequested, UnloadRequested --> loading.rs, catalog.rs      --> StartLoader, Proceed,
-//! LoadPlanned, LoadProgressed,           | Queued ... Retiring       StopLoader, ReplyLoad,
-//! LoadHandedOver, LoadFailed,            |                           StoreGeneration,
+//! LoadRequested, UnloadRequested --> loading.rs, copying.rs,     --> StartLoader, Proceed,
+//! LoadPlanned, LoadProgressed,         catalog.rs                    ProceedCopying, StopLoader,
+//! LoadHandedOver, LoadFailed,            | Queued ... Retiring       ReplyLoad, StoreGeneration,
 //! GenerationStored                       |                           RemoveGeneration
 //!                                        v
 //!                                    ledger.rs (reservations)
@@ -30,11 +30,13 @@
 //! an integrity check.
 //!
 //! Invariants, which the tests check after every random event:
-//! 1. Every generation, every lease and every running verifier has exactly one reservation.
+//! 1. Every generation, lease, running verifier and running copy has exactly one reservation.
 //! 2. A device has at most one loader.
 //! 3. The generation of a lease exists.
 //! 4. No model name resolves to a quarantined generation.
+//! 5. The source of a running copy exists. A load waits only for a loader that works.
 
+mod copying;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod invariants;
 mod leasing;
@@ -48,7 +50,7 @@ use std::time::Duration;
 use handoff::lease_record::LeaseRecord;
 use memory::numa::is_host_device;
 
-use crate::catalog::{Generation, GenerationIntegrity, GenerationPhase, VerificationState};
+use crate::catalog::{BytesSource, Generation, GenerationIntegrity, GenerationPhase, VerificationState};
 use crate::events::{AdoptedGeneration, ChangeNotice, WeightServerAction, WeightServerEvent};
 use crate::lease_table::{LeaseEntry, LeasePhase, LeaseTable, WorkerProcess};
 use crate::ledger::{Ledger, ReservationKey};
@@ -170,6 +172,8 @@ impl WeightServerState {
             model,
             key,
             phase: if retired { GenerationPhase::Retiring } else { GenerationPhase::Ready },
+            source: BytesSource::default(),
+            reads_files: false,
             contents,
             done_bytes,
             requested_at: self.now,
@@ -270,7 +274,9 @@ impl WeightServerState {
             WeightServerEvent::LoadHandedOver { generation, contents } => {
                 self.handle_load_handed_over(generation, contents)
             }
-            WeightServerEvent::LoadFailed { generation, failure } => self.fail_load(generation, failure),
+            WeightServerEvent::LoadFailed { generation, failure } => {
+                self.handle_load_failed(generation, failure)
+            }
             WeightServerEvent::GenerationStored { generation } => self.handle_generation_stored(generation),
             WeightServerEvent::VerifyRequested { call, model, device } => {
                 self.handle_verify_request(call, model, device)
@@ -306,6 +312,7 @@ impl WeightServerState {
             WeightServerEvent::ShutdownRequested => self.shut_down(),
             WeightServerEvent::Tick => self.handle_tick(),
         }
+        self.resume_waiting_loads();
         std::mem::take(&mut self.actions)
     }
 
@@ -334,12 +341,12 @@ impl WeightServerState {
         let stalled: Vec<u64> = self
             .generations
             .values()
-            .filter(|g| g.occupies_loader() && now.saturating_sub(g.progressed_at) > PROGRESS_TIMEOUT)
+            .filter(|g| g.is_loader_busy() && now.saturating_sub(g.progressed_at) > PROGRESS_TIMEOUT)
             .map(|g| g.id)
             .collect();
         for id in stalled {
             self.actions.push(WeightServerAction::StopLoader { generation: id });
-            self.fail_load(id, LoadFailure::NoProgress { seconds: PROGRESS_TIMEOUT.as_secs() });
+            self.handle_load_failed(id, LoadFailure::NoProgress { seconds: PROGRESS_TIMEOUT.as_secs() });
         }
         let pending: Vec<u64> = self.generations.values().filter(|g| g.is_pending()).map(|g| g.id).collect();
         for id in pending {

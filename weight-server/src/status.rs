@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use memory::numa::node_of_device;
 
-use crate::catalog::{Generation, GenerationContents, GenerationIntegrity, GenerationPhase};
+use crate::catalog::{BytesSource, Generation, GenerationContents, GenerationIntegrity, GenerationPhase};
 use crate::events::ChangeNotice;
 use crate::lease_table::{LeaseEntry, LeasePhase};
 use crate::ledger::{LedgerReservation, ReservationKey};
@@ -24,6 +24,8 @@ pub(crate) struct GenerationView {
     pub(crate) done_bytes: u64,
     pub(crate) adopted: bool,
     pub(crate) integrity: GenerationIntegrity,
+    /// The device that the bytes were copied from.
+    pub(crate) copied_from: Option<String>,
 }
 
 #[derive(Debug, Clone)]
@@ -74,6 +76,10 @@ impl GenerationView {
             done_bytes: generation.done_bytes,
             adopted: generation.adopted,
             integrity: generation.integrity,
+            copied_from: match &generation.source {
+                BytesSource::Copy { device, .. } => Some(device.clone()),
+                BytesSource::Files => None,
+            },
         }
     }
 }

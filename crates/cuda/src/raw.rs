@@ -72,6 +72,7 @@ functions! {
     uuid = "cuDeviceGetUuid_v2", (*mut CUuuid, CUdevice);
     name = "cuDeviceGetName", (*mut c_char, c_int, CUdevice);
     total_memory = "cuDeviceTotalMem_v2", (*mut usize, CUdevice);
+    can_access_peer = "cuDeviceCanAccessPeer", (*mut c_int, CUdevice, CUdevice);
     attribute = "cuDeviceGetAttribute", (*mut c_int, CUdevice_attribute, CUdevice);
 
     retain_context = "cuDevicePrimaryCtxRetain", (*mut CUcontext, CUdevice);

@@ -110,13 +110,13 @@ impl KnownLedger {
 
     /// The worker of a lease, or the model of weights.
     fn owner(&self, row: &wire::Reservation) -> Option<&str> {
-        use wire::ReservationKind::{Lease, Loading, Orphaned, Unspecified, Verifying, Weights};
+        use wire::ReservationKind::{Copying, Lease, Loading, Orphaned, Unspecified, Verifying, Weights};
         match row.kind() {
             Lease | Orphaned => {
                 let lease = self.status.leases.iter().find(|lease| lease.lease == row.id)?;
                 Some(&lease.token_name)
             }
-            Weights | Loading | Verifying => {
+            Weights | Loading | Verifying | Copying => {
                 let found = self.status.generations.iter().find(|found| found.generation == row.id)?;
                 Some(&found.model)
             }

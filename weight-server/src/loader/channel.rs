@@ -4,6 +4,7 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 
+use handoff::fd_batches::{FdBatchError, FdCollector};
 use handoff::seqpacket::{Connection, FrameError};
 use proto::weights::v1::{
     self as wire, LoadFailure, LoaderCommand, LoaderFrame, loader_command, loader_frame,
@@ -29,6 +30,14 @@ pub enum LoaderError {
     Template(#[source] std::io::Error),
     #[error("cannot start a thread")]
     Thread(#[source] StartError),
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ReceiveFdsError {
+    #[error("the weight-server sent inconsistent descriptors")]
+    Batch(#[from] FdBatchError),
+    #[error(transparent)]
+    Loader(#[from] LoaderError),
 }
 
 impl HasExit for LoaderError {
@@ -72,6 +81,21 @@ pub(super) fn receive_command(
     }
 }
 
+/// Receives the descriptors of a resident generation in batches, and acknowledges each.
+pub(super) fn receive_fds(connection: &Connection, count: u32) -> Result<Vec<OwnedFd>, ReceiveFdsError> {
+    let mut collector = FdCollector::new(count)?;
+    while !collector.is_complete() {
+        match receive_command(connection)? {
+            (loader_command::Kind::Fds(batch), fds) => {
+                let receipt = collector.accept(&batch, fds)?;
+                send_frame(connection, loader_frame::Kind::BatchReceived(receipt), &[])?;
+            }
+            (other, _) => return Err(unexpected_command("FdBatch", &other).into()),
+        }
+    }
+    Ok(collector.into_fds())
+}
+
 pub(super) fn unexpected_command(expected: &'static str, found: &loader_command::Kind) -> LoaderError {
     let found = match found {
         loader_command::Kind::Job(_) => "LoadJob",
@@ -80,6 +104,8 @@ pub(super) fn unexpected_command(expected: &'static str, found: &loader_command:
         loader_command::Kind::Verify(_) => "VerifyJob",
         loader_command::Kind::Fds(_) => "FdBatch",
         loader_command::Kind::TextCheck(_) => "TextCheckJob",
+        loader_command::Kind::Copy(_) => "CopyJob",
+        loader_command::Kind::AwaitSource(_) => "AwaitSource",
     };
     LoaderError::Unexpected { expected, found }
 }

@@ -9,6 +9,8 @@ mod file_reader;
 #[cfg(feature = "cuda")]
 mod gpu;
 #[cfg(feature = "cuda")]
+mod gpu_copy;
+#[cfg(feature = "cuda")]
 mod gpu_error;
 
 use std::fs::File;

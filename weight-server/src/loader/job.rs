@@ -6,18 +6,19 @@ use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use gguf::GgufModel;
 use handoff::manifest::seal_manifest;
-use memory::manifest::{FileIdentity, Manifest, TensorEntry};
+use memory::manifest::{Allocation, Checksum, FileIdentity, Manifest, TensorEntry};
 use memory::memfd::SealedMemfd;
 use memory::pack::{PackPlan, Packing};
 
 use super::checksum;
+use super::copy::{CopyError, SourceGeneration};
 use super::host_reader::{OpenModelFile, ReadProgress, TensorSource};
 use super::load_error::ModelLoadError;
-use super::target::{FilledAllocations, LoadOverhead, LoadPlan, LoadTarget};
+use super::target::{CopiedAllocations, FilledAllocations, LoadOverhead, LoadPlan, LoadTarget};
 
 /// The job that the weight-server sends.
 pub(super) struct LoaderJob {
@@ -42,6 +43,8 @@ pub(super) struct PreparedLoad {
 pub(super) struct LoadedModel {
     pub(super) manifest: SealedMemfd,
     pub(super) allocations: Vec<OwnedFd>,
+    /// Time in which the bytes were copied from another device; zero if files were read.
+    pub(super) copy_time: Duration,
 }
 
 impl LoaderJob {
@@ -100,6 +103,10 @@ impl PreparedLoad {
         self.model.metadata().bytes().len() as u64 + names
     }
 
+    pub(super) fn peer_devices(&self) -> Vec<String> {
+        self.job.target.peer_devices()
+    }
+
     pub(super) fn overhead(&self) -> LoadOverhead {
         self.job.target.overhead(&self.plan)
     }
@@ -122,18 +129,46 @@ impl PreparedLoad {
         // A file that shrank reads as truncated; that it changed is the better error.
         self.job.check_unchanged()?;
         let filled = filled?;
-        let manifest = seal_manifest(&self.manifest(&filled)).map_err(ModelLoadError::Seal)?;
-        Ok(LoadedModel { manifest, allocations: filled.fds })
+        let FilledAllocations { fds, entries, raw, laid_out } = filled;
+        let checksum = |(raw, laid_out): (&Vec<u128>, &Vec<u128>)| {
+            (checksum::tensor_checksum(raw), checksum::tensor_checksum(laid_out))
+        };
+        let checksums: Vec<_> = raw.iter().zip(&laid_out).map(checksum).collect();
+        let manifest = self.manifest(entries, &checksums);
+        let manifest = seal_manifest(&manifest).map_err(ModelLoadError::Seal)?;
+        Ok(LoadedModel { manifest, allocations: fds, copy_time: Duration::ZERO })
     }
 
-    fn manifest(&self, filled: &FilledAllocations) -> Manifest {
+    /// Copies the model from another device and checks the copy.
+    pub(super) fn copy(
+        &self,
+        source: SourceGeneration,
+        progress: &ReadProgress,
+    ) -> Result<LoadedModel, ModelLoadError> {
+        let LoaderJob { files, target, threads, .. } = &self.job;
+        let files: Vec<FileIdentity> = files.iter().map(|(identity, _)| identity.clone()).collect();
+        source.check(&files, &self.model, &self.plan, target.layout())?;
+        let CopiedAllocations { fds, entries, laid_out, copy_time } =
+            target.copy(&self.plan, &source, *threads, progress)?;
+        source.compare(&laid_out)?;
+        self.job.check_unchanged()?;
+        let manifest = self.manifest(entries, &source.checksums());
+        if manifest.digest != source.manifest.digest {
+            return Err(CopyError::Digest { device: source.device() }.into());
+        }
+        let manifest = seal_manifest(&manifest).map_err(ModelLoadError::Seal)?;
+        Ok(LoadedModel { manifest, allocations: fds, copy_time })
+    }
+
+    /// `checksums` has those of each tensor in the file and in memory.
+    fn manifest(&self, allocations: Vec<Allocation>, checksums: &[(Checksum, Checksum)]) -> Manifest {
         let layout = self.job.target.layout();
         let tensors: Vec<TensorEntry> = self
             .model
             .tensors()
             .zip(self.plan.pack.placements.iter().zip(&self.plan.tensor_sizes))
-            .zip(filled.raw.iter().zip(&filled.laid_out))
-            .map(|(((_, tensor), (placement, &bytes)), (raw, laid_out))| TensorEntry {
+            .zip(checksums)
+            .map(|(((_, tensor), (placement, &bytes)), &(raw_checksum, checksum))| TensorEntry {
                 name: tensor.name.clone(),
                 dtype: tensor.dtype.id(),
                 layout,
@@ -142,8 +177,8 @@ impl PreparedLoad {
                 allocation: placement.allocation,
                 offset: placement.offset,
                 bytes,
-                raw_checksum: checksum::tensor_checksum(raw),
-                checksum: checksum::tensor_checksum(laid_out),
+                raw_checksum,
+                checksum,
             })
             .collect();
         let headers = self.model.files().iter().map(|file| &file.header.bytes()[..]);
@@ -156,7 +191,7 @@ impl PreparedLoad {
             devices: vec![self.job.target.device()],
             layout,
             one_per_tensor: self.job.packing == Packing::OnePerTensor,
-            allocations: filled.entries.clone(),
+            allocations,
             tensors,
             gguf_metadata: self.model.metadata().bytes().clone(),
             created_unix_seconds: SystemTime::now()

@@ -12,6 +12,7 @@ use memory::numa::NumaError;
 use memory::pack::PackError;
 use proto::weights::v1::LoadFailure;
 
+use super::copy::CopyError;
 use super::host_reader::TensorReadError;
 
 /// A device failed. The error types of GPU drivers exist only in builds with CUDA, so this type
@@ -81,6 +82,8 @@ pub(super) enum ModelLoadError {
     Read(#[from] TensorReadError),
     #[error("cannot seal the loaded model")]
     Seal(#[source] MemfdError),
+    #[error(transparent)]
+    Copy(#[from] CopyError),
 }
 
 impl ModelLoadError {
@@ -95,6 +98,8 @@ impl ModelLoadError {
             Self::Changed { .. } => LoadFailure::FileChanged,
             Self::Allocate { source, .. } | Self::Seal(source) => memory_failure(source),
             Self::Read(error) => read_failure(error),
+            Self::Copy(CopyError::Checksums { .. }) => LoadFailure::SourceDamaged,
+            Self::Copy(_) => LoadFailure::Device,
         }
     }
 }

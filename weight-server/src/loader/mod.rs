@@ -19,12 +19,15 @@
 //!   BatchReceived               ->
 //!                               <-       LoadDone
 //! ```
+//! Instead of Proceed may come a CopyJob: the loader then copies a resident generation of the same
+//! files from another device (`copy`). AwaitSource frames may come before.
 //! A failure is one LoadFailed frame and a clean exit. If the first command is a VerifyJob, the
 //! loader verifies a resident generation instead (`verify`). If it is a TextCheckJob, the loader
 //! checks tokenizer and chat template within limits on memory and time (`text_check`).
 
 mod channel;
 mod checksum;
+mod copy;
 mod device;
 mod host;
 mod host_reader;
@@ -52,6 +55,7 @@ use service::process_limits::StartError;
 use service::{Exit, HasExit};
 
 use channel::{receive_command, send_failure, send_frame, unexpected_command};
+use copy::{CopyError, SourceGeneration};
 use device::open_target;
 use host_reader::{ReadProgress, TensorReadError};
 use job::{LoadedModel, LoaderJob, PreparedLoad};
@@ -117,11 +121,11 @@ fn run_job(connection: &Connection) -> Result<(), LoaderError> {
         Err(error) => return report_failure(connection, &error),
     };
     send_frame(connection, loader_frame::Kind::Plan(plan_frame(&prepared)), &[])?;
-    match receive_command(connection)? {
-        (loader_command::Kind::Proceed(_), _) => {}
-        (other, _) => return Err(unexpected_command("Proceed", &other)),
-    }
-    let result = match load(connection, &prepared)? {
+    let result = match receive_permit(connection)? {
+        LoadWork::ReadFiles => load(connection, |progress| prepared.load(progress))?,
+        LoadWork::Copy(source) => load(connection, |progress| prepared.copy((*source)?, progress))?,
+    };
+    let result = match result {
         Ok(loaded) => hand_over(connection, &loaded),
         Err(error) => report_failure(connection, &error),
     };
@@ -131,10 +135,30 @@ fn run_job(connection: &Connection) -> Result<(), LoaderError> {
     result
 }
 
-/// Loads on a second thread. This thread reports progress until the load ends.
+/// What a loader with a plan may do.
+enum LoadWork {
+    ReadFiles,
+    Copy(Box<Result<SourceGeneration, CopyError>>),
+}
+
+/// Waits for the permit to allocate. The weight-server sends a frame at least every 10 s.
+fn receive_permit(connection: &Connection) -> Result<LoadWork, LoaderError> {
+    loop {
+        match receive_command(connection)?.0 {
+            loader_command::Kind::AwaitSource(_) => {}
+            loader_command::Kind::Proceed(_) => return Ok(LoadWork::ReadFiles),
+            loader_command::Kind::Copy(job) => {
+                return Ok(LoadWork::Copy(Box::new(SourceGeneration::receive(connection, job)?)));
+            }
+            other => return Err(unexpected_command("Proceed", &other)),
+        }
+    }
+}
+
+/// Runs `work` on a second thread. This thread reports progress until the work ends.
 fn load(
     connection: &Connection,
-    prepared: &PreparedLoad,
+    work: impl FnOnce(&ReadProgress) -> Result<LoadedModel, ModelLoadError> + Send,
 ) -> Result<Result<LoadedModel, ModelLoadError>, LoaderError> {
     let progress = &ReadProgress::default();
     std::thread::scope(|scope| {
@@ -142,7 +166,7 @@ fn load(
         let worker = std::thread::Builder::new()
             .name("load".to_owned())
             .spawn_scoped(scope, move || {
-                let result = prepared.load(progress);
+                let result = work(progress);
                 // The receiver waits until the result arrives.
                 let _ = done.send(result);
             })
@@ -179,7 +203,8 @@ fn hand_over(connection: &Connection, loaded: &LoadedModel) -> Result<(), Loader
             (other, _) => return Err(unexpected_command("BatchReceived", &other)),
         }
     }
-    send_frame(connection, loader_frame::Kind::Done(wire::LoadDone {}), &[])?;
+    let copy_microseconds = u64::try_from(loaded.copy_time.as_micros()).unwrap_or(u64::MAX);
+    send_frame(connection, loader_frame::Kind::Done(wire::LoadDone { copy_microseconds }), &[])?;
     tracing::info!("handed over the model");
     Ok(())
 }
@@ -220,5 +245,6 @@ fn plan_frame(prepared: &PreparedLoad) -> wire::LoadPlan {
         tensors: pack.placements.len() as u32,
         staging_bytes: overhead.device_bytes,
         host_bytes: overhead.host_bytes,
+        peer_devices: prepared.peer_devices(),
     }
 }

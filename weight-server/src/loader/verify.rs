@@ -12,15 +12,15 @@
 //! The driver checks that each descriptor is an allocation of the manifest's size. The checksums
 //! check that its bytes are those that were loaded.
 
-use handoff::fd_batches::{FdBatchError, FdCollector};
+use handoff::fd_batches::FdBatchError;
 use handoff::manifest::{SplitHandoffError, split_handoff};
 use handoff::seqpacket::Connection;
 use memory::manifest::Manifest;
 use memory::numa::is_host_device;
-use proto::weights::v1::{self as wire, LoadFailure, loader_command, loader_frame};
+use proto::weights::v1::{self as wire, LoadFailure, loader_frame};
 use service::exit::one_line;
 
-use super::channel::{LoaderError, receive_command, send_failure, send_frame, unexpected_command};
+use super::channel::{LoaderError, ReceiveFdsError, receive_fds, send_failure, send_frame};
 use super::checksum;
 use super::device::open_for_checksums;
 use super::load_error::{DeviceFailure, OpenTargetError};
@@ -61,17 +61,12 @@ fn verify(connection: &Connection, job: &wire::VerifyJob) -> Result<wire::Verifi
     let profile = if is_host_device(&job.device) { SandboxProfile::Host } else { SandboxProfile::Gpu };
     sandbox::enter(profile).map_err(LoaderError::Sandbox)?;
     service::logging::start_thread();
-    let mut collector = FdCollector::new(job.fds)?;
-    while !collector.is_complete() {
-        match receive_command(connection)? {
-            (loader_command::Kind::Fds(batch), fds) => {
-                let receipt = collector.accept(&batch, fds)?;
-                send_frame(connection, loader_frame::Kind::BatchReceived(receipt), &[])?;
-            }
-            (other, _) => return Err(unexpected_command("FdBatch", &other).into()),
-        }
-    }
-    let (manifest, fds) = split_handoff(collector.into_fds())?;
+    let fds = match receive_fds(connection, job.fds) {
+        Ok(fds) => fds,
+        Err(ReceiveFdsError::Loader(error)) => return Err(error.into()),
+        Err(ReceiveFdsError::Batch(error)) => return Err(error.into()),
+    };
+    let (manifest, fds) = split_handoff(fds)?;
     let chunks = compute_checksums(&manifest, fds)?;
     Ok(compare(&manifest, &chunks))
 }

@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 
 use super::WeightServerState;
-use crate::catalog::{GenerationIntegrity, GenerationPhase};
+use crate::catalog::{Generation, GenerationIntegrity, GenerationPhase};
 use crate::ledger::ReservationKey;
 
 /// Panics at the first invariant that does not hold.
@@ -28,10 +28,29 @@ pub(crate) fn check(state: &WeightServerState) {
             generation.waiters.is_empty() || generation.is_pending(),
             "a caller waits for a load that is not pending"
         );
+        expected.extend(generation.copies_from().map(|_| ReservationKey::Copying(generation.id)));
+        let source = generation.copies_from().and_then(|source| state.generation(source));
+        assert!(generation.copies_from().is_none() || source.is_some(), "a copy without its source");
+        assert!(
+            source.is_none_or(|source| source.key.has_same_bytes(&generation.key)
+                && matches!(source.phase, GenerationPhase::Ready | GenerationPhase::Retiring)),
+            "a copy of other bytes"
+        );
+        let works = |other: &Generation| other.is_loader_busy() || other.phase == GenerationPhase::Storing;
+        let is_awaited = |other: &Generation| {
+            other.key.device != generation.key.device
+                && other.key.has_same_bytes(&generation.key)
+                && works(other)
+        };
+        assert!(
+            generation.phase != GenerationPhase::AwaitingSource || state.generations().any(is_awaited),
+            "a load waits for no loader that works"
+        );
+        let copies = state.generations().any(|other| other.copies_from() == Some(generation.id));
         let leases = state.leases().filter(|lease| lease.generation == generation.id).count();
         assert!(
-            generation.phase != GenerationPhase::Retiring || leases > 0,
-            "a retired generation without leases"
+            generation.phase != GenerationPhase::Retiring || leases > 0 || copies,
+            "a retired generation without leases and copies"
         );
         let device = &generation.key.device;
         if generation.occupies_loader() {

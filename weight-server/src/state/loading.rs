@@ -9,7 +9,8 @@ use memory::numa::is_host_device;
 
 use super::{MAX_PENDING_LOADS, WeightServerState};
 use crate::catalog::{
-    Generation, GenerationContents, GenerationIntegrity, GenerationPhase, LoadKey, VerificationState,
+    BytesSource, Generation, GenerationContents, GenerationIntegrity, GenerationPhase, LoadKey,
+    VerificationState,
 };
 use crate::events::{ChangeNotice, LoadOutcome, LoadParams, WeightServerAction};
 use crate::ids::CallId;
@@ -140,6 +141,8 @@ impl WeightServerState {
             model,
             key,
             phase: GenerationPhase::Queued,
+            source: BytesSource::default(),
+            reads_files: false,
             contents: GenerationContents {
                 tensor_bytes: file_bytes,
                 host_bytes,
@@ -222,18 +225,13 @@ impl WeightServerState {
         };
         let (row, host_bytes) = (contents.reservation(&generation.key.device), contents.host_bytes);
         generation.contents = contents;
-        generation.phase = GenerationPhase::Loading;
-        generation.progressed_at = self.now;
         let reserved = self
             .ledger
             .reserve(ReservationKey::Loading(id), row)
             .map_err(LoadFailure::from)
             .and_then(|()| self.check_available_memory(id, host_bytes, available_bytes));
         match reserved {
-            Ok(()) => {
-                self.actions.push(WeightServerAction::Proceed { generation: id });
-                self.actions.push(WeightServerAction::Publish(ChangeNotice::Generation(id)));
-            }
+            Ok(()) => self.begin_loading(id),
             Err(failure) => {
                 self.actions.push(WeightServerAction::StopLoader { generation: id });
                 self.fail_load(id, failure);
@@ -256,6 +254,7 @@ impl WeightServerState {
             // The model was unloaded in the meantime: its descriptors are closed.
             return self.actions.push(WeightServerAction::RemoveGeneration { generation: id });
         };
+        let source = generation.copies_from();
         generation.done_bytes = contents.tensor_bytes;
         generation.phase = GenerationPhase::Storing;
         let row = contents.reservation(&generation.key.device);
@@ -265,11 +264,13 @@ impl WeightServerState {
         // again.
         self.ledger.reserve_unchecked(ReservationKey::Loading(id), row);
         self.actions.push(WeightServerAction::StoreGeneration { generation: id });
+        self.end_copy(id, source);
     }
 
     pub(super) fn fail_load(&mut self, id: u64, failure: LoadFailure) {
         let Some(generation) = self.generations.remove(&id) else { return };
         self.ledger.release(ReservationKey::Loading(id));
+        self.end_copy(id, generation.copies_from());
         if generation.waiters.is_empty() {
             let (model, failure) = (generation.model.clone(), failure.clone());
             self.actions.push(WeightServerAction::ReportReloadFailure { model, failure });
@@ -297,8 +298,11 @@ impl WeightServerState {
         };
         generation.phase = GenerationPhase::Ready;
         let waiters = std::mem::take(&mut generation.waiters);
-        let answer =
-            LoadOutcome { generation: id, read_from_file: true, elapsed: self.now - generation.requested_at };
+        let answer = LoadOutcome {
+            generation: id,
+            read_from_file: generation.source == BytesSource::Files,
+            elapsed: self.now - generation.requested_at,
+        };
         self.ledger.commit_load(id);
         self.actions.push(WeightServerAction::Publish(ChangeNotice::Generation(id)));
         self.retire_replaced_generations();
@@ -385,13 +389,14 @@ impl WeightServerState {
         Ok(leases as u32)
     }
 
-    /// Takes the model name from a ready generation. Without leases its memory is released at once.
+    /// Takes the model name from a ready generation. Without leases and copies of it, its memory is
+    /// released at once.
     pub(super) fn retire(&mut self, id: u64) {
         let generation = self.generations.get_mut(&id);
         let generation = generation.expect("invariant: only a generation that exists retires");
         generation.phase = GenerationPhase::Retiring;
         self.actions.push(WeightServerAction::Publish(ChangeNotice::Generation(id)));
-        if self.leases.count_of_generation(id) > 0 {
+        if self.is_in_use(id) {
             self.actions.push(WeightServerAction::MarkRetired { generation: id });
         }
         self.drop_if_unused(id);
@@ -399,7 +404,7 @@ impl WeightServerState {
 
     pub(super) fn drop_if_unused(&mut self, id: u64) {
         let retiring = self.generations.get(&id).is_some_and(|g| g.phase == GenerationPhase::Retiring);
-        if retiring && self.leases.count_of_generation(id) == 0 {
+        if retiring && !self.is_in_use(id) {
             self.cancel_verification(id, &VerifyFailure::Unloaded);
             let gone = self.generations.remove(&id);
             self.ledger.release(ReservationKey::Weights(id));

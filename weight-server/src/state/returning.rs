@@ -275,7 +275,10 @@ impl WeightServerState {
                 _ => WeightServerAction::StopLoader { generation: id },
             });
             self.ledger.release(ReservationKey::Loading(id));
-            waiters.extend(self.generations.remove(&id).into_iter().flat_map(|gone| gone.waiters));
+            let gone = self.generations.remove(&id);
+            let source = gone.as_ref().and_then(Generation::copies_from);
+            waiters.extend(gone.into_iter().flat_map(|gone| gone.waiters));
+            self.end_copy(id, source);
             self.actions.push(WeightServerAction::Publish(ChangeNotice::GenerationRemoved(id)));
         }
         waiters

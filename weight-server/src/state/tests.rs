@@ -9,6 +9,7 @@ use handoff::PROTOCOL_VERSION;
 use handoff::manifest::MANIFEST_FORMAT;
 use memory::manifest::FileIdentity;
 
+mod copying;
 mod devices;
 mod limits;
 mod random;
@@ -27,12 +28,15 @@ use crate::waiters::{AttachParams, LeaseClaim, WaiterId};
 const HOST: &str = "host";
 const MIB: u64 = 1 << 20;
 const UNLIMITED: u64 = u64::MAX;
+const HOST_NODE: &str = "host:0";
 const GPU: &str = "GPU-01010101-0101-0101-0101-010101010101";
+const OTHER_GPU: &str = "GPU-02020202-0202-0202-0202-020202020202";
 /// Fits a model of 400 MiB and two contexts, but not two more such models.
 const GPU_BYTES: u64 = 1800 * MIB;
 
 fn limits(capacity: u64, fds: u64) -> WeightServerLimits {
-    let device_bytes = BTreeMap::from([(HOST.to_owned(), capacity), (GPU.to_owned(), GPU_BYTES)]);
+    let devices = [(HOST, capacity), (HOST_NODE, capacity), (GPU, GPU_BYTES), (OTHER_GPU, GPU_BYTES)];
+    let device_bytes = devices.map(|(device, bytes)| (device.to_owned(), bytes)).into();
     WeightServerLimits {
         device_bytes,
         fds,
@@ -532,14 +536,20 @@ fn leases_of_one_process_are_limited() {
 
 /// The same event for the GPU.
 fn on_gpu(event: WeightServerEvent) -> WeightServerEvent {
+    on_device(GPU, event)
+}
+
+/// The same request for another device.
+fn on_device(device: &str, event: WeightServerEvent) -> WeightServerEvent {
+    let (device, layout) = (device.to_owned(), u32::from(!is_host_device(device)));
     match event {
         WeightServerEvent::LoadRequested { call, mut params, available_bytes } => {
-            params.device = GPU.to_owned();
-            params.key = params.key.map(|key| LoadKey { device: GPU.to_owned(), layout: 1, ..key });
+            params.key = params.key.map(|key| LoadKey { device: device.clone(), layout, ..key });
+            params.device = device;
             WeightServerEvent::LoadRequested { call, params, available_bytes }
         }
         WeightServerEvent::AttachRequested { connection, peer, params } => {
-            let params = AttachParams { device: GPU.to_owned(), layout: 1, ..params };
+            let params = AttachParams { device, layout, ..params };
             WeightServerEvent::AttachRequested { connection, peer, params }
         }
         other => other,

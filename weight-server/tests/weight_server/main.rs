@@ -6,6 +6,7 @@
 #![expect(clippy::print_stdout, reason = "the worker role answers on standard output")]
 
 mod adoption;
+mod copies;
 mod devices;
 mod fake_fd_store;
 mod faults;

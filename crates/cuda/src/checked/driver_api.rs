@@ -64,6 +64,9 @@ pub trait DriverApi: ExecutionApi + fmt::Debug + Send + Sync {
 
     fn device_info(&self, ordinal: u32) -> Result<DeviceInfo, DriverError>;
 
+    /// Whether `ordinal` can map memory of `peer`: over NVLink, or over PCIe.
+    fn can_access_peer(&self, ordinal: u32, peer: u32) -> Result<bool, DriverError>;
+
     /// Sizes and addresses of exportable allocations are multiples of this.
     fn granularity(&self, ordinal: u32) -> Result<u64, DriverError>;
 
@@ -96,6 +99,9 @@ pub trait DriverApi: ExecutionApi + fmt::Debug + Send + Sync {
     /// `[address, address + bytes)` is reserved by the caller and unmapped, the handle is alive.
     unsafe fn map(&self, address: u64, bytes: u64, handle: AllocationHandle) -> Result<(), DriverError>;
 
+    /// Sets what the device `ordinal` may do with a range. The memory may lie on another device, if
+    /// `ordinal` can access that as a peer.
+    ///
     /// # Safety
     /// The range is mapped without gaps by the caller and holds whole allocations.
     unsafe fn set_access(

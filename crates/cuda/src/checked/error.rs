@@ -84,6 +84,7 @@ pub enum DriverCall {
     DeviceGetName,
     DeviceTotalMem,
     DeviceGetAttribute,
+    DeviceCanAccessPeer,
     DevicePrimaryCtxRetain,
     DevicePrimaryCtxRelease,
     CtxSetCurrent,

@@ -57,7 +57,9 @@ impl ExecutionApi for FakeDriver {
         let file = File::from(memfd_create("fake-buffer", MFdFlags::MFD_CLOEXEC).unwrap());
         file.set_len(bytes as u64).unwrap();
         let address = FIRST_ADDRESS + state.fresh() * GAP;
-        let mapping = FakeMapping { memory: FakeMemory(file), access: Some(DeviceAccess::ReadWrite) };
+        let ordinal = state.current[&std::thread::current().id()];
+        let access = [(ordinal, DeviceAccess::ReadWrite)].into();
+        let mapping = FakeMapping { memory: FakeMemory(file), access };
         state.mapped.insert(address, mapping);
         state.allocated.insert(address);
         Ok(address)

@@ -42,6 +42,7 @@ struct FakeState {
     devices: Vec<DeviceInfo>,
     granularity: u64,
     capacity: u64,
+    peer_access: bool,
     injected: Vec<InjectedError>,
     calls: Vec<DriverCall>,
     next: u64,
@@ -67,7 +68,8 @@ struct FakeMemory(File);
 #[derive(Debug)]
 struct FakeMapping {
     memory: FakeMemory,
-    access: Option<DeviceAccess>,
+    /// What each device may do, by its ordinal.
+    access: BTreeMap<u32, DeviceAccess>,
 }
 
 /// The calls number `first` to `last` of one function, counted from 0, fail with `code`.
@@ -111,6 +113,7 @@ impl FakeDriver {
             devices: vec![device(0), device(1)],
             granularity: GRANULE,
             capacity,
+            peer_access: true,
             injected: Vec::new(),
             calls: Vec::new(),
             next: 1,
@@ -138,6 +141,11 @@ impl FakeDriver {
 
     pub fn set_granularity(&self, granularity: u64) {
         self.lock().granularity = granularity;
+    }
+
+    /// Whether the devices can map each other's memory.
+    pub fn set_peer_access(&self, peer_access: bool) {
+        self.lock().peer_access = peer_access;
     }
 
     /// Lets `times` calls of this function fail, after `after` further ones have succeeded.
@@ -234,17 +242,18 @@ impl FakeState {
         needed: DeviceAccess,
         mut action: impl FnMut(&File, u64, std::ops::Range<usize>),
     ) -> Result<(), DriverError> {
-        if !self.current.contains_key(&std::thread::current().id()) {
+        let Some(ordinal) = self.current.get(&std::thread::current().id()) else {
             return Err(DriverError { call, code: ErrorCode::INVALID_CONTEXT });
-        }
+        };
         let mut done = 0;
         while done < bytes {
             let illegal = DriverError { call, code: ErrorCode::ILLEGAL_ADDRESS };
             let (start, mapping) = self.mapped.range(..=address).next_back().ok_or(illegal)?;
             let left = (start + mapping.memory.bytes()).saturating_sub(address) as usize;
+            let access = mapping.access.get(ordinal).copied();
             let allowed = match needed {
-                DeviceAccess::Read => mapping.access.is_some(),
-                DeviceAccess::ReadWrite => mapping.access == Some(DeviceAccess::ReadWrite),
+                DeviceAccess::Read => access.is_some(),
+                DeviceAccess::ReadWrite => access == Some(DeviceAccess::ReadWrite),
             };
             if left == 0 || !allowed {
                 return Err(illegal);
@@ -273,6 +282,15 @@ impl DriverApi for FakeDriver {
         let mut state = self.lock();
         state.enter(DriverCall::DeviceGet)?;
         state.device(DriverCall::DeviceGet, ordinal).cloned()
+    }
+
+    fn can_access_peer(&self, ordinal: u32, peer: u32) -> Result<bool, DriverError> {
+        let call = DriverCall::DeviceCanAccessPeer;
+        let mut state = self.lock();
+        state.enter(call)?;
+        state.device(call, ordinal)?;
+        state.device(call, peer)?;
+        Ok(state.peer_access && ordinal != peer)
     }
 
     fn granularity(&self, ordinal: u32) -> Result<u64, DriverError> {
@@ -380,7 +398,7 @@ impl DriverApi for FakeDriver {
             // No violation of the contract: the size comes from a manifest, which may be wrong.
             return Err(DriverError { call: DriverCall::MemMap, code: ErrorCode::INVALID_VALUE });
         }
-        state.mapped.insert(address, FakeMapping { memory, access: None });
+        state.mapped.insert(address, FakeMapping { memory, access: BTreeMap::new() });
         Ok(())
     }
 
@@ -407,7 +425,7 @@ impl DriverApi for FakeDriver {
         }
         for (start, mapping) in &mut state.mapped {
             if whole.contains(start) {
-                mapping.access = Some(access);
+                mapping.access.insert(ordinal, access);
             }
         }
         Ok(())

@@ -138,6 +138,15 @@ impl DriverApi for LibCuda {
         })
     }
 
+    fn can_access_peer(&self, ordinal: u32, peer: u32) -> Result<bool, DriverError> {
+        let (device, peer) = (self.device(ordinal)?, self.device(peer)?);
+        let mut can = 0;
+        // SAFETY: two devices from cuDeviceGet; one number is written.
+        let status = unsafe { (self.functions.can_access_peer)(&mut can, device, peer) };
+        check(DriverCall::DeviceCanAccessPeer, status)?;
+        Ok(can != 0)
+    }
+
     fn granularity(&self, ordinal: u32) -> Result<u64, DriverError> {
         let properties = properties(self.device(ordinal)?);
         let mut granularity = 0;

@@ -112,6 +112,25 @@ impl Device {
         self.0.granularity
     }
 
+    /// Whether this device can map the memory of another one. A device always maps its own.
+    pub fn can_access(&self, other: &Self) -> Result<bool, DriverError> {
+        if self.uuid() == other.uuid() {
+            return Ok(true);
+        }
+        self.driver().can_access_peer(self.ordinal(), other.ordinal())
+    }
+
+    /// The other devices of this process whose memory this one can map.
+    pub fn peers(&self) -> Result<Vec<DeviceUuid>, DriverError> {
+        let mut peers = Vec::new();
+        for other in devices(self.driver())?.into_iter().filter(|other| other.uuid != self.uuid()) {
+            if self.driver().can_access_peer(self.ordinal(), other.ordinal)? {
+                peers.push(other.uuid);
+            }
+        }
+        Ok(peers)
+    }
+
     /// The size of an allocation that holds `bytes`. Exporter and importer use the same rounding.
     /// `None` if the size exceeds 64 bits.
     pub fn allocated_bytes(&self, bytes: u64) -> Option<u64> {

@@ -13,6 +13,7 @@
     reason = "a test without the harness: unwrap is how it fails, its report is its output"
 )]
 
+mod copies;
 mod roles;
 
 use std::os::fd::OwnedFd;
@@ -47,12 +48,13 @@ struct Machine {
 type GpuCheck = fn(&Machine) -> String;
 
 /// In this order: a check that may leave the device in a bad state comes last.
-const CHECKS: [(&str, GpuCheck); 9] = [
+const CHECKS: [(&str, GpuCheck); 10] = [
     ("descriptors_alone_keep_the_memory_and_a_later_process_reads_it", descriptors_alone),
     ("a_thousand_allocations_are_imported_in_time", import_speed),
     ("killed_loader_disturbs_no_importer", killed_loader),
     ("sixteen_processes_import_at_once", storm),
     ("contexts_made_at_once_are_counted_like_one_alone", contexts_at_once),
+    ("copies_to_every_gpu_have_the_bytes_over_both_routes", |_| one_child("copies")),
     ("range_grows_and_shrinks", |_| one_child("grow")),
     ("too_little_memory_says_what_is_missing_and_leaves_nothing", |_| one_child("too-little")),
     ("memory_and_descriptors_are_at_their_baseline_after_a_hundred_cycles", cycles),

@@ -35,7 +35,7 @@ const REPETITIONS: usize = 7;
 const CYCLES: usize = 100;
 
 /// Bytes that are written and compared, at the start and at the end of each allocation.
-const SAMPLE_BYTES: usize = 4096;
+pub(crate) const SAMPLE_BYTES: usize = 4096;
 
 pub(crate) fn run(role: &str) -> ExitCode {
     if let Some(uuid) = role.strip_prefix("used ") {
@@ -64,6 +64,7 @@ pub(crate) fn run(role: &str) -> ExitCode {
         ["grow"] => grow(&device),
         ["too-little"] => too_little(&device),
         ["cycles"] => cycles(&device),
+        ["copies"] => crate::copies::run(&device),
         _ => panic!("{role}"),
     }
     ExitCode::SUCCESS
@@ -92,7 +93,7 @@ fn pattern(allocation: usize, end: bool) -> Vec<u8> {
 }
 
 /// Both samples of each allocation, as tensors of it.
-fn manifest(device: &Device, sizes: &[u64]) -> Manifest {
+pub(crate) fn manifest(device: &Device, sizes: &[u64]) -> Manifest {
     let tensor = |allocation: usize, offset: u64| TensorEntry {
         name: format!("{allocation}.{offset}"),
         dtype: 24,
@@ -128,7 +129,7 @@ fn manifest(device: &Device, sizes: &[u64]) -> Manifest {
     }
 }
 
-fn write_samples(model: &mut WritableModel, context: &Context, sizes: &[u64]) {
+pub(crate) fn write_samples(model: &mut WritableModel, context: &Context, sizes: &[u64]) {
     for (allocation, bytes) in sizes.iter().enumerate() {
         model.write(context, allocation, 0, &pattern(allocation, false)).unwrap();
         let end = bytes - SAMPLE_BYTES as u64;
@@ -136,7 +137,7 @@ fn write_samples(model: &mut WritableModel, context: &Context, sizes: &[u64]) {
     }
 }
 
-fn assert_samples(model: &ImportedModel, context: &Context) {
+pub(crate) fn assert_samples(model: &ImportedModel, context: &Context) {
     for (index, tensor) in model.tensors.iter().enumerate() {
         let mut read = vec![0; SAMPLE_BYTES];
         tensor.read(context, 0, &mut read).unwrap();

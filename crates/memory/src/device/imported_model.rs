@@ -57,7 +57,7 @@ impl DeviceTensor {
 
 #[derive(Debug, thiserror::Error)]
 pub enum ImportModelError {
-    #[error("the model lies on {found}, this worker runs on {expected}")]
+    #[error("the model lies on {found}, {expected} was expected")]
     WrongDevice { expected: DeviceUuid, found: String },
     #[error("the manifest lists {expected} allocations, {found} descriptors came")]
     Count { expected: usize, found: usize },
@@ -74,6 +74,17 @@ pub enum ImportModelError {
 impl ImportedModel {
     /// Maps the allocations that a manifest describes. The mappings outlive the descriptors.
     pub fn import(device: &Device, manifest: &Manifest, fds: &[OwnedFd]) -> Result<Self, ImportModelError> {
+        Self::import_for(device, device, manifest, fds)
+    }
+
+    /// Maps a model that lies on `device` for `reader`, which can access that memory
+    /// ([`Device::can_access`]).
+    pub(super) fn import_for(
+        device: &Device,
+        reader: &Device,
+        manifest: &Manifest,
+        fds: &[OwnedFd],
+    ) -> Result<Self, ImportModelError> {
         let here = device.uuid().to_string();
         let elsewhere = |found: &&ManifestDevice| found.kind != DeviceKind::Cuda || found.id != here;
         if let Some(found) = manifest.devices.iter().find(elsewhere) {
@@ -84,7 +95,8 @@ impl ImportedModel {
         }
         let (offsets, total) = offsets(device, manifest).ok_or(ImportModelError::TooLarge)?;
         let failed = |source| ImportModelError::Map { bytes: total, source };
-        let mut range = AddressRange::reserve(device, total.max(device.granularity())).map_err(failed)?;
+        let reserved = reader.allocated_bytes(total).ok_or(ImportModelError::TooLarge)?;
+        let mut range = AddressRange::reserve(reader, reserved).map_err(failed)?;
         for (index, (fd, &(offset, bytes))) in fds.iter().zip(&offsets).enumerate() {
             PhysicalMemory::import(device, fd, bytes)
                 .and_then(|memory| range.map(offset, &memory))

@@ -8,13 +8,16 @@
 //!   fill through its addresses                 addresses of tensors, for kernels
 //! WritableModel::finish -> descriptors ----> descriptors from the weight-server
 //! ```
-//! The weight-server between them holds descriptors and never loads the driver.
+//! The weight-server between them holds descriptors and never loads the driver. A loader that
+//! copies a model from another GPU imports it ([`CopySource`]) and fills a [`WritableModel`].
 
 mod imported_model;
+mod model_copy;
 mod writable_model;
 
 #[cfg(test)]
 mod tests;
 
 pub use imported_model::{DeviceTensor, ImportModelError, ImportedModel};
+pub use model_copy::{COPY_PINNED_BYTES, CopyModelError, CopyRoute, CopySource, TensorPlace};
 pub use writable_model::{AllocateError, FinishError, WritableModel};

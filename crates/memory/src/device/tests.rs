@@ -11,6 +11,8 @@ use cuda::checked::{DriverCall, UNSUPPORTED_ATTEMPTS};
 use cuda::fake::{FakeDriver, GRANULE};
 use cuda::{Device, DeviceSelector, DriverApi, DriverError, ErrorCode, PhysicalMemory, format_mib};
 
+mod copies;
+
 use super::*;
 use crate::manifest::{Allocation, DeviceKind, LAYOUT_GGML, Manifest, ManifestDevice, TensorEntry};
 

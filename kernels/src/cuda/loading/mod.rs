@@ -21,13 +21,15 @@
 //! stream, and each slot has its own staging buffer. Checksum and repack work on a part runs in the
 //! stream of its staging buffer.
 //!
-//! [`sum_all`] computes the same checksums over any ranges, and [`verify`] over a model that
-//! another process loaded.
+//! [`sum_all`] computes the same checksums over any ranges, [`verify`] over a model that another
+//! process loaded, and [`sum_model`] over one that was copied from another device.
 
 mod ring;
 mod sums;
+mod targets;
 mod upload;
 
 pub use ring::{EDGE_BYTES, HostSlot, PART_BYTES, StagingRing, ring_bytes};
 pub use sums::{sum_all, verify};
-pub use upload::{ModelChecksums, ModelUpload, STAGING_BYTES, TensorDestination, TensorPart, UploadError};
+pub use targets::{TensorDestination, sum_model};
+pub use upload::{ModelChecksums, ModelUpload, STAGING_BYTES, TensorPart, UploadError};

@@ -10,20 +10,13 @@ use quant::layout::{LayoutError, TILE_ROWS, Tiles};
 
 use super::ring::{HostSlot, PART_BYTES, SLOTS, StagingRing};
 use super::sums::{PieceChecksums, sum_all};
+use super::targets::{TensorDestination, UploadTarget, upload_targets};
 use crate::cuda::checksum::{ChecksumKernels, PIECE_BYTES};
 use crate::cuda::repack::RepackKernels;
 use crate::cuda::{Buffer, CudaError, Device, DeviceView, DeviceViewMut, Event, Stream};
 
 /// The largest amount of device memory that an upload needs besides the model.
 pub const STAGING_BYTES: u64 = (SLOTS * (PIECE_BYTES + PART_BYTES)) as u64;
-
-/// The destination of a tensor, and its layout.
-#[derive(Debug, Clone, Copy)]
-pub struct TensorDestination {
-    pub allocation: usize,
-    pub offset: u64,
-    pub tiles: Tiles,
-}
 
 /// The content of a slot: `bytes` bytes of a tensor, from byte `start` of its file form on. They
 /// begin at offset `at` of the slot.
@@ -84,13 +77,6 @@ pub struct ModelUpload<'m> {
     model: PhantomData<&'m mut WritableModel>,
 }
 
-struct UploadTarget {
-    address: u64,
-    tiles: Tiles,
-    /// The number of bytes of the file form that have arrived.
-    came: u64,
-}
-
 /// A part in device memory. The part begins at `PIECE_BYTES`, and carried bytes end there.
 struct StagingBuffer {
     /// The stream for work on the part after its copy.
@@ -104,17 +90,6 @@ struct StagingBuffer {
     carried: Event,
 }
 
-impl UploadTarget {
-    fn row_bytes(&self) -> usize {
-        self.tiles.raw_bytes() / self.tiles.rows().max(1)
-    }
-
-    /// Parts begin and end at multiples of this, except at the end of the tensor.
-    fn step(&self) -> usize {
-        if self.tiles.tile_bytes() == 0 { PIECE_BYTES } else { TILE_ROWS * self.row_bytes() }
-    }
-}
-
 impl<'m> ModelUpload<'m> {
     pub fn new(
         device: &Device,
@@ -126,22 +101,7 @@ impl<'m> ModelUpload<'m> {
             return Err(UploadError::Device);
         }
         device.bind()?;
-        let target = |(tensor, to): (usize, &TensorDestination)| {
-            let bytes = to.tiles.bytes();
-            let end = to.offset.checked_add(bytes as u64);
-            let start = model.addresses().get(to.allocation);
-            match (start, end, model.bytes(to.allocation)) {
-                (Some(start), Some(end), Some(size)) if end <= size => {
-                    Ok(UploadTarget { address: start + to.offset, tiles: to.tiles, came: 0 })
-                }
-                _ => {
-                    let TensorDestination { allocation, offset, .. } = *to;
-                    Err(UploadError::TensorDestination { tensor, allocation, offset, bytes })
-                }
-            }
-        };
-        let targets: Vec<UploadTarget> =
-            destinations.iter().enumerate().map(target).collect::<Result<_, _>>()?;
+        let targets = upload_targets(model, destinations)?;
         let staging =
             (0..ring.slots()).map(|_| StagingBuffer::new(device)).collect::<Result<Vec<_>, CudaError>>()?;
         let (checksums, repack) = (ChecksumKernels::new(device), RepackKernels::new(device));

@@ -16,17 +16,18 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
-use cuda::{Context, Device, DeviceSelector, DeviceUuid, HostPages, PinnedBuffer};
+use cuda::{Context, Device, DeviceSelector, DeviceUuid, DriverApi, HostPages, PinnedBuffer};
 use gguf::GgufModel;
 use kernels::cuda::loading::{
     self, EDGE_BYTES, HostSlot, ModelChecksums, ModelUpload, PART_BYTES, STAGING_BYTES, StagingRing,
     TensorDestination, TensorPart, ring_bytes,
 };
-use memory::device::{ImportedModel, WritableModel};
+use memory::device::{COPY_PINNED_BYTES, ImportedModel, WritableModel};
 use memory::manifest::{Allocation, DeviceKind, FileIdentity, Manifest, ManifestDevice};
 use memory::pack::PackPlan;
 use quant::layout::{LAYOUT_TILES, Tiles};
@@ -34,26 +35,30 @@ use quant::layout::{LAYOUT_TILES, Tiles};
 use super::file_parts::{FilePart, split_into_parts};
 use super::file_reader::{self, FileReader, reopen_direct};
 use super::gpu_error::GpuLoadError;
+use crate::loader::copy::SourceGeneration;
 use crate::loader::host_reader::{OpenModelFile, ReadProgress, TensorReadError, TensorSource};
 use crate::loader::load_error::ModelLoadError;
 use crate::loader::memory_bounds::{CONTEXT_BYTES, PINNED_BYTES};
 use crate::loader::sandbox::SandboxProfile;
-use crate::loader::target::{FilledAllocations, LoadOverhead, LoadPlan, LoadTarget};
+use crate::loader::target::{CopiedAllocations, FilledAllocations, LoadOverhead, LoadPlan, LoadTarget};
 
 /// The driver takes up to seconds to release the memory of a process that was killed.
-const ALLOCATION_RETRY_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const ALLOCATION_RETRY_TIMEOUT: Duration = Duration::from_secs(10);
 
 const _: () = assert!(file_reader::EDGE_BYTES == EDGE_BYTES);
 
 /// A GPU that a model is loaded onto.
 pub(super) struct GpuTarget {
-    context: Context,
+    pub(super) driver: Arc<dyn DriverApi>,
+    pub(super) context: Context,
+    /// The other GPUs whose memory this one can access.
+    peers: Vec<DeviceUuid>,
     ring: StagingRing,
     pinned_bytes: u64,
     /// The model's files, opened for direct reads if the file system supports them.
     direct: Vec<Option<File>>,
     /// How each tensor is laid out.
-    tiles: Vec<Tiles>,
+    pub(super) tiles: Vec<Tiles>,
     /// The parts in which tensors are transferred, in file order.
     parts: Vec<FilePart>,
 }
@@ -63,7 +68,10 @@ type ReadResult = Result<(usize, HostSlot, TensorPart), GpuLoadError>;
 /// Loads the driver and creates a context. The driver opens devices and starts threads, so this
 /// comes before the sandbox.
 pub(super) fn open_context(uuid: DeviceUuid) -> Result<Context, GpuLoadError> {
-    let driver = cuda::open_driver()?;
+    open_context_with(cuda::open_driver()?, uuid)
+}
+
+fn open_context_with(driver: Arc<dyn DriverApi>, uuid: DeviceUuid) -> Result<Context, GpuLoadError> {
     let device = Device::open(driver, DeviceSelector::Uuid(uuid))?;
     Ok(device.context()?)
 }
@@ -90,6 +98,10 @@ impl LoadTarget for GpuTarget {
 
     fn layout(&self) -> u32 {
         LAYOUT_TILES
+    }
+
+    fn peer_devices(&self) -> Vec<String> {
+        self.peers.iter().map(DeviceUuid::to_string).collect()
     }
 
     fn sandbox_profile(&self) -> SandboxProfile {
@@ -119,7 +131,8 @@ impl LoadTarget for GpuTarget {
         } else {
             0
         };
-        LoadOverhead { device_bytes: staging, host_bytes: self.pinned_bytes.saturating_add(shared) }
+        let pinned = self.pinned_bytes + COPY_PINNED_BYTES;
+        LoadOverhead { device_bytes: staging, host_bytes: pinned.saturating_add(shared) }
     }
 
     fn fill(
@@ -149,6 +162,18 @@ impl LoadTarget for GpuTarget {
             Ok(filled_allocations?)
         })
     }
+
+    fn copy(
+        &self,
+        plan: &LoadPlan,
+        source: &SourceGeneration,
+        _: usize,
+        progress: &ReadProgress,
+    ) -> Result<CopiedAllocations, ModelLoadError> {
+        let copied = self.copy_from(plan, source)?;
+        progress.done_bytes.store(plan.pack.tensor_bytes, Ordering::Relaxed);
+        Ok(copied)
+    }
 }
 
 impl GpuTarget {
@@ -157,24 +182,35 @@ impl GpuTarget {
     pub(super) fn open(uuid: DeviceUuid, files: &[(FileIdentity, File)]) -> Result<Self, GpuLoadError> {
         let started = Instant::now();
         let bytes = files.iter().fold(0u64, |sum, (identity, _)| sum.saturating_add(identity.bytes));
-        let (pages, context) = std::thread::scope(|scope| {
+        let (pages, opened) = std::thread::scope(|scope| {
             let pages = scope.spawn(|| HostPages::new(ring_bytes(bytes)));
-            let context = open_context(uuid);
-            (pages.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), context)
+            let open = || {
+                let driver = cuda::open_driver()?;
+                Ok::<_, GpuLoadError>((driver.clone(), open_context_with(driver, uuid)?))
+            };
+            let opened = open();
+            (pages.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), opened)
         });
-        let context = context?;
-        let driver = started.elapsed();
+        let (driver, context) = opened?;
+        let driver_time = started.elapsed();
         let pinned_bytes = ring_bytes(bytes) as u64;
-        debug_assert!(pinned_bytes <= PINNED_BYTES, "invariant: the ring fits the ledger's reservation");
+        debug_assert!(
+            pinned_bytes + COPY_PINNED_BYTES <= PINNED_BYTES,
+            "invariant: the ring fits the ledger's reservation"
+        );
         let pinned = PinnedBuffer::pin(context.device(), pages.map_err(GpuLoadError::Pages)?)?;
         let ring = StagingRing::new(context.device(), pinned)?;
         tracing::info!(
-            driver_ms = driver.as_millis() as u64,
-            pin_ms = (started.elapsed() - driver).as_millis() as u64,
+            driver_ms = driver_time.as_millis() as u64,
+            pin_ms = (started.elapsed() - driver_time).as_millis() as u64,
             "opened the GPU"
         );
         let direct = files.iter().map(|(_, file)| reopen_direct(file)).collect();
-        Ok(Self { context, ring, pinned_bytes, direct, tiles: Vec::new(), parts: Vec::new() })
+        let peers = context.device().peers().unwrap_or_else(|error| {
+            tracing::warn!(%error, "cannot tell which GPUs this one can access: copies go through the host");
+            Vec::new()
+        });
+        Ok(Self { driver, context, peers, ring, pinned_bytes, direct, tiles: Vec::new(), parts: Vec::new() })
     }
 
     /// Uploads the parts that the readers deliver.

@@ -3,7 +3,7 @@
 //! What can fail between a loader and a GPU.
 
 use cuda::{DeviceError, DriverError, OpenDriverError, PinError};
-use memory::device::{AllocateError, FinishError, ImportModelError};
+use memory::device::{AllocateError, CopyModelError, FinishError, ImportModelError};
 use proto::weights::v1::LoadFailure;
 use quant::layout::LayoutError;
 
@@ -37,6 +37,12 @@ pub(super) enum GpuLoadError {
     Import(#[from] ImportModelError),
     #[error(transparent)]
     Read(#[from] TensorReadError),
+    #[error("{name:?} is not the UUID of a GPU")]
+    SourceName { name: String },
+    #[error("the GPU of the copy cannot be opened")]
+    SourceDevice(#[source] DeviceError),
+    #[error("cannot copy the model from another GPU")]
+    Copy(#[from] CopyModelError),
     #[error("the GPU failed")]
     Cuda(#[from] kernels::cuda::CudaError),
     #[error("cannot transfer the model to the GPU")]

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 use super::super::returning::MAX_CLAIMED_ID;
 use super::returning::returned;
 use super::*;
+use crate::refusal::LoaderErrorKind;
 
 /// A number that a worker claims. The highest ones are taken too, so that the next number matters.
 fn claimed_id() -> impl Strategy<Value = u64> {
@@ -19,35 +20,46 @@ fn workers(state: &WeightServerState) -> BTreeMap<u64, WorkerProcess> {
     state.leases().map(|lease| (lease.id, lease.worker)).collect()
 }
 
+fn any_load_failure() -> impl Strategy<Value = LoadFailure> {
+    let loader = |kind| LoadFailure::Loader { kind, text: "failed".to_owned() };
+    prop::sample::select(vec![
+        LoadFailure::LoaderLost { how: "killed".to_owned() },
+        loader(LoaderErrorKind::SourceDamaged),
+        loader(LoaderErrorKind::OutOfMemory),
+    ])
+}
+
+/// A loader's plan. Its GPU can access both GPUs, or none.
+fn planned_with_peers(generation: u64, bytes: u64, peers: bool) -> WeightServerEvent {
+    let peer_devices = [GPU, OTHER_GPU].map(str::to_owned).into_iter().filter(|_| peers).collect();
+    let contents = GenerationContents { peer_devices, ..contents(bytes) };
+    WeightServerEvent::LoadPlanned { generation, contents, available_bytes: UNLIMITED }
+}
+
 /// A random event on a small domain, so that events refer to what exists.
 fn any_event() -> impl Strategy<Value = WeightServerEvent> {
     let id = 1u64..6;
     let connection = (1u64..8).prop_map(ConnectionId);
     let model = prop::sample::select(vec!["a", "b", "c"]);
     let size = prop::sample::select(vec![MIB, 100 * MIB, 400 * MIB]);
-    let lost = || LoadFailure::LoaderLost { how: "killed".to_owned() };
+    // Two pairs of devices with equal layouts, so that copies are made.
+    let device = prop::sample::select(vec![HOST, HOST_NODE, GPU, OTHER_GPU]);
     prop_oneof![
-        (1u64..9, model.clone(), 1u64..4, size.clone(), any::<bool>()).prop_map(|(c, m, f, b, gpu)| if gpu {
-            on_gpu(load(c, m, f, b))
-        } else {
-            load(c, m, f, b)
-        }),
-        (id.clone(), size.clone()).prop_map(|(g, b)| planned(g, b)),
+        (1u64..9, model.clone(), 1u64..3, size.clone(), device.clone())
+            .prop_map(|(c, m, f, b, device)| on_device(device, load(c, m, f, b))),
+        (id.clone(), size.clone(), any::<bool>()).prop_map(|(g, b, peers)| planned_with_peers(g, b, peers)),
         (id.clone(), 0..300 * MIB)
             .prop_map(|(g, b)| WeightServerEvent::LoadProgressed { generation: g, done_bytes: b }),
         id.clone().prop_map(|g| WeightServerEvent::LoadHandedOver { generation: g, contents: contents(MIB) }),
-        id.clone().prop_map(move |g| WeightServerEvent::LoadFailed { generation: g, failure: lost() }),
+        (id.clone(), any_load_failure())
+            .prop_map(|(generation, failure)| WeightServerEvent::LoadFailed { generation, failure }),
         id.clone().prop_map(|g| WeightServerEvent::GenerationStored { generation: g }),
         model.clone().prop_map(|m| WeightServerEvent::UnloadRequested {
             call: CallId(1),
             model: m.to_owned(),
             generation: None
         }),
-        (1u64..8, model.clone(), any::<bool>()).prop_map(|(c, m, gpu)| if gpu {
-            on_gpu(attach(c, m))
-        } else {
-            attach(c, m)
-        }),
+        (1u64..8, model.clone(), device).prop_map(|(c, m, device)| on_device(device, attach(c, m))),
         model.prop_map(|m| WeightServerEvent::VerifyRequested {
             call: CallId(1),
             model: m.to_owned(),
@@ -114,6 +126,10 @@ proptest! {
                 match action {
                     WeightServerAction::StartLoader { generation } => prop_assert!(loaders.insert(generation)),
                     WeightServerAction::StopLoader { generation } => { loaders.remove(&generation); }
+                    WeightServerAction::ProceedCopying { generation, source } => {
+                        prop_assert!(loaders.contains(&generation));
+                        prop_assert_eq!(state.generation(generation).unwrap().copies_from(), Some(source));
+                    }
                     _ => {}
                 }
             }
