@@ -141,15 +141,9 @@ __device__ void merge_and_quantize(const float *partial_sums, const float2 *part
     const PartialMerge merge = merges[blockIdx.x];
     if (blockIdx.x >= rows) return;
     wait_for_previous_kernel();
-#ifndef LATE
     launch_next_kernel();
-#endif
     const int col = blockIdx.y * TILE_COLS + threadIdx.x;
     float value = merge_dimension(partial_sums, partial_weights, merge, col / dim, heads, dim, col % dim);
-#ifdef LATE
-    asm volatile("" ::"f"(value));
-    launch_next_kernel();
-#endif
     out[size_t(merge.row) * heads * dim + col] = value;
     merged_values[threadIdx.x] = value;
     __syncthreads();

@@ -80,9 +80,7 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
         }
     }
     wait_for_previous_kernel();
-#ifndef LATE
     launch_next_kernel();
-#endif
     size_t row = size_t(blockIdx.x) * cols;
     x += row, out += row;
     if (ADD) y += row;
@@ -104,11 +102,7 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) squares = fmaf(kept[k][i], kept[k][i], squares);
         }
-        float sum = block_sum(squares);
-#ifdef LATE
-        launch_next_kernel();
-#endif
-        float factor = norm_factor(sum, cols, eps);
+        float factor = norm_factor(block_sum(squares), cols, eps);
 #pragma unroll
         for (int k = 0; k < VECTORS_PER_THREAD; k++) {
             int vector = k * THREADS + threadIdx.x;

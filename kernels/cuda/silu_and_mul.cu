@@ -29,9 +29,7 @@ template <class Quantizer>
 __device__ void silu_and_mul_rows(const float *gate, const float *up, float *out, int tokens, int cols,
                                   QuantizedRows quantized) {
     wait_for_previous_kernel();
-#ifndef LATE
     launch_next_kernel();
-#endif
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
     int at = blockIdx.x * WARPS + threadIdx.x / 32, token = at / col_tiles, tile = at % col_tiles;
     if (token >= tokens) return;
@@ -41,11 +39,8 @@ __device__ void silu_and_mul_rows(const float *gate, const float *up, float *out
         size_t first = (size_t(token) * cols + col) / 4;
         const float4 *g = reinterpret_cast<const float4 *>(gate) + first,
                      *u = reinterpret_cast<const float4 *>(up) + first;
+        // All loads come before the first use.
         float4 g0 = g[0], u0 = u[0], g1 = g[1], u1 = u[1];
-#ifdef LATE
-        asm volatile("" ::"f"(g0.x), "f"(u0.x), "f"(g1.x), "f"(u1.x));
-        launch_next_kernel();
-#endif
         float4 a = silu(g0, u0), b = silu(g1, u1);
         reinterpret_cast<float4 *>(out)[first] = a;
         reinterpret_cast<float4 *>(out)[first + 1] = b;

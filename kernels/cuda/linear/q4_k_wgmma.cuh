@@ -128,8 +128,11 @@ struct Q4KProducts {
                     a[s % 2][v][r] = fma_halves(nibbles(k ? w : w << 4, mask, bias), scale, offset);
                     a[s % 2][v][2 + r] = fma_halves(nibbles(k ? w >> 8 : w >> 4, mask, bias), scale, offset);
                 }
-            if (k == 0) unit = units.wait();
-            uint64_t b = operand_descriptor(unit, F16_UNIT_BYTES) + 4 * k;
+            // Two sub-blocks are 64 columns.
+            constexpr int PAIRS_OF_STAGE = Units::STAGE_COLS / 64;
+            if (k == 0 && pair % PAIRS_OF_STAGE == 0) unit = units.wait();
+            uint64_t b = operand_descriptor(unit, F16_UNIT_BYTES) +
+                         pair % PAIRS_OF_STAGE * (Units::UNIT_BYTES >> 4) + 4 * k;
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
             if (s == 0)
                 WgmmaFromRegisters<TOKENS>::template run<0>(X, a[0][0], b);
@@ -140,7 +143,7 @@ struct Q4KProducts {
             // The products of the sub-block before have ended: their fragments may be overwritten.
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
             units.release();
-            if (k == 1) units.advance();
+            if (k == 1 && pair % PAIRS_OF_STAGE == PAIRS_OF_STAGE - 1) units.advance();
         }
     }
 

@@ -43,7 +43,7 @@ namespace skinny_matmul {
 
 // Elements of the output per row tile.
 template <int NT>
-constexpr int ELEMENTS = TILE_ROWS * ACT_TILE_TOKENS *NT;
+constexpr int ELEMENTS = TILE_ROWS * ACT_TILE_TOKENS * NT;
 
 template <class Format, int NT>
 __device__ void multiply(const LinearParams &params, const SkinnyPipeline &pipeline) {

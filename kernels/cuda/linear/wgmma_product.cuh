@@ -99,9 +99,11 @@ __host__ __device__ constexpr int scale_bytes(ActivationFormat format) {
 template <class Format, class Shape>
 struct Shared {
     static constexpr int GROUPS = Shape::GROUPS, STAGES = Shape::STAGES;
-    // Stages of units in 256 columns.
-    static constexpr int UNITS = Format::EIGHT_BIT ? 1 : TILE_COLS / F16_UNIT_COLS;
-    static constexpr int UNIT_STAGE = GROUPS * (Format::EIGHT_BIT ? ACT_TILE_QUANT_BYTES : F16_UNIT_BYTES);
+    // Stages of units in 256 columns. Fewer need fewer barriers, more use less memory at a time.
+    static constexpr int F16_UNITS = TILE_COLS / F16_UNIT_COLS;
+    static constexpr int UNITS = Format::EIGHT_BIT || Shape::TOKENS <= 32 ? 1 : F16_UNITS;
+    static constexpr int UNIT_STAGE =
+        GROUPS * (Format::EIGHT_BIT ? ACT_TILE_QUANT_BYTES : F16_UNITS / UNITS * F16_UNIT_BYTES);
     static constexpr int SCALES_BYTES = Format::EIGHT_BIT ? GROUPS * scale_bytes(Format::ACTIVATION) : 16;
     static constexpr int SUMS_BYTES = Format::EIGHT_BIT ? 1 : GROUPS * F16_SUMS_BYTES;
     static constexpr int WEIGHT_BYTES = Shape::ROW_TILES * Format::TILE_BYTES;
@@ -167,6 +169,9 @@ __device__ __forceinline__ void release_stage(uint64_t *empty) {
 // products with it have ended.
 template <class SharedMemory>
 struct UnitReader {
+    // Columns of a stage of f16 quants, and bytes of 64 columns in it.
+    static constexpr int STAGE_COLS = TILE_COLS / SharedMemory::UNITS,
+                         UNIT_BYTES = SharedMemory::GROUPS * F16_UNIT_BYTES;
     SharedMemory &shared;
     RingPosition<SharedMemory::UNIT_STAGES> at;
     int in_use = -1;
@@ -287,24 +292,26 @@ struct Kernel {
         });
     }
 
-    // A lane copies a unit of each column tile.
+    // A lane copies 64 columns of each column tile.
     __device__ void copy_units() const {
-        constexpr uint32_t LANES = (1 << UNITS) - 1;
+        constexpr int LANES = SharedMemory::F16_UNITS, LANES_PER_STAGE = LANES / UNITS;
+        constexpr uint32_t BYTES = GROUPS * F16_UNIT_BYTES;
         UnitStage at;
         int lane = threadIdx.x % 32;
-        if (lane >= UNITS) return;
-        for (int i = 0; i < lane; i++) at.advance();
+        if (lane >= LANES) return;
+        for (int i = 0; i < lane / LANES_PER_STAGE; i++) at.advance();
         size_t groups = quants.groups;
         for_each_tile([&](const OutputTile &tile) {
             for (int col = 0; col < params.col_tiles; col++, at.template advance_by<UNITS>()) {
                 uint64_t *full = shared.units_full + at.stage;
                 barrier_wait(shared.units_empty + at.stage, at.phase ^ 1);
                 // No lane is a round ahead: it would wait for a stage that is still to be filled.
-                __syncwarp(LANES);
-                barrier_expect(full, UNIT_STAGE);
-                size_t unit = size_t(col) * UNITS + lane;
-                bulk_copy(shared.units[at.stage],
-                          quants.units + (unit * groups + tile.group) * F16_UNIT_BYTES, UNIT_STAGE, full);
+                __syncwarp((1 << LANES) - 1);
+                if (lane % LANES_PER_STAGE == 0) barrier_expect(full, UNIT_STAGE);
+                __syncwarp((1 << LANES) - 1);
+                size_t unit = size_t(col) * LANES + lane;
+                bulk_copy(shared.units[at.stage] + lane % LANES_PER_STAGE * BYTES,
+                          quants.units + (unit * groups + tile.group) * F16_UNIT_BYTES, BYTES, full);
             }
         });
     }

@@ -27,7 +27,7 @@ struct Times {
 
 fn times(dtype: DType) -> Option<Times> {
     match dtype {
-        DType::Q4_K => Some(Times { blocks: [0.58, 0.76, 1.44, 2.15], matmul_block: 0.0031 }),
+        DType::Q4_K => Some(Times { blocks: [0.53, 0.75, 1.44, 2.15], matmul_block: 0.0031 }),
         // Measured with Q8_0. The other two are assumed to be alike.
         DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => {
             Some(Times { blocks: [0.66, 1.08, 1.72, 3.3], matmul_block: 0.0036 })
