@@ -20,8 +20,8 @@ const EIGHT_BIT_TOKENS_MAX: usize = 16;
 struct Times {
     /// Microseconds of a block per 256 columns, by shape as in [`WgmmaShape::ALL`].
     blocks: [f64; 4],
-    /// Microseconds per 256 columns that the 8-bit kernel adds to a product for each of its blocks
-    /// of 32 tokens. These blocks share multiprocessors evenly.
+    /// Microseconds per 256 columns of a block of 32 tokens of the 8-bit kernel, divided by the
+    /// multiprocessors.
     matmul_block: f64,
 }
 
@@ -74,7 +74,8 @@ impl WgmmaShape {
         let (time, shape) = shapes.min_by(|a, b| a.0.total_cmp(&b.0))?;
         let matmul = MatmulShape::QUANTS[2];
         let matmul_blocks = row_tiles.div_ceil(matmul.row_tiles()) * tokens.div_ceil(matmul.tokens());
-        (time < times.matmul_block * matmul_blocks as f64).then_some(shape)
+        let matmul_time = times.matmul_block * matmul_blocks.next_multiple_of(multiprocessors.max(1)) as f64;
+        (time < matmul_time).then_some(shape)
     }
 }
 
