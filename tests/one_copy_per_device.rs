@@ -6,6 +6,8 @@
 //! (BALLAST_TEST_DEVICE), they are the host and the GPU, which do not. With two
 //! (BALLAST_TEST_SECOND_DEVICE), they are these.
 
+mod swaps;
+
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -223,9 +225,6 @@ fn commands_concern_the_copies_of_a_name_together_or_say_that_they_cannot() {
     await_workers(&fleet, "m", &[first, second, second]);
     run(&fleet, &["add-worker", "m"]);
     await_workers(&fleet, "m", &[first, first, second, second]);
-    let path = demo_22m();
-    let text = refusal(&fleet, &["swap", "m", path.to_str().unwrap()]);
-    assert!(text.contains("it is on several devices: unload it and load the new file"), "{text}");
     run(&fleet, &["restart", "--rolling", "--model", "m"]);
     await_workers(&fleet, "m", &[first, first, second, second]);
 

@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use proto::weights::v1 as wire;
 use proto::weights::v1::weight_server_client::WeightServerClient;
+use service::Exit;
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
 
@@ -137,9 +139,26 @@ impl WeightServerAdmin {
         let _: Result<(), _> = event_loop.send(event).await;
     }
 
-    /// Loads the new file of a swap, and returns its digest. If the weight-server dies meanwhile,
-    /// the next one is asked.
-    pub(crate) async fn load_once(mut self, load: CopyLoad) -> Result<Bytes, ModelFailure> {
+    /// Loads the new file of a swap onto each device, and returns its digest. The first failure is
+    /// returned after all loads have ended.
+    pub(crate) async fn load_all_once(self, loads: Vec<CopyLoad>) -> Result<Bytes, ModelFailure> {
+        let mut running = JoinSet::new();
+        for load in loads {
+            running.spawn(self.clone().load_once(load));
+        }
+        let mut loaded = running.join_all().await.into_iter().collect::<Result<Vec<Bytes>, _>>()?;
+        let digest = loaded.pop().unwrap_or_default();
+        match loaded.iter().all(|other| *other == digest) {
+            true => Ok(digest),
+            false => Err(ModelFailure {
+                exit: Exit::ModelRefused,
+                text: "the file changed between the loads onto the devices: swap again".to_owned(),
+            }),
+        }
+    }
+
+    /// If the weight-server dies meanwhile, the next one is asked.
+    async fn load_once(mut self, load: CopyLoad) -> Result<Bytes, ModelFailure> {
         loop {
             match self.load_and_replace(&load, None).await {
                 Ok(loaded) => return Ok(loaded.digest),

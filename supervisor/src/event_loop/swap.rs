@@ -32,8 +32,8 @@ pub(super) struct RunningSwap {
     pub(super) old: ModelSpec,
     pub(super) new: ModelSpec,
     old_digest: Option<Bytes>,
-    /// Workers of the new file; as many as the model had.
-    workers: usize,
+    /// Workers of the new file on each device; as many as the model had.
+    workers_on: Vec<(String, usize)>,
     /// How long requests of the old file may go on.
     grace: Duration,
     task: Option<AbortHandle>,
@@ -42,6 +42,10 @@ pub(super) struct RunningSwap {
 }
 
 impl RunningSwap {
+    fn workers(&self) -> usize {
+        self.workers_on.iter().map(|(_, workers)| workers).sum()
+    }
+
     fn is_new_worker(&self, slot: &WorkerSlot) -> bool {
         slot.model == self.new.name && self.new.weights_on(&slot.device) == Some(&slot.weights)
     }
@@ -66,13 +70,15 @@ impl SupervisorLoop {
         new.workers = old.workers;
         self.last_swap += 1;
         tracing::info!(model = new.name, from = %old.path.display(), to = %new.path.display(), "swap begins");
-        let Some(copy) = new.copies.first() else { return };
-        let (admin, load) = (self.admin.clone(), copy_load(&new, &copy.device));
+        let loads = new.devices().map(|device| copy_load(&new, device)).collect();
+        let workers_on =
+            new.devices().map(|device| (device.to_owned(), self.workers_on(&old.name, device))).collect();
+        let admin = self.admin.clone();
         self.swap = Some(RunningSwap {
             number: self.last_swap,
             machine: ModelSwap::begin(),
             old_digest: self.models.get(&old.name).and_then(|model| model.copies.digest()),
-            workers: self.workers_of(&old.name).len(),
+            workers_on,
             old,
             new,
             grace,
@@ -80,7 +86,7 @@ impl SupervisorLoop {
             reply: Some(reply),
         });
         self.await_swap(async move {
-            match admin.load_once(load).await {
+            match admin.load_all_once(loads).await {
                 Ok(digest) => SwapEvent::Loaded { digest },
                 Err(failure) => SwapEvent::Failed { failure },
             }
@@ -96,8 +102,11 @@ impl SupervisorLoop {
             return Err(CommandError::UnknownModel { name: name() });
         };
         let refused = |why: String| Err(CommandError::SwapRefused { name: name(), why });
-        if model.spec.copies.len() > 1 || new.copies.len() != 1 {
-            return refused("it is on several devices: unload it and load the new file".to_owned());
+        if !model.spec.devices().all(|device| new.copy_on(device).is_some())
+            || new.copies.len() != model.spec.copies.len()
+        {
+            let devices = model.spec.devices().collect::<Vec<_>>().join(", ");
+            return refused(format!("it is on {devices}, and its new file has to be there too"));
         }
         if model.unloading.is_some() || model.copies.state() != ModelState::Ready {
             return refused("it is not loaded, or is being unloaded".to_owned());
@@ -179,12 +188,13 @@ impl SupervisorLoop {
 
     fn start_swapped_workers(&mut self) {
         let Some(swap) = &self.swap else { return };
-        let (new, workers, number) = (swap.new.clone(), swap.workers, swap.number);
+        let (new, workers, number) = (swap.new.clone(), swap.workers(), swap.number);
+        let workers_on = swap.workers_on.clone();
         let Some(digest) = swap.machine.joining().cloned() else { return };
         // The same content under another path: workers of both files count as one model.
         let also = if swap.old_digest.as_ref() == Some(&digest) { workers } else { 0 };
-        let device = new.devices().next().unwrap_or_default();
-        for _ in 0..workers {
+        let devices = workers_on.iter().flat_map(|(device, workers)| std::iter::repeat_n(device, *workers));
+        for device in devices {
             if let Err(error) = self.start_worker(&new, device) {
                 let failure = ModelFailure { exit: Exit::OutOfResources, text: error.to_string() };
                 return self.swap_advanced(number, SwapEvent::Failed { failure });
@@ -206,7 +216,7 @@ impl SupervisorLoop {
 
     fn commit_swap(&mut self, digest: Bytes) {
         let Some(swap) = &self.swap else { return };
-        let (new, grace, has_workers) = (swap.new.clone(), swap.grace, swap.workers > 0);
+        let (new, grace, has_workers) = (swap.new.clone(), swap.grace, swap.workers() > 0);
         let is_other = swap.old_digest.as_ref() != Some(&digest);
         let Some(model) = self.models.get_mut(&new.name) else { return };
         model.abort();
@@ -277,7 +287,7 @@ impl SupervisorLoop {
             || machine.is_undoing() && new == 0
         {
             SwapEvent::WorkersGone
-        } else if machine.joining().is_some() && new < swap.workers {
+        } else if machine.joining().is_some() && new < swap.workers() {
             let text = "a worker of the new file was removed".to_owned();
             SwapEvent::Failed { failure: ModelFailure { exit: Exit::PeerLost, text } }
         } else {

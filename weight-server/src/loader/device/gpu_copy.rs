@@ -24,6 +24,7 @@ impl GpuTarget {
         let started = Instant::now();
         let (context, name) = (&self.context, source.device());
         let target = context.device();
+        context.bind()?;
         let uuid = DeviceUuid::parse(&name).ok_or_else(|| GpuLoadError::SourceName { name: name.clone() })?;
         let selector = DeviceSelector::Uuid(uuid);
         let from = Device::open(self.driver.clone(), selector).map_err(GpuLoadError::SourceDevice)?;
@@ -47,7 +48,8 @@ impl GpuTarget {
         });
         let laid_out = loading::sum_model(target, &model, &destinations.collect::<Vec<_>>())?;
         let checked = started.elapsed();
-        drop(mapped);
+        // The process exits soon, which unmaps the source faster than the driver's calls do.
+        std::mem::forget(mapped);
         let fds = model.finish()?;
         let (copy_time, bytes) = (copied - allocated, source.manifest.tensor_bytes());
         tracing::info!(
