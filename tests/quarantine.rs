@@ -199,3 +199,31 @@ fn a_request_that_crashes_workers_in_the_middle_of_its_output_is_quarantined_for
     assert_eq!(http.post_json("/v1/completions", &harmless)["choices"][0]["text"], expected);
     fleet.fleet.stop();
 }
+
+/// A poison whose workers crash a little later each time shares every worker with its neighbours,
+/// since packed routing sends all streams to one worker.
+#[test]
+fn i6_neighbours_of_a_request_that_crashes_workers_later_each_time_are_whole() {
+    let fleet = CrashingFleet::start_with(&["--routing", "packed"], |command, _| {
+        command.env("BALLAST_TEST_CRASH_AFTER", "30");
+    });
+    let http = HttpClient::connect(&fleet.fleet);
+    let mut requests = neighbours();
+    requests.iter_mut().for_each(|request| request.max_tokens = 900);
+    let expected = runtime().block_on(generate_all(&fleet.fleet.grpc, &requests));
+    let mut all = requests.clone();
+    // A salt is no part of a request's content.
+    let prompt = vec![1, 2, 3];
+    all.push(TestRequest { prompt, cache_salt: CRASH_ON.to_owned(), ..requests[0].clone() });
+    let mut found = runtime().block_on(generate_all(&fleet.fleet.grpc, &all));
+    let poisoned = found.pop().unwrap().unwrap_err();
+    assert_eq!(poisoned.code(), tonic::Code::FailedPrecondition, "{poisoned}");
+    assert_eq!(tokens(&expected), tokens(&found), "the neighbours' streams are whole");
+    let resumes: Vec<u32> = found.iter().map(|result| result.as_ref().unwrap().resumes).collect();
+    assert!(resumes.iter().all(|&resumes| resumes >= 3), "the neighbours were elsewhere: {resumes:?}");
+    fleet.wait_until_ready();
+    let lost = fleet.restarts();
+    assert!((8..16).contains(&lost), "{lost} workers were lost");
+    assert_eq!(http.metric("ballast:requests_quarantined_total"), Some(1.0));
+    fleet.fleet.stop();
+}

@@ -363,6 +363,9 @@ fn a_drained_worker_finishes_its_streams_and_stays_down_until_its_restart() {
     assert_undisturbed(&found);
     let drained = ps_line(&fleet, "worker-0").unwrap();
     assert_eq!((&drained["state"], &drained["pid"]), (&Value::from("stopped"), &Value::from(0)));
+    let table = text(&fleet.run_command(&["ps"])).0;
+    let line = table.lines().find(|line| line.starts_with("worker-0")).unwrap();
+    assert!(line.split_whitespace().take(3).eq(["worker-0", "-", "stopped"]), "{line}");
     serves(&fleet);
     let refused = fleet.run_command(&["drain", "router"]);
     assert!(text(&refused).1.contains("\"router\" is not a worker"), "{}", text(&refused).1);

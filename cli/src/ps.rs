@@ -189,7 +189,7 @@ impl FleetSnapshot {
             text += &format!(
                 "{:<14} {:>8} {:<12} {:>9} {:>10} {:>10} {:>10} {:>10} {:>10}  {words}\n",
                 child.name,
-                child.pid,
+                pid(child),
                 state(child),
                 child.crashes,
                 uptime(child.uptime_ms),
@@ -375,6 +375,11 @@ fn status_words(child: &Child) -> String {
         (0, None) => child.last_termination.clone(),
         _ => child.status_text.clone(),
     }
+}
+
+/// A script that sends a signal to process 0 would hit its own process group.
+fn pid(child: &Child) -> String {
+    if child.pid == 0 { "-".to_owned() } else { child.pid.to_string() }
 }
 
 fn uptime(milliseconds: u64) -> String {

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use crate::access_control::KeyedRequest;
 use crate::admission_control::StreamPermits;
 use crate::dispatch::{Dispatcher, OpenStream};
-use crate::failover::{ChoiceError, ChoiceProgress, FailoverAction, StreamLoss, resume_wait};
+use crate::failover::{ChoiceError, ChoiceProgress, FailoverAction, SPREAD_WAIT, StreamLoss, resume_wait};
 use crate::metrics;
 use crate::model::ServedModel;
 use crate::quarantine::LossVerdict;
@@ -199,6 +199,10 @@ impl RunningChoice {
     async fn resume(&self, cause: String) -> Result<OpenStream, ChoiceError> {
         let task = &self.task;
         let dispatcher = &task.dispatcher;
+        if dispatcher.quarantine.deaths_to_spread(task.call.content).is_some() {
+            let until = Instant::now() + SPREAD_WAIT;
+            tokio::time::sleep_until(task.deadline.map_or(until, |deadline| deadline.min(until))).await;
+        }
         let (lost, has_sent_output) =
             (Instant::now(), task.is_streamed && !self.progress.output().is_empty());
         let limit = || resume_wait(has_sent_output, task.permit.worker_wait(&task.call.model, lost));

@@ -16,7 +16,7 @@ use crate::params::RequestGrammar;
 use crate::quarantine::LossVerdict;
 use crate::quarantine_control::{LoggedRequest, QuarantineController, StreamStay};
 use crate::registry::{PlacedStream, WorkerHandle, WorkerRegistry};
-use crate::routing::WorkerId;
+use crate::routing::{StreamDemand, WorkerId};
 use crate::wire::{ChoiceCall, WorkerFrame, is_from_worker, may_have_arrived, retry_after};
 use crate::worker_search::WorkerSearch;
 
@@ -56,7 +56,9 @@ impl Dispatcher {
         let mut refusals = RefusalCollector::default();
         let place = |tried: &[WorkerId]| {
             let prefix = call.prefix();
-            self.registry.place_stream(&call.demand(progress.output().len(), &prefix), tried, None)
+            let demand = call.demand(progress.output().len(), &prefix);
+            let spread_by_deaths = self.quarantine.deaths_to_spread(call.content);
+            self.registry.place_stream(&StreamDemand { spread_by_deaths, ..demand }, tried, None)
         };
         while let Some((mut placed, stay)) = workers.next(place, |placed| placed.worker.id).await? {
             let time_left = match deadline.map(|at| at.saturating_duration_since(Instant::now())) {

@@ -15,12 +15,16 @@ use bytes::Bytes;
 use crate::quarantine::{LossVerdict, QuarantineEntry};
 
 /// Maximum number of lost workers of a choice. A choice that kills workers goes into quarantine
-/// earlier ([`crate::quarantine`]).
-const LOSSES_MAX: u32 = 8;
+/// earlier ([`crate::quarantine`]), and its neighbours go on.
+const LOSSES_MAX: u32 = 16;
 
 /// How long a choice whose client has received tokens waits for another worker of its model: the
 /// client sees a pause. A restarted worker is back within a second.
 pub const WAIT_FOR_WORKER: Duration = Duration::from_secs(5);
+
+/// How long a choice that is spread ([`crate::quarantine`]) waits before it is resumed. The lost
+/// worker is back by then, so that there are more workers to spread over.
+pub const SPREAD_WAIT: Duration = Duration::from_secs(2);
 
 /// A sampler's state is at most a few numbers.
 pub const SAMPLER_STATE_BYTES_MAX: usize = 32;
@@ -208,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_choice_with_progress_between_losses_is_resumed_at_most_seven_times() {
+    fn a_choice_with_progress_between_losses_is_resumed_at_most_fifteen_times() {
         let mut progress = ChoiceProgress::new(100);
         for loss in 1..LOSSES_MAX {
             assert!(

@@ -5,6 +5,7 @@
 //!
 //! A small lock guards the policy. It is held for a few map operations and never across an await.
 
+use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -57,6 +58,12 @@ impl QuarantineController {
     pub(crate) fn find(&self, content: ContentKey) -> Option<QuarantineEntry> {
         let now = self.now();
         self.lock().find(content, now)
+    }
+
+    /// Number of workers that died with the content, if its streams are to be spread.
+    pub(crate) fn deaths_to_spread(&self, content: ContentKey) -> Option<NonZeroU32> {
+        let now = self.now();
+        self.lock().deaths_to_spread(content, now)
     }
 
     /// Puts a stream on trial at a worker, before the worker gets it.

@@ -15,12 +15,16 @@
 //! 5. Least-loaded routing, and packed routing when no worker has room: a worker with free capacity
 //!    comes before a full one, then the worker with fewer streams, then the one with the emptier KV
 //!    cache, then the one chosen longest ago. So equal workers take turns.
+//! 6. A stream that is to be spread goes away from others of this kind, whatever the mode is. Several
+//!    workers died with it ([`crate::quarantine`]), so it goes where the streams saw the fewest
+//!    deaths, and then to the fewest streams.
 //!
 //! Streams are those of this router, which are known exactly, plus streams of other clients as of
 //! the worker's last report.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -147,12 +151,14 @@ pub struct StreamDemand<'a> {
     pub output_tokens_max: u64,
     /// From [`prefix_hashes`] of the prompt.
     pub prefix: &'a [PrefixHash],
+    /// Number of workers that died with the content, if the stream is to be spread.
+    pub spread_by_deaths: Option<NonZeroU32>,
 }
 
 impl<'a> StreamDemand<'a> {
     /// A call that takes no KV cache.
     pub fn none(model: &'a ModelKey) -> Self {
-        Self { model, input_tokens: 0, output_tokens_max: 0, prefix: &[] }
+        Self { model, input_tokens: 0, output_tokens_max: 0, prefix: &[], spread_by_deaths: None }
     }
 }
 
@@ -164,6 +170,7 @@ pub struct StreamPlacement {
     kv_tokens: u64,
     /// Tokens of the input that the worker still has to compute.
     prefill_tokens: u64,
+    spread_by_deaths: Option<NonZeroU32>,
 }
 
 impl StreamPlacement {
@@ -219,7 +226,7 @@ impl RoutingPolicy {
         let load = self.workers.get_mut(&worker)?;
         load.last_chosen = self.choices;
         let (kv_tokens, prefill_tokens) = load.add_stream(demand, self.choices);
-        Some(StreamPlacement { worker, kv_tokens, prefill_tokens })
+        Some(StreamPlacement { worker, kv_tokens, prefill_tokens, spread_by_deaths: demand.spread_by_deaths })
     }
 
     /// The worker that [`Self::place_stream`] would choose.
@@ -232,6 +239,10 @@ impl RoutingPolicy {
         let is_candidate =
             |id: &WorkerId, load: &WorkerLoad| load.profile.model == *demand.model && !tried.contains(id);
         let candidates = || self.workers.iter().filter(|(id, load)| is_candidate(id, load));
+        if demand.spread_by_deaths.is_some() {
+            let order = |load: &WorkerLoad| (load.is_unusable(now), load.spread_order(), load.order(now));
+            return candidates().min_by_key(|(_, load)| order(load)).map(|(&id, _)| id);
+        }
         let with_room = candidates().filter(|(_, load)| self.is_packed(load) && load.has_room(demand, now));
         let packed = self.choose_packed(demand, with_room.collect());
         packed.or_else(|| candidates().min_by_key(|(_, load)| load.order(now)).map(|(&id, _)| id))
@@ -278,7 +289,7 @@ impl RoutingPolicy {
     pub fn end_stream(&mut self, mut placement: StreamPlacement) {
         self.end_prefill(&mut placement);
         if let Some(load) = self.workers.get_mut(&placement.worker) {
-            load.end_stream(placement.kv_tokens);
+            load.end_stream(placement.kv_tokens, placement.spread_by_deaths);
         }
     }
 

@@ -50,6 +50,7 @@ impl ChoiceCall {
             input_tokens: self.prompt.len() as u64 + output,
             output_tokens_max: u64::from(self.params.max_tokens).saturating_sub(output),
             prefix,
+            spread_by_deaths: None,
         }
     }
 

@@ -172,6 +172,7 @@ impl Fleet {
             input_tokens: (request.prompt.len() + request.progress.output().len()) as u64,
             output_tokens_max: u64::from(request.arrival.max_tokens),
             prefix: &prefix,
+            spread_by_deaths: router.quarantine.deaths_to_spread(content, now),
         };
         let (routing, quarantine) =
             (RefCell::new(std::mem::take(&mut router.routing)), &mut router.quarantine);

@@ -13,6 +13,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use memory::memfd::{MemfdError, SealedMemfd};
@@ -77,17 +78,25 @@ pub(crate) struct FdStoreClient {
 
 impl FdStoreClient {
     pub(crate) fn start(notify: Notify, inputs: InputSender) -> std::io::Result<Self> {
+        Self::start_thread(notify, inputs).map(|(client, _)| client)
+    }
+
+    /// The thread can be joined after the last client is dropped.
+    pub(crate) fn start_thread(
+        notify: Notify,
+        inputs: InputSender,
+    ) -> std::io::Result<(Self, JoinHandle<()>)> {
         let (jobs, queue) = mpsc::channel();
         let healthy = Arc::new(AtomicBool::new(notify.has_parent()));
         let status = Arc::new(Mutex::new(None));
         let writer =
             FdStoreWriter { notify, inputs, healthy: Arc::clone(&healthy), status: Arc::clone(&status) };
-        std::thread::Builder::new().name("fd_store".to_owned()).spawn(move || {
+        let thread = std::thread::Builder::new().name("fd_store".to_owned()).spawn(move || {
             for job in queue {
                 writer.execute(job);
             }
         })?;
-        Ok(Self { jobs, healthy, status })
+        Ok((Self { jobs, healthy, status }, thread))
     }
 
     pub(crate) fn send(&self, job: FdStoreRequest) {

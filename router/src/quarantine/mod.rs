@@ -13,7 +13,7 @@
 //!                      \-- others on trial? -- yes: those are candidates
 //!                                      \--- no:  all contents on that worker are candidates
 //! each candidate loses one worker more and becomes a suspect
-//!     2 losses, and the last time it was the only candidate --> quarantined for a time
+//!     2 losses, the last time as a suspect and only candidate -> quarantined for a time
 //!     it outputs more tokens than at any loss, or ends -------> cleared
 //! ```
 //!
@@ -30,6 +30,14 @@
 //!
 //! A loss in the middle of the output has many candidates. Those are resumed together the first
 //! time, because a killed process is a more likely cause than one of them.
+//!
+//! A content that crashes each worker later than the one before is cleared each time. So the policy
+//! also counts the workers that died with each content ([`QuarantinePolicy::deaths_to_spread`]):
+//! 1. After three, the streams of the content are spread over the workers. Each further death leaves
+//!    fewer neighbours that were on as many dead workers as the cause.
+//! 2. After eight, a content is quarantined if no other content on the last worker was on as many.
+//! 3. A suspect does not begin its trial beside a content that was on as many, for at most
+//!    [`policy::TRIAL_MAX`].
 
 mod content;
 mod policy;

@@ -3,6 +3,7 @@
 //! The state of the quarantine.
 
 use std::collections::{BTreeMap, HashMap};
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use super::content::ContentKey;
@@ -13,9 +14,13 @@ use crate::routing::WorkerId;
 /// Losses after which a content is quarantined, if it was the only candidate the last time. One
 /// loss happens to any request whose worker is killed.
 const LOSSES_MAX: u32 = 2;
-/// Losses as the only candidate after which a content is quarantined although its output grew from
-/// one to the next. As many end a choice ([`crate::failover`]); others may be kills from outside.
-const LONE_LOSSES_MAX: u32 = 8;
+/// Workers that died with a content after which it is quarantined although its output grew from
+/// one to the next, if no other content on the last of them was on as many. Fewer may be kills from
+/// outside.
+const DEATHS_MAX: u32 = 8;
+/// Workers that died with a content after which its streams are spread, so that they tell the cause
+/// from its neighbours.
+const SPREAD_DEATHS: u32 = 3;
 /// How long a trial keeps others away. A prefill of a few thousand tokens takes less.
 pub(super) const TRIAL_MAX: Duration = Duration::from_secs(5);
 /// Contents with losses. A worker that dies adds as many as it has streams.
@@ -51,11 +56,13 @@ pub enum LossVerdict {
 struct LossRecord {
     /// Zero if other contents were the candidates.
     losses: u32,
-    /// Losses as the only candidate, since a stream of the content ended as it should.
-    lone_losses: u32,
+    /// Workers that died with the content, since a stream of it ended as it should.
+    deaths: u32,
+    /// The last stream that entered a worker before the last of them.
+    last_death: StreamId,
     /// The most output tokens at a loss. With more, the content is cleared.
     output_tokens: usize,
-    /// Nothing but `lone_losses` is remembered.
+    /// Nothing but `deaths` is remembered.
     is_cleared: bool,
     /// The next trial is alone.
     is_suspect: bool,
@@ -110,8 +117,9 @@ impl QuarantinePolicy {
         if is_elsewhere && !force {
             return Err(Blocked);
         }
+        let deaths_of = |content| find_deaths(&self.records, content, now);
         let trials = self.workers.entry(worker).or_default();
-        if !trials.may_enter(content, standing, now) && !force {
+        if !trials.may_enter(content, standing, deaths_of, now) && !force {
             return Err(Blocked);
         }
         self.last_id += 1;
@@ -143,9 +151,6 @@ impl QuarantinePolicy {
                 return false;
             }
             record.is_cleared = true;
-            if record.lone_losses == 0 {
-                self.records.remove(&content);
-            }
         }
         self.workers.get_mut(&worker).is_some_and(|trials| trials.set_output(id))
     }
@@ -167,56 +172,64 @@ impl QuarantinePolicy {
         now: Uptime,
     ) -> LossVerdict {
         let earlier = self.record(content, now).copied();
-        let remembered = self.records.get(&content).filter(|record| record.expires > now);
-        let lone_losses = remembered.map_or(0, |record| record.lone_losses);
-        let loss = self.workers.get_mut(&worker).and_then(|trials| trials.lose(id));
-        // Workers that are killed together say no more about a content than one of them.
-        let is_new_trial = earlier.is_none_or(|record| id > record.last_stream);
-        let expires = now + self.quarantine_for;
-        let output_tokens = earlier.map_or(0, |record| record.output_tokens).max(output_tokens);
+        let deaths_of = |content| find_deaths(&self.records, content, now);
+        let deaths_before = deaths_of(content);
+        let last_death = self.records.get(&content).map_or(StreamId(0), |record| record.last_death);
+        let loss = self.workers.get_mut(&worker).and_then(|trials| trials.lose(id, deaths_of));
         self.make_room(now);
-        let Some(loss) = loss.filter(|_| is_new_trial) else {
-            // Others are blamed for this death, or another stream of the content was counted for
-            // it. The content is on trial again until it is past this point.
-            let unblamed = LossRecord {
-                losses: 0,
-                lone_losses,
-                output_tokens,
-                is_cleared: false,
-                is_suspect: false,
-                last_stream: StreamId(0),
-                expires,
-                is_quarantined: false,
-            };
-            let record = earlier.map_or(unblamed, |record| LossRecord { output_tokens, ..record });
-            self.records.insert(content, record);
-            return self
-                .find(content, now)
-                .map_or(LossVerdict::Resume, |entry| LossVerdict::Quarantine { entry, is_new: false });
-        };
-        let losses = earlier.map_or(0, |record| record.losses) + 1;
-        let was_quarantined = earlier.is_some_and(|record| record.is_quarantined);
-        let lone_losses = lone_losses + u32::from(loss.is_only);
-        let is_proven = losses >= LOSSES_MAX || lone_losses >= LONE_LOSSES_MAX;
-        let is_quarantined = was_quarantined || (is_proven && loss.is_only);
-        let is_suspect = loss.was_on_trial || loss.is_only || losses >= LOSSES_MAX;
-        let last_stream = StreamId(self.last_id);
-        let record = LossRecord {
-            losses: losses.max(if is_quarantined { lone_losses } else { 0 }),
-            lone_losses,
+        // Workers that are killed together say no more about a content than one of them.
+        let is_new_death = loss.is_some() && id > last_death;
+        let is_new_trial = earlier.is_none_or(|record| id > record.last_stream);
+        let deaths = deaths_before + u32::from(is_new_death);
+        let has_most_deaths = loss.as_ref().is_some_and(|loss| loss.has_most_deaths);
+        let is_repeated = is_new_death && deaths >= DEATHS_MAX && has_most_deaths;
+        let mut record = earlier.unwrap_or(LossRecord {
+            losses: 0,
+            deaths,
+            last_death,
             output_tokens,
             is_cleared: false,
-            is_suspect,
-            last_stream,
-            expires,
-            is_quarantined,
-        };
+            is_suspect: false,
+            last_stream: StreamId(0),
+            expires: now + self.quarantine_for,
+            is_quarantined: false,
+        });
+        let was_quarantined = record.is_quarantined;
+        record.deaths = deaths;
+        if is_new_death {
+            record.last_death = StreamId(self.last_id);
+        }
+        // The content is on trial again until it is past this point.
+        record.output_tokens = record.output_tokens.max(output_tokens);
+        // Otherwise others are blamed, or another stream of the content was counted.
+        if let Some(loss) = loss.filter(|loss| loss.is_candidate && is_new_trial) {
+            record.losses += 1;
+            // A content without a trial of its own may be blamed for what a neighbour did.
+            record.is_quarantined |= record.is_suspect && loss.is_only && record.losses >= LOSSES_MAX;
+            record.is_suspect = loss.was_on_trial || loss.is_only || record.losses >= LOSSES_MAX;
+            record.last_stream = StreamId(self.last_id);
+            record.expires = now + self.quarantine_for;
+        }
+        if is_repeated {
+            record.losses = record.losses.max(deaths);
+            record.expires = now + self.quarantine_for;
+            record.is_quarantined = true;
+        }
         self.records.insert(content, record);
-        let entry = QuarantineEntry { losses: record.losses, remaining: self.quarantine_for };
-        match is_quarantined {
-            true => LossVerdict::Quarantine { entry, is_new: !was_quarantined },
+        match record.is_quarantined {
+            true => {
+                let entry = QuarantineEntry { losses: record.losses, remaining: record.expires - now };
+                LossVerdict::Quarantine { entry, is_new: !was_quarantined }
+            }
             false => LossVerdict::Resume,
         }
+    }
+
+    /// Number of workers that died with the content, if there are so many that its streams are to be
+    /// spread.
+    pub fn deaths_to_spread(&self, content: ContentKey, now: Uptime) -> Option<NonZeroU32> {
+        let deaths = find_deaths(&self.records, content, now);
+        NonZeroU32::new(deaths).filter(|deaths| deaths.get() >= SPREAD_DEATHS)
     }
 
     /// The stream left the worker: it ended, or its loss is recorded.
@@ -257,4 +270,9 @@ impl QuarantinePolicy {
             self.records.remove(&oldest.expect("RECORDS_MAX is above 0"));
         }
     }
+}
+
+/// Number of workers that died with the content.
+fn find_deaths(records: &HashMap<ContentKey, LossRecord>, content: ContentKey, now: Uptime) -> u32 {
+    records.get(&content).filter(|record| record.expires > now).map_or(0, |record| record.deaths)
 }

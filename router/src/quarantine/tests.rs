@@ -3,6 +3,7 @@
 //! Tests of the quarantine: fixed cases, and a fleet with random requests of which one is poison.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -10,6 +11,7 @@ use proptest::prelude::*;
 use super::policy::{RECORDS_MAX, TRIAL_MAX};
 use super::*;
 use crate::admission::Uptime;
+use crate::failover::SPREAD_WAIT;
 use crate::routing::WorkerId;
 
 const QUARANTINE: Duration = Duration::from_secs(600);
@@ -344,5 +346,155 @@ proptest! {
         prop_assert!(fleet.deaths >= 2 && fleet.deaths <= 1 + (copies as u32).min(workers as u32), "{} deaths", fleet.deaths);
         prop_assert_eq!(&fleet.failed, &vec![POISON; copies]);
         prop_assert!(fleet.waiting.is_empty() && fleet.streams.values().all(Vec::is_empty), "{:?}", fleet);
+    }
+}
+
+/// A fleet in which one content crashes each worker some steps after it got there, so that its
+/// output grows from crash to crash. Workers are back after a second.
+#[derive(Debug)]
+struct FleetWithLateCrashes {
+    workers: u64,
+    is_packed: bool,
+    /// Steps of the poison on its worker before the crash.
+    crash_after: usize,
+    down_until: BTreeMap<WorkerId, Uptime>,
+    streams: Vec<SimulatedStream>,
+    deaths: u32,
+    quarantined: Vec<ContentKey>,
+    most_losses: u32,
+}
+
+#[derive(Debug)]
+struct SimulatedStream {
+    content: ContentKey,
+    output: usize,
+    length: usize,
+    losses: u32,
+    not_before: Uptime,
+    stay: Option<SimulatedStay>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct SimulatedStay {
+    worker: WorkerId,
+    id: StreamId,
+    spread_by_deaths: Option<NonZeroU32>,
+    steps: usize,
+}
+
+impl FleetWithLateCrashes {
+    fn place(&mut self, policy: &mut QuarantinePolicy, now: Uptime) {
+        for at in 0..self.streams.len() {
+            let SimulatedStream { content, not_before, stay, .. } = self.streams[at];
+            if stay.is_some() || now < not_before || policy.find(content, now).is_some() {
+                continue;
+            }
+            let spread_by_deaths = policy.deaths_to_spread(content, now);
+            let stays = || self.streams.iter().filter_map(|stream| stream.stay);
+            let mut workers: Vec<WorkerId> = (0..self.workers).map(WorkerId).collect();
+            workers.retain(|worker| self.down_until.get(worker).is_none_or(|until| *until <= now));
+            workers.sort_by_key(|worker| {
+                let there = stays().filter(|stay| stay.worker == *worker);
+                let spread = there.clone().filter_map(|stay| stay.spread_by_deaths);
+                match (spread_by_deaths, self.is_packed) {
+                    (Some(_), _) => (spread.clone().max(), spread.count()),
+                    (None, true) => (None, usize::MAX - there.count()),
+                    (None, false) => (None, there.count()),
+                }
+            });
+            let entered = workers
+                .into_iter()
+                .find_map(|worker| Some((worker, policy.enter(worker, content, now, false).ok()?)));
+            let entered =
+                entered.map(|(worker, id)| SimulatedStay { worker, id, spread_by_deaths, steps: 0 });
+            self.streams[at].stay = entered;
+        }
+    }
+
+    fn step(&mut self, policy: &mut QuarantinePolicy, now: Uptime) {
+        let poison = self.streams.iter().find(|stream| stream.content == POISON);
+        let dead = poison
+            .and_then(|poison| poison.stay)
+            .filter(|stay| stay.steps >= self.crash_after)
+            .map(|stay| stay.worker);
+        if let Some(dead) = dead {
+            self.deaths += 1;
+            self.down_until.insert(dead, now + Duration::from_secs(1));
+        }
+        for stream in &mut self.streams {
+            let Some(stay) = &mut stream.stay else { continue };
+            let (worker, id) = (stay.worker, stay.id);
+            if dead == Some(worker) {
+                stream.losses += 1;
+                let verdict = policy.record_loss(worker, id, stream.content, stream.output, now);
+                if matches!(verdict, LossVerdict::Quarantine { .. }) {
+                    self.quarantined.push(stream.content);
+                }
+                stream.not_before = match policy.deaths_to_spread(stream.content, now) {
+                    Some(_) => now + SPREAD_WAIT,
+                    None => now,
+                };
+                continue;
+            }
+            stay.steps += 1;
+            // A prefill takes a step for each 20 tokens.
+            if stay.steps > 1 + stream.output / 20 {
+                stream.output += 1;
+                policy.record_output(worker, id, stream.content, stream.output, now);
+            }
+            if stream.output == stream.length {
+                policy.record_completion(stream.content);
+                policy.leave(worker, id);
+                stream.stay = None;
+                stream.not_before = Uptime::MAX;
+            }
+        }
+        let gone =
+            self.streams.iter_mut().filter(|stream| stream.stay.is_some_and(|s| Some(s.worker) == dead));
+        for stream in gone {
+            let stay = stream.stay.take().expect("it was on the dead worker");
+            policy.leave(stay.worker, stay.id);
+        }
+        self.most_losses =
+            self.streams.iter().filter(|s| s.content != POISON).map(|s| s.losses).max().unwrap_or(0);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn i6_neighbours_of_a_content_that_crashes_later_each_time_go_on(
+        workers in 2_u64..6,
+        is_packed: bool,
+        crash_after in 10_usize..60,
+        lengths in proptest::collection::vec(10_usize..2000, 0..12),
+        poison_at in 0_usize..100,
+    ) {
+        let (mut policy, mut now) = (policy(), NOW);
+        let stream = |content, length, at: usize| SimulatedStream {
+            content: ContentKey(content),
+            output: 0,
+            length,
+            losses: 0,
+            not_before: NOW + Duration::from_millis(20 * at as u64),
+            stay: None,
+        };
+        let mut streams: Vec<_> =
+            (1..).zip(&lengths).map(|(n, length)| stream(n, *length, 7 * n as usize)).collect();
+        streams.push(stream(POISON.0, 10_000, poison_at));
+        let mut fleet = FleetWithLateCrashes {
+            workers, is_packed, crash_after, streams,
+            down_until: BTreeMap::new(), deaths: 0, quarantined: Vec::new(), most_losses: 0,
+        };
+        for _ in 0..6000 {
+            now += Duration::from_millis(20);
+            fleet.place(&mut policy, now);
+            fleet.step(&mut policy, now);
+        }
+        prop_assert_eq!(&fleet.quarantined, &vec![POISON], "{:?}", fleet);
+        prop_assert!(fleet.deaths < 16 && fleet.most_losses < 16, "{:?}", fleet);
+        let ended = fleet.streams.iter().filter(|stream| stream.output == stream.length).count();
+        prop_assert_eq!(ended, lengths.len(), "{:?}", fleet);
     }
 }

@@ -105,7 +105,7 @@ impl RoutingSimulation {
     }
 
     fn place(&mut self, input_tokens: u64, output_tokens_max: u64) {
-        let demand = StreamDemand { model: &self.model, input_tokens, output_tokens_max, prefix: &[] };
+        let demand = StreamDemand { input_tokens, output_tokens_max, ..StreamDemand::none(&self.model) };
         let placement = self.policy.place_stream(&demand, &[], None, self.now);
         let placement = placement.expect("a worker is chosen while there is one");
         self.check(placement.worker, input_tokens + output_tokens_max);

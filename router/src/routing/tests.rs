@@ -41,7 +41,7 @@ fn place(
 
 /// Ends a stream that [`place`] has placed.
 fn end(policy: &mut RoutingPolicy, worker: WorkerId) {
-    policy.end_stream(StreamPlacement { worker, kv_tokens: 0, prefill_tokens: 0 });
+    policy.end_stream(StreamPlacement { worker, kv_tokens: 0, prefill_tokens: 0, spread_by_deaths: None });
 }
 
 #[test]
@@ -141,7 +141,7 @@ fn packed_with(workers: u64, kv_tokens: u64) -> RoutingPolicy {
 }
 
 fn demand<'a>(model: &'a ModelKey, input_tokens: u64, prefix: &'a [PrefixHash]) -> StreamDemand<'a> {
-    StreamDemand { model, input_tokens, output_tokens_max: 100, prefix }
+    StreamDemand { model, input_tokens, output_tokens_max: 100, prefix, spread_by_deaths: None }
 }
 
 #[test]
@@ -195,6 +195,20 @@ fn the_streams_of_a_lost_worker_go_to_one_other_worker() {
         place(&mut policy, &model(0), &[], None).unwrap()
     });
     assert_eq!(resumed, [WorkerId(1); 4]);
+}
+
+#[test]
+fn streams_with_which_workers_died_are_spread_although_others_are_packed() {
+    let (mut policy, key) = (packed_with(3, 0), model(0));
+    let mut place_with = |deaths: u32| {
+        let demand = StreamDemand { spread_by_deaths: NonZeroU32::new(deaths), ..StreamDemand::none(&key) };
+        policy.place_stream(&demand, &[], None, NOW).unwrap()
+    };
+    assert_eq!([(); 3].map(|()| place_with(0).worker.0), [0; 3]);
+    let spread = [4, 5, 5, 5].map(&mut place_with);
+    assert_eq!(spread.each_ref().map(|placement| placement.worker.0), [1, 2, 0, 1], "4 is the fewest");
+    spread.into_iter().for_each(|placement| policy.end_stream(placement));
+    assert_eq!(place(&mut policy, &key, &[], None), Some(WorkerId(0)), "the fullest");
 }
 
 #[test]

@@ -11,6 +11,8 @@
 //!    has not that limit.
 //! 4. It is not stalled: it reports, and while it runs sequences, it steps.
 
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use super::placed_prefixes::PlacedPrefixes;
@@ -37,6 +39,8 @@ pub(super) struct WorkerLoad {
     pub(super) profile: WorkerProfile,
     /// Streams of this router.
     pub(super) own_streams: u32,
+    /// Streams among them that are to be spread, by the number of deaths.
+    spread_streams: BTreeMap<NonZeroU32, u32>,
     /// Streams of other clients as of the last report.
     other_streams: u32,
     kv_used_tokens: u64,
@@ -65,6 +69,7 @@ impl WorkerLoad {
             prefixes: PlacedPrefixes::new(profile.kv_tokens),
             profile,
             own_streams: 0,
+            spread_streams: BTreeMap::new(),
             other_streams: 0,
             kv_used_tokens: 0,
             kv_used_permille: 0,
@@ -110,6 +115,9 @@ impl WorkerLoad {
     pub(super) fn add_stream(&mut self, demand: &StreamDemand<'_>, placement: u64) -> (u64, u64) {
         let (kv_tokens, prefill_tokens) = self.expected_tokens(demand);
         self.own_streams += 1;
+        if let Some(deaths) = demand.spread_by_deaths {
+            *self.spread_streams.entry(deaths).or_default() += 1;
+        }
         self.expected_kv_tokens += kv_tokens;
         self.prefill_backlog += prefill_tokens;
         self.prefixes.insert(demand.prefix, placement);
@@ -120,9 +128,13 @@ impl WorkerLoad {
         self.prefill_backlog -= prefill_tokens;
     }
 
-    pub(super) fn end_stream(&mut self, kv_tokens: u64) {
+    pub(super) fn end_stream(&mut self, kv_tokens: u64, spread_by_deaths: Option<NonZeroU32>) {
         assert!(self.own_streams > 0, "every stream that was placed ends once");
         self.own_streams -= 1;
+        if let Some(deaths) = spread_by_deaths {
+            self.spread_streams.entry(deaths).and_modify(|streams| *streams -= 1);
+            self.spread_streams.retain(|_, streams| *streams > 0);
+        }
         self.expected_kv_tokens -= kv_tokens;
     }
 
@@ -163,6 +175,16 @@ impl WorkerLoad {
     fn is_stalled(&self, now: RouterTime) -> bool {
         let since = |at: RouterTime| now.saturating_sub(at);
         since(self.reported_at) > REPORT_AGE_MAX || since(self.stepped_at) > STEP_AGE_MAX
+    }
+
+    /// A stream goes here only if it can go nowhere else.
+    pub(super) fn is_unusable(&self, now: RouterTime) -> bool {
+        self.is_stalled(now) || self.is_full()
+    }
+
+    /// The highest number of deaths of a stream that is to be spread, and the number of such streams.
+    pub(super) fn spread_order(&self) -> (Option<NonZeroU32>, u32) {
+        (self.spread_streams.keys().last().copied(), self.spread_streams.values().sum())
     }
 
     /// The order of least-loaded routing: the worker with the smallest value is chosen.

@@ -267,7 +267,7 @@ fuzz_target!(
     |input: &[u8]| {
         let before = open_descriptors();
         run(input);
-        // The FD store's thread ends a moment after its last client.
+        // The runtime's threads may end a moment after it.
         let deadline = Instant::now() + Duration::from_secs(5);
         while open_descriptors() > before {
             assert!(Instant::now() < deadline, "descriptors are left");
