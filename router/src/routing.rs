@@ -15,9 +15,9 @@
 //! 5. Least-loaded routing, and packed routing when no worker has room: a worker with free capacity
 //!    comes before a full one, then the worker with fewer streams, then the one with the emptier KV
 //!    cache, then the one chosen longest ago. So equal workers take turns.
-//! 6. A stream that is to be spread goes away from others of this kind, whatever the mode is. Several
-//!    workers died with it ([`crate::quarantine`]), so it goes where the streams saw the fewest
-//!    deaths, and then to the fewest streams.
+//! 6. A stream that is to be spread goes away from others of this kind, whatever the mode is.
+//!    Several workers died with it ([`crate::quarantine`]), so it goes where the streams saw the
+//!    fewest deaths, and then to the fewest streams.
 //!
 //! Streams are those of this router, which are known exactly, plus streams of other clients as of
 //! the worker's last report.

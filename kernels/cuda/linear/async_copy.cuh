@@ -43,6 +43,19 @@ __device__ inline void barrier_wait(uint64_t *barrier, uint32_t parity) {
         : "memory");
 }
 
+// As barrier_wait, for data that other blocks of the cluster wrote.
+__device__ inline void cluster_barrier_wait(uint64_t *barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "wait:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra wait;\n"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
 // Starts a copy; `barrier` counts its bytes. `to`, `from` and `bytes` are multiples of 16.
 __device__ inline void bulk_copy(void *to, const void *from, uint32_t bytes, uint64_t *barrier) {
     asm volatile(

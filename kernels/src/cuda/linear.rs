@@ -13,8 +13,8 @@ use quant::layout::{TILE_COLS, TILE_ROWS, Tiles};
 
 use super::abi::float_linear::FloatMatmul;
 use super::abi::linear::{
-    LINEAR_F32_TOKENS, LINEAR_F32_WARPS, LinearF32, LinearMatmul, LinearMatvec, LinearParams, LinearSkinny,
-    LinearWgmma, MATVEC_TILES_PER_STAGE, MATVEC_WARPS, SkinnyPipeline, WGMMA_PRODUCT_SHARED_BYTES,
+    LINEAR_F32_TOKENS, LINEAR_F32_WARPS, LinearF32, LinearMatmul, LinearMatvec, LinearParams, LinearWgmma,
+    MATVEC_TILES_PER_STAGE, MATVEC_WARPS, WGMMA_PRODUCT_SHARED_BYTES, WGMMA_PRODUCT_THREADS,
 };
 pub use super::abi::linear::{MATRICES_MAX, MatmulShape};
 use super::error::device_error;
@@ -45,9 +45,6 @@ pub struct MatrixProduct<'a> {
 pub enum LinearMethod {
     /// linear/matvec.cuh, for one to four tokens. Each lane computes one row over 256 columns.
     Matvec(usize),
-    /// linear/skinny_matmul.cuh, for up to [`SKINNY_TOKENS`] tokens. Each warp computes 16 rows over
-    /// 256 columns.
-    Skinny,
     /// linear/matmul.cuh, on the tensor cores.
     Matmul(MatmulShape),
     /// linear/wgmma_product.cuh, for many tokens and some types, on GPUs with wgmma. For Q4_K, the
@@ -86,16 +83,6 @@ const MATVEC_TOKENS_MAX: usize = 3;
 /// 10%.
 const PIPELINE_BYTES: usize = 64 << 10;
 const PIPELINE_STAGES: (usize, usize) = (2, 6);
-/// Tokens of linear/skinny_matmul.cuh. From 9 on it is faster than matmul.cuh (measured on an H200
-/// with 16 tokens and 4096 columns: 10 to 25%, Q4_K 145 us instead of 184 for 151936 rows). Up to 8
-/// it is not.
-pub const SKINNY_TOKENS: usize = 16;
-const SKINNY_TOKENS_MIN: usize = 9;
-/// Column tiles whose values linear/skinny_matmul.cuh collects before it adds them, if there are so
-/// many: 48 KiB. Then every thread of a block has sums to add.
-const SKINNY_BATCH_COL_TILES: usize = 48;
-/// An mbarrier.
-const BARRIER_BYTES: usize = 8;
 const NO_SHARED_MEMORY: &str = "bytes of shared memory for a row this long";
 
 /// The kernels of all weight types on one device.
@@ -136,9 +123,6 @@ impl LinearKernels {
         }
         if tokens <= MATVEC_TOKENS_MAX {
             return LinearMethod::Matvec(tokens);
-        }
-        if (SKINNY_TOKENS_MIN..=SKINNY_TOKENS).contains(&tokens) {
-            return LinearMethod::Skinny;
         }
         let multiprocessors = self.device.multiprocessors() as usize;
         if let Some(shape) = WgmmaShape::fastest(&self.device, dtype, row_tiles, tokens) {
@@ -211,13 +195,6 @@ impl LinearKernels {
                 unsafe { launch_kernel(family, name, stream, launch, &LinearMatvec { params, stages }) }
                     .map_err(device_error(OP))
             }
-            LinearMethod::Skinny => {
-                let name = skinny_name(dtype).ok_or_else(|| no_kernel(x.tokens))?;
-                let (launch, pipeline) = self.skinny_launch(family, name, x, products).map_err(in_op)?;
-                // SAFETY: as above, for linear/skinny_matmul.cuh.
-                unsafe { launch_kernel(family, name, stream, launch, &LinearSkinny { params, pipeline }) }
-                    .map_err(device_error(OP))
-            }
             LinearMethod::Matmul(shape) => {
                 let name = matmul_name(dtype, shape).ok_or_else(|| no_kernel(shape.tokens()))?;
                 let (launch, stages) = self.matmul_launch(family, name, shape, x, products).map_err(in_op)?;
@@ -264,11 +241,12 @@ impl LinearKernels {
         };
         let name = wgmma_name(dtype, shape).ok_or_else(|| no_kernel(shape.tokens))?;
         let row_tiles = products.iter().map(|product| product.shape.row_tiles());
-        let tiles: usize = row_tiles.map(|tiles| shape.output_tiles(tiles, x.tokens)).sum();
-        let shared_bytes = WGMMA_PRODUCT_SHARED_BYTES as u32;
-        let launch = self
-            .persistent_launch(family, name, tiles, shape.warps(), shared_bytes)
-            .map_err(device_error(OP))?;
+        let blocks: usize = row_tiles.map(|tiles| shape.blocks(tiles, x.tokens)).sum();
+        let (warps, shared_bytes) = (WGMMA_PRODUCT_THREADS / 32, WGMMA_PRODUCT_SHARED_BYTES as u32);
+        let mut launch =
+            self.persistent_launch(family, name, blocks, warps, shared_bytes).map_err(device_error(OP))?;
+        // Whole clusters.
+        launch.grid.0 = (launch.grid.0 / shape.split as u32).max(1) * shape.split as u32;
         // SAFETY: as in `launch_with`, for linear/wgmma_product.cuh. The f16 quants have room for
         // whole blocks of tokens, activation tiles beyond the tokens are not read, and
         // `check_products` compared the length of the activations.
@@ -292,53 +270,11 @@ impl LinearKernels {
         let batch = MATVEC_WARPS.div_ceil(tile_pairs);
         let act_rows = tokens * shape.col_tiles() * act_row_bytes(x.layout.format);
         let values = 2 * batch * shape.col_tiles() * TILE_ROWS * tokens * 4;
-        let rest = act_rows + values + MATVEC_WARPS * PIPELINE_STAGES.1 * BARRIER_BYTES;
+        let rest = act_rows + values + MATVEC_WARPS * PIPELINE_STAGES.1 * 8;
         let (stages, shared_bytes) = self.pipeline(stage_bytes, rest)?;
         let row_tiles: usize = products.iter().map(|product| product.shape.row_tiles()).sum();
         let launch = self.persistent_launch(family, name, row_tiles, MATVEC_WARPS, shared_bytes)?;
         Ok((launch, stages))
-    }
-
-    /// The launch of a skinny kernel, and how it divides shared memory. linear/skinny_matmul.cuh
-    /// divides shared memory in the same way.
-    fn skinny_launch(
-        &self,
-        family: &LazyModule,
-        name: KernelName<LinearSkinny>,
-        x: QuantizedActivations<'_>,
-        products: &[MatrixProduct<'_>],
-    ) -> Result<(LaunchConfig, SkinnyPipeline), LaunchError> {
-        if x.tokens > SKINNY_TOKENS {
-            return Err(no_kernel(x.tokens).into());
-        }
-        let shape = products[0].shape;
-        let (col_tiles, tile_bytes) = (shape.col_tiles(), shape.tile_bytes());
-        let row_tiles: usize = products.iter().map(|product| product.shape.row_tiles()).sum();
-        let act_tiles = activation_bytes(x.layout.format, SKINNY_TOKENS, shape.cols()).unwrap_or(usize::MAX);
-        let batch_tiles = (SKINNY_BATCH_COL_TILES / col_tiles)
-            .min(row_tiles.div_ceil(self.device.multiprocessors() as usize))
-            .max(1);
-        let values = batch_tiles * col_tiles * TILE_ROWS * SKINNY_TOKENS * 4;
-        let available = self.device.shared_bytes_max() as usize;
-        let mut needed = 0;
-        for (warps, value_buffers) in [(16, 2), (16, 1), (12, 2), (12, 1)] {
-            let stage_bytes = warps * (tile_bytes + BARRIER_BYTES);
-            let rest = act_tiles + value_buffers * values + BARRIER_BYTES * col_tiles;
-            needed = rest.saturating_add(PIPELINE_STAGES.0 * stage_bytes);
-            if needed > available {
-                continue;
-            }
-            let stages = ((available - rest) / stage_bytes).min(PIPELINE_STAGES.1);
-            let shared_bytes = (rest + stages * stage_bytes) as u32;
-            let launch = self.persistent_launch(family, name, row_tiles, warps, shared_bytes)?;
-            let pipeline = SkinnyPipeline {
-                stages: stages as i32,
-                batch_tiles: batch_tiles as i32,
-                value_buffers: value_buffers as i32,
-            };
-            return Ok((launch, pipeline));
-        }
-        Err(OpError::Shape { op: OP, what: NO_SHARED_MEMORY, found: needed, expected: available }.into())
     }
 
     /// The launch of a matmul kernel and its number of pipeline stages. linear/matmul.cuh divides
@@ -355,7 +291,7 @@ impl LinearKernels {
         let act_tile = activation_bytes(x.layout.format, 1, 1).unwrap_or(0);
         let stage_bytes = matmul.stage_bytes(shape.tile_bytes(), act_tile);
         let (stages, shared_bytes) =
-            self.pipeline(stage_bytes, matmul.partial_sum_bytes() + PIPELINE_STAGES.1 * BARRIER_BYTES)?;
+            self.pipeline(stage_bytes, matmul.partial_sum_bytes() + PIPELINE_STAGES.1 * 8)?;
         let row_tiles = products.iter().map(|product| product.shape.row_tiles());
         let groups: usize = row_tiles.map(|row_tiles| row_tiles.div_ceil(matmul.row_tiles())).sum();
         let output_tiles = groups * x.tokens.div_ceil(matmul.tokens());
@@ -540,29 +476,6 @@ fn matvec_name(dtype: DType, tokens: usize) -> Option<KernelName<LinearMatvec>> 
                     (DType::$dtype, 3) => Some(of_type!($type, "matvec", "3")),
                     (DType::$dtype, 4) => Some(of_type!($type, "matvec", "4")),
                 )*
-                _ => None,
-            }
-        };
-    }
-    names!(
-        Q8_0 = "q8_0",
-        Q4_0 = "q4_0",
-        Q4_1 = "q4_1",
-        Q5_0 = "q5_0",
-        Q5_1 = "q5_1",
-        Q2_K = "q2_k",
-        Q3_K = "q3_k",
-        Q4_K = "q4_k",
-        Q5_K = "q5_k",
-        Q6_K = "q6_k"
-    )
-}
-
-fn skinny_name(dtype: DType) -> Option<KernelName<LinearSkinny>> {
-    macro_rules! names {
-        ($($dtype:ident = $type:literal),*) => {
-            match dtype {
-                $(DType::$dtype => Some(of_type!($type, "skinny", "16")),)*
                 _ => None,
             }
         };

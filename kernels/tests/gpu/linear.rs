@@ -6,8 +6,7 @@ use anyhow::{Context, ensure};
 use kernels::cuda::embed::EmbedKernels;
 use kernels::cuda::float_linear::FloatShape;
 use kernels::cuda::linear::{
-    LinearKernels, LinearMethod, MatmulShape, MatrixProduct, SKINNY_TOKENS, WgmmaShape, has_wgmma_kernels,
-    takes_f16_quants,
+    LinearKernels, LinearMethod, MatmulShape, MatrixProduct, WgmmaShape, has_wgmma_kernels, takes_f16_quants,
 };
 use kernels::cuda::naive::NaiveKernels;
 use kernels::cuda::quantize::{ActivationLayout, QuantizeKernels};
@@ -48,10 +47,8 @@ fn methods(gpu: &TestGpu, dtype: DType, tokens: usize) -> Vec<LinearMethod> {
             let vector = (tokens <= 4).then_some(LinearMethod::Matvec(tokens));
             let wgmma = has_wgmma_kernels(&gpu.device, dtype);
             let tensor_cores = MatmulShape::all().map(LinearMethod::Matmul);
-            let skinny = (tokens <= SKINNY_TOKENS).then_some(LinearMethod::Skinny);
             vector
                 .into_iter()
-                .chain(skinny)
                 .chain(tensor_cores)
                 .chain(wgmma.then_some(WgmmaShape::all().map(LinearMethod::Wgmma)).into_iter().flatten())
                 .collect()
@@ -481,10 +478,7 @@ pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
                 at += len;
             }
             gpu.stream.synchronize()?;
-            for tokens in [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 2048] {
-                if full && matches!(tokens, 1 | 2048) {
-                    continue;
-                }
+            for tokens in [1, 2, 4, 8, 16, 32, 64, 65, 96, 128, 256, 512, 2048] {
                 if rows > 100_000 && tokens > 64 {
                     continue;
                 }
@@ -526,34 +520,20 @@ pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
                     {
                         continue;
                     }
-                    if let LinearMethod::Wgmma(shape) = method
-                        && (shape.tokens() * 8 < tokens || tokens * 4 < shape.tokens())
-                    {
-                        continue;
-                    }
                     let calls = if tokens > 64 { copies.min(4) } else { copies };
-                    let timed = time(gpu, calls, |call| {
+                    let seconds = time(gpu, calls, |call| {
                         let tiles: DeviceView<'_, u8> = weights
                             .view()
                             .slice(call % copies * shape.bytes(), shape.bytes())
                             .context("copy")?;
                         let mut products = [MatrixProduct { shape, tiles, bias: None, out: out.view_mut() }];
                         Ok(linear.launch_with(&gpu.stream, method, x, &mut products)?)
-                    });
-                    // Long rows do not fit every shape's shared memory.
-                    let seconds = match timed {
-                        Ok(seconds) => seconds,
-                        Err(error) => {
-                            println!("{dtype:5} {cols:6} {rows:6} {tokens:6} {method:?}: {error}");
-                            continue;
-                        }
-                    };
+                    })?;
                     let name = match method {
                         LinearMethod::Matvec(_) => "vector".to_owned(),
                         LinearMethod::Scalar => "plain".to_owned(),
                         LinearMethod::Matmul(shape) => format!("tiles {}", shape.tokens()),
-                        LinearMethod::Skinny => "skinny".to_owned(),
-                        LinearMethod::Wgmma(shape) => shape.to_string(),
+                        LinearMethod::Wgmma(shape) => format!("wgmma {}/{}", shape.tokens, shape.split),
                         LinearMethod::FloatMatmul(shape) => format!("{}x{}", shape.tokens(), shape.rows()),
                     };
                     println!(

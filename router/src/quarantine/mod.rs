@@ -33,8 +33,8 @@
 //!
 //! A content that crashes each worker later than the one before is cleared each time. So the policy
 //! also counts the workers that died with each content ([`QuarantinePolicy::deaths_to_spread`]):
-//! 1. After three, the streams of the content are spread over the workers. Each further death leaves
-//!    fewer neighbours that were on as many dead workers as the cause.
+//! 1. After three, the streams of the content are spread over the workers. Each further death
+//!    leaves fewer neighbours that were on as many dead workers as the cause.
 //! 2. After eight, a content is quarantined if no other content on the last worker was on as many.
 //! 3. A suspect does not begin its trial beside a content that was on as many, for at most
 //!    [`policy::TRIAL_MAX`].

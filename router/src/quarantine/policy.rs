@@ -225,8 +225,8 @@ impl QuarantinePolicy {
         }
     }
 
-    /// Number of workers that died with the content, if there are so many that its streams are to be
-    /// spread.
+    /// Number of workers that died with the content, if there are so many that its streams are to
+    /// be spread.
     pub fn deaths_to_spread(&self, content: ContentKey, now: Uptime) -> Option<NonZeroU32> {
         let deaths = find_deaths(&self.records, content, now);
         NonZeroU32::new(deaths).filter(|deaths| deaths.get() >= SPREAD_DEATHS)

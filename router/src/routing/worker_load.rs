@@ -182,7 +182,8 @@ impl WorkerLoad {
         self.is_stalled(now) || self.is_full()
     }
 
-    /// The highest number of deaths of a stream that is to be spread, and the number of such streams.
+    /// The highest number of deaths of a stream that is to be spread, and the number of such
+    /// streams.
     pub(super) fn spread_order(&self) -> (Option<NonZeroU32>, u32) {
         (self.spread_streams.keys().last().copied(), self.spread_streams.values().sum())
     }

@@ -122,8 +122,8 @@ impl DeviceAttentionPlan {
     }
 }
 
-/// The offsets of a plan's sections, in words. Each section has room for [`launch_bound`] entries, so
-/// its address stays the same from step to step.
+/// The offsets of a plan's sections, in words. Each section has room for a power of two of entries,
+/// so its address stays the same from step to step.
 struct PlanSections {
     counts: usize,
     splits: usize,
@@ -162,14 +162,7 @@ impl PlanSections {
     }
 }
 
-/// The upper bound that launches use for `count`. A bound that changes makes another graph, and
-/// blocks beyond `count` start for nothing. So small counts are rounded up to a power of two, large
-/// ones to an eighth of it: 576 splits of 8 KV heads would otherwise start 3,584 idle blocks.
+/// The upper bound that launches use for `count`: the next power of two.
 fn launch_bound(count: usize) -> usize {
-    let power = count.next_power_of_two();
-    match count {
-        0 => 0,
-        1..=64 => power,
-        _ => count.next_multiple_of(power / 8),
-    }
+    if count == 0 { 0 } else { count.next_power_of_two() }
 }
