@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Tests of copies from another device: who waits, who reads files, and what stays meanwhile.
+//! Tests of copies from another device: which load waits, which one reads the file, and what stays
+//! in memory meanwhile.
 
 use super::*;
 use crate::catalog::BytesSource;
