@@ -68,6 +68,17 @@ struct WithQuantizer : Quantizer {
 template <bool ADD, class Quantizer>
 __device__ void normalize_row(float *x, const float *y, const float *weight, float eps, float *out, int cols,
                               QuantizedRows quantized) {
+    const int vectors = cols / VECTOR;
+    // Weights do not come from the previous kernel. Loaded after the sum, they would wait behind
+    // the next product's copies.
+    float weights[VECTORS_PER_THREAD][VECTOR];
+    if (cols % VECTOR == 0) {
+#pragma unroll
+        for (int k = 0; k < VECTORS_PER_THREAD; k++) {
+            int vector = k * THREADS + threadIdx.x;
+            if (vector < vectors) load(weights[k], weight + vector * VECTOR);
+        }
+    }
     wait_for_previous_kernel();
     launch_next_kernel();
     size_t row = size_t(blockIdx.x) * cols;
@@ -75,7 +86,6 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
     if (ADD) y += row;
     float squares = 0.0f;
     if (Quantizer::QUANTIZES || (cols % VECTOR == 0 && cols <= VECTOR * VECTORS_PER_THREAD * THREADS)) {
-        int vectors = cols / VECTOR;
         float kept[VECTORS_PER_THREAD][VECTOR];
 #pragma unroll
         for (int k = 0; k < VECTORS_PER_THREAD; k++) {
@@ -101,10 +111,8 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
             if (vector / 32 * 32 >= vectors) continue;
             float normalized[VECTOR] = {};
             if (vector < vectors) {
-                float w[VECTOR];
-                load(w, weight + vector * VECTOR);
 #pragma unroll
-                for (int i = 0; i < VECTOR; i++) normalized[i] = kept[k][i] * factor * w[i];
+                for (int i = 0; i < VECTOR; i++) normalized[i] = kept[k][i] * factor * weights[k][i];
                 store(out + vector * VECTOR, normalized);
             }
             if constexpr (Quantizer::QUANTIZES) {

@@ -39,7 +39,9 @@ __device__ void silu_and_mul_rows(const float *gate, const float *up, float *out
         size_t first = (size_t(token) * cols + col) / 4;
         const float4 *g = reinterpret_cast<const float4 *>(gate) + first,
                      *u = reinterpret_cast<const float4 *>(up) + first;
-        float4 a = silu(g[0], u[0]), b = silu(g[1], u[1]);
+        // All loads come before the first use.
+        float4 g0 = g[0], u0 = u[0], g1 = g[1], u1 = u[1];
+        float4 a = silu(g0, u0), b = silu(g1, u1);
         reinterpret_cast<float4 *>(out)[first] = a;
         reinterpret_cast<float4 *>(out)[first + 1] = b;
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;

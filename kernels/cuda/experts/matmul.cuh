@@ -133,6 +133,7 @@ __device__ void matmul(const ExpertMatmulParams &params) {
             if (warp < row_tiles_here)
                 multiply_tiles<Format, GROUP_ACT_TILES>(act_tiles, stage + warp * Format::TILE_BYTES,
                                                         stage + ACT_TILES_OFFSET, accumulate);
+            end_loads_before_copy();
             __syncwarp();
             if (lane == 0) {
                 barrier_arrive(empty + stage_index);

@@ -43,17 +43,12 @@ __device__ inline void barrier_wait(uint64_t *barrier, uint32_t parity) {
         : "memory");
 }
 
-// As barrier_wait, for data that other blocks of the cluster wrote.
-__device__ inline void cluster_barrier_wait(uint64_t *barrier, uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "wait:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra wait;\n"
-        "}" ::"r"(shared_address(barrier)),
-        "r"(parity)
-        : "memory");
+// Ends this thread's loads of shared memory that a bulk copy may overwrite as soon as other threads
+// know that it was read. Arriving at a barrier does not end them: copies belong to another proxy of
+// PTX, and loads that waited for busy memory got bytes of the copy. Who has stored values that
+// depend on the loads has ended them too.
+__device__ inline void end_loads_before_copy() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // Starts a copy; `barrier` counts its bytes. `to`, `from` and `bytes` are multiples of 16.

@@ -6,6 +6,7 @@
 
 #include "matmul.cuh"
 #include "matvec.cuh"
+#include "skinny_matmul.cuh"
 
 #define MATVEC_KERNEL(NAME, FORMAT, M)                                                 \
     extern "C" __global__ void __launch_bounds__(matvec::THREADS)                      \
@@ -21,6 +22,13 @@
     }                                                                                       \
     CHECK_SIGNATURE(matmul_##NAME##_##TOKENS, LinearMatmul);
 
+#define SKINNY_KERNEL(NAME, FORMAT, TOKENS)                                                             \
+    extern "C" __global__ void __launch_bounds__(32 * SKINNY_WARPS_MAX) skinny_##NAME##_##TOKENS(       \
+        const __grid_constant__ LinearParams params, const __grid_constant__ SkinnyPipeline pipeline) { \
+        skinny_matmul::multiply<FORMAT, TOKENS / ACT_TILE_TOKENS>(params, pipeline);                    \
+    }                                                                                                   \
+    CHECK_SIGNATURE(skinny_##NAME##_##TOKENS, LinearSkinny);
+
 // QUANT_MATMULS is in abi/linear.cuh, which the build writes from MatmulShape in
 // kernels/src/cuda/abi/linear.rs. So launcher and kernels have the same shapes.
 #define QUANT_KERNELS(NAME, FORMAT) \
@@ -28,4 +36,5 @@
     MATVEC_KERNEL(NAME, FORMAT, 2)  \
     MATVEC_KERNEL(NAME, FORMAT, 3)  \
     MATVEC_KERNEL(NAME, FORMAT, 4)  \
+    SKINNY_KERNEL(NAME, FORMAT, 16) \
     QUANT_MATMULS(NAME, FORMAT)

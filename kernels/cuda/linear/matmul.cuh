@@ -169,6 +169,7 @@ __device__ void multiply(const LinearParams &params, int stages) {
                 Format::template products<MT, NT>(tile, Block::TILE_STRIDE, act_tile, Block::ACT_TILE_STRIDE,
                                                   accumulate);
             }
+            end_loads_before_copy();
             __syncthreads();
             load_next_stage();
             if constexpr (WK > 1) {

@@ -79,24 +79,27 @@ struct Q4KProducts {
     // banks.
     static constexpr int UNPACKED_ROW = 72;
 
-    static __device__ void unpack_row(const uint8_t *tile, int row, uint8_t *unpacked) {
+    // A lane unpacks four sub-blocks of a row of the warp.
+    static __device__ void unpack_scales(const uint8_t *tile, uint8_t *unpacked) {
+        int lane = threadIdx.x % 32, row = lane % TILE_ROWS, half = lane / TILE_ROWS;
         auto header = Q4_K::header(tile, row);
+        uint32_t scales = half == 0 ? header.scales[0] : header.scales[1];
+        uint32_t minimums = half == 0 ? header.minimums[0] : header.minimums[1];
+        uint8_t *to = unpacked + row * UNPACKED_ROW + half * 32;
 #pragma unroll
-        for (int s = 0; s < 8; s++) {
-            uint32_t scale = byte_to_halves(header.scales[s / 4], s % 4);
-            uint32_t minimum = byte_to_halves(header.minimums[s / 4], s % 4);
-            *reinterpret_cast<uint2 *>(unpacked + s * 8) = make_uint2(minimum, scale);
-        }
+        for (int s = 0; s < 4; s++)
+            *reinterpret_cast<uint2 *>(to + s * 8) =
+                make_uint2(byte_to_halves(minimums, s), byte_to_halves(scales, s));
     }
 
     // X over 256 columns. Products with the last unit are still in flight at the end.
     template <int TOKENS, class Units>
     static __device__ void multiply_columns(float (&X)[TOKENS / 2], const ColumnTile &columns, Units &units) {
         int lane = threadIdx.x % 32;
-        const uint8_t *tile = columns.weights, *scales = columns.unpacked, *unit = nullptr;
+        const uint8_t *tile = columns.weights, *scales = columns.unpacked + lane / 4 * UNPACKED_ROW,
+                      *unit = nullptr;
         uint32_t q[2][4];
         load_matrices(q[0], tile + plane_offset<128>(lane % 16, lane / 16));
-        barrier_wait(columns.unpacked_full, columns.phase);
         // Scales of rows g and g + 8, a sub-block ahead.
         uint32_t sub_scales[2][2];
         auto load_scales = [&](int s) {
@@ -125,8 +128,11 @@ struct Q4KProducts {
                     a[s % 2][v][r] = fma_halves(nibbles(k ? w : w << 4, mask, bias), scale, offset);
                     a[s % 2][v][2 + r] = fma_halves(nibbles(k ? w >> 8 : w >> 4, mask, bias), scale, offset);
                 }
-            if (k == 0) unit = units.wait();
-            uint64_t b = operand_descriptor(unit, F16_UNIT_BYTES) + 4 * k;
+            // Two sub-blocks are 64 columns.
+            constexpr int PAIRS_OF_STAGE = Units::STAGE_COLS / 64;
+            if (k == 0 && pair % PAIRS_OF_STAGE == 0) unit = units.wait();
+            uint64_t b = operand_descriptor(unit, F16_UNIT_BYTES) +
+                         pair % PAIRS_OF_STAGE * (Units::UNIT_BYTES >> 4) + 4 * k;
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
             if (s == 0)
                 WgmmaFromRegisters<TOKENS>::template run<0>(X, a[0][0], b);
@@ -137,7 +143,7 @@ struct Q4KProducts {
             // The products of the sub-block before have ended: their fragments may be overwritten.
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
             units.release();
-            if (k == 1) units.advance();
+            if (k == 1 && pair % PAIRS_OF_STAGE == PAIRS_OF_STAGE - 1) units.advance();
         }
     }
 
@@ -147,11 +153,11 @@ struct Q4KProducts {
     template <int TOKENS, class Units, class Take>
     static __device__ void finish_values(float (&X)[TOKENS / 2], const ColumnTile &columns, Units &units,
                                          Take take) {
-        const uint8_t *tile = columns.weights, *scales = columns.unpacked, *sums = columns.sums;
+        const uint8_t *tile = columns.weights, *sums = columns.sums;
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         // Columns are the 16 sums. Sub-block s has sums 2 s and 2 s + 1.
         uint32_t minimums[4], factors[4];
-        const uint8_t *corrections = scales + t * 8;
+        const uint8_t *corrections = columns.unpacked + g * UNPACKED_ROW + t * 8;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             uint2 both =
@@ -164,19 +170,22 @@ struct Q4KProducts {
             uint32_t bits = *reinterpret_cast<const uint32_t *>(tile + SCALE_HEADERS + (g + 8 * r) * 16);
             d[r] = half_to_float(bits & 0xFFFF), dmin[r] = half_to_float(bits >> 16);
         }
-        constexpr int SLICE = 32, SLICES = TOKENS / SLICE;
-        float Y[2][SLICE / 2], N[2][SLICE / 2];
+        constexpr int SLICE = TOKENS < 32 ? TOKENS : 32, SLICES = TOKENS / SLICE;
+        // Blocks of fewer tokens have fewer registers, and other warps that hide the latency.
+        constexpr int BUFFERS = TOKENS > 64 ? 2 : 1;
+        float Y[BUFFERS][SLICE / 2], N[BUFFERS][SLICE / 2];
         auto multiply_sums = [&](int slice) {
             uint64_t b = sums_descriptor(sums + slice * (SLICE / ACT_TILE_TOKENS) * F16_SUMS_BYTES);
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-            WgmmaFromRegisters<SLICE>::run<0>(Y[slice % 2], factors, b);
-            WgmmaFromRegisters<SLICE>::run<0>(N[slice % 2], minimums, b);
+            WgmmaFromRegisters<SLICE>::template run<0>(Y[slice % BUFFERS], factors, b);
+            WgmmaFromRegisters<SLICE>::template run<0>(N[slice % BUFFERS], minimums, b);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         };
         multiply_sums(0);
 #pragma unroll
         for (int slice = 0; slice < SLICES; slice++) {
-            if (slice + 1 < SLICES) {
+            if (BUFFERS == 1 && slice > 0) multiply_sums(slice);
+            if (BUFFERS == 2 && slice + 1 < SLICES) {
                 multiply_sums(slice + 1);
                 asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
             } else {
@@ -186,8 +195,9 @@ struct Q4KProducts {
                 pin_registers(X);
                 units.release();
             }
-            pin_registers(Y[slice % 2]);
-            pin_registers(N[slice % 2]);
+            float(&Y_slice)[SLICE / 2] = Y[slice % BUFFERS], (&N_slice)[SLICE / 2] = N[slice % BUFFERS];
+            pin_registers(Y_slice);
+            pin_registers(N_slice);
 #pragma unroll
             for (int group = 0; group < SLICE / ACT_TILE_TOKENS; group++) {
                 int j = slice * (SLICE / ACT_TILE_TOKENS) + group;
@@ -197,9 +207,9 @@ struct Q4KProducts {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float a = i % 2 ? da.y : da.x;
-                    float P = fmaf(8.0f, Y[slice % 2][4 * group + i], X[4 * j + i]);
+                    float P = fmaf(8.0f, Y_slice[4 * group + i], X[4 * j + i]);
                     values[i] = __fsub_rn(__fmul_rn(__fmul_rn(a, d[i / 2]), P),
-                                          __fmul_rn(__fmul_rn(a, dmin[i / 2]), N[slice % 2][4 * group + i]));
+                                          __fmul_rn(__fmul_rn(a, dmin[i / 2]), N_slice[4 * group + i]));
                 }
                 take(j, values);
             }

@@ -1,30 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Instantiates the kernels of wgmma_product.cuh for one weight type: WGMMA_KERNELS(q4_k,
-// Q4KProducts).
+// Q4KProducts). The macro is in abi/linear.cuh, which the build writes from WgmmaShape in
+// kernels/src/cuda/abi/linear.rs.
 
 #pragma once
 
 #include "wgmma_product.cuh"
 
 #if HAS_WGMMA
-#define MULTIPLY(FORMAT, TOKENS, SPLIT) \
-    wgmma_product::multiply<wgmma_product::FORMAT, TOKENS, SPLIT>(params, quants)
+#define MULTIPLY_IN_BLOCKS(FORMAT, ...) \
+    wgmma_product::multiply<wgmma_product::FORMAT, wgmma_product::Shape<__VA_ARGS__>>(params, quants)
 #else
 // The launcher uses these kernels on sm_90a alone.
-#define MULTIPLY(FORMAT, TOKENS, SPLIT) __trap()
+#define MULTIPLY_IN_BLOCKS(FORMAT, ...) __trap()
 #endif
 
-// Blocks of TOKENS tokens. SPLIT of them, a cluster, divide the columns.
-#define WGMMA_KERNEL(NAME, FORMAT, TOKENS, SPLIT)                                                        \
-    extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(WGMMA_PRODUCT_THREADS, 1) \
-        wgmma_##NAME##_##TOKENS##_##SPLIT(const __grid_constant__ LinearParams params,                   \
-                                          const __grid_constant__ F16Quants quants) {                    \
-        MULTIPLY(FORMAT, TOKENS, SPLIT);                                                                 \
-    }                                                                                                    \
-    CHECK_SIGNATURE(wgmma_##NAME##_##TOKENS##_##SPLIT, LinearWgmma);
-
-#define WGMMA_KERNELS(NAME, FORMAT)   \
-    WGMMA_KERNEL(NAME, FORMAT, 64, 1) \
-    WGMMA_KERNEL(NAME, FORMAT, 64, 2) \
-    WGMMA_KERNEL(NAME, FORMAT, 128, 1)
+// Four warps per warpgroup, and four that copy.
+#define WGMMA_KERNEL(NAME, FORMAT, TOKENS, ROW_GROUPS, COLUMN_GROUPS, STAGES)                        \
+    extern "C" __global__ void __launch_bounds__(32 * (4 * ROW_GROUPS * COLUMN_GROUPS + 4), 1)       \
+        wgmma_##NAME##_##TOKENS##_##ROW_GROUPS##_##COLUMN_GROUPS(                                    \
+            const __grid_constant__ LinearParams params, const __grid_constant__ F16Quants quants) { \
+        MULTIPLY_IN_BLOCKS(FORMAT, TOKENS, ROW_GROUPS, COLUMN_GROUPS, STAGES);                       \
+    }                                                                                                \
+    CHECK_SIGNATURE(wgmma_##NAME##_##TOKENS##_##ROW_GROUPS##_##COLUMN_GROUPS, LinearWgmma);

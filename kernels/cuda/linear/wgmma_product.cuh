@@ -9,16 +9,17 @@
 // `Format` says how values of 256 columns come from such sums (q4_k_wgmma.cuh), or from sums of
 // 8-bit integers (q6_k_wgmma.cuh, legacy_wgmma.cuh).
 //
-// A block computes 128 weight rows by TOKENS tokens at a time: 128, as drawn, or 64. Where that
-// leaves multiprocessors idle, the SPLIT blocks of a cluster divide the columns of an output tile
-// (cluster_values.cuh).
+// A block computes output tiles of 64 ROW_GROUPS weight rows by TOKENS tokens. A warpgroup computes
+// the values of 64 rows and 256 columns at a time. Its warps expand weights to A fragments in
+// registers, and multiply. Further warps copy.
 //
-//                 128 tokens                  warps 0 to 3, 4 to 7  expand weights to A fragments
-//              +---------------+                                    in registers, and multiply
-//    64 rows   | warpgroup 0   |              warp 8                copies weight tiles
-//              +---------------+              warps 9, 10           copy units, and sums
-//    64 rows   | warpgroup 1   |              warp 11               unpacks the scales of the
-//              +---------------+                                    block's rows, if Format does
+//   128 tokens, two row groups           32 tokens, one row group, four column groups
+//                 128 tokens                            column tiles of 256
+//              +---------------+                  +----+----+----+----+----+----
+//    64 rows   | warpgroup 0   |         64 rows  | w0 | w1 | w2 | w3 | w0 | ...
+//              +---------------+                  +----+----+----+----+----+----
+//    64 rows   | warpgroup 1   |         column groups multiply at the same time, and add their
+//              +---------------+         values one after the other
 //
 //   A operand: 64 weight rows in registers. Lane 4 g + t of warp w has rows 16 w + g and + 8.
 //   B operand: tokens in shared memory, units of 8 tokens: 64 columns of f16 quants, or 128 columns
@@ -27,16 +28,33 @@
 //                         sums[4 j + 2, 3] = row g + 8, the same tokens
 //
 //   Stages of 256 columns (weights, sums, scales) and of 64 columns (f16 quants), each a ring. A
-//   stage of 8-bit quants has 256 columns, and the scales of the tokens.
+//   stage of 8-bit quants has 256 columns, and the scales of the tokens. Rings go on from output
+//   tile to output tile.
 //
 //     copies      |weights, sums c   |c + 1             |            quants 4 c ... |
-//     warp 11     |                  |scales of c       |c + 1            |
-//     warpgroups  |                                     |products, values of c | c + 1
+//     warpgroups  |                  |scales, products, values of c | c + 1
+//
+// Sums. Values are added in ascending order of columns. With one column group, sums stay in
+// registers. With several, they are in shared memory, and column tile n is added after column tile
+// n - 1: each warp waits for the warp of the same rows in the group before. So groups are out of
+// step, and one multiplies while another one computes values.
+//
+// Small products need several column groups: two warpgroups do not hide the latencies of a chain
+// of 256 columns, and narrow matrices have too few tiles of 128 rows for a device. Measured on an
+// H200, Q4_K, us for 64 tokens, by tokens, row groups and column groups of a block:
+//
+//                    32/1/4   64/1/4   64/2/1   matmul.cuh
+//   4096 x 4096      14.0     15.9     26.0     14.9
+//   12288 x 4096     31.1     40.3     70.9     37.9
+//   4096 x 12288     32.9     30.6     27.8     40.2
+//
+// Limit: instructions (q4_k_wgmma.cuh has the counts). With four column groups the four warps of a
+// scheduler issue in half of the clocks. Copies by one lane, and one warp that unpacked the scales
+// of all rows, were the limit before: 40.1 us instead of 31.1 for 12288 x 4096.
 
 #pragma once
 
 #include "async_copy.cuh"
-#include "cluster_values.cuh"
 #include "params.cuh"
 #include "stream_order.cuh"
 #include "wgmma.cuh"
@@ -45,19 +63,32 @@
 
 namespace wgmma_product {
 
-constexpr int WARPGROUPS = 2;
-constexpr int MULTIPLYING_WARPS = 4 * WARPGROUPS;
-constexpr int COPY_WEIGHTS = MULTIPLYING_WARPS, COPY_UNITS = COPY_WEIGHTS + 1, COPY_SUMS = COPY_UNITS + 1,
-              UNPACK = COPY_SUMS + 1;
-static_assert(32 * (UNPACK + 1) == WGMMA_PRODUCT_THREADS);
-constexpr int ROW_TILES = WGMMA_PRODUCT_ROWS / TILE_ROWS, ROWS = WGMMA_PRODUCT_ROWS;
-static_assert(ROWS == 64 * WARPGROUPS);
-// With 128 tokens, 64 products, 64 values and 64 sums of the result are live at once. A block has
-// 64,512 registers: 384 threads of 168, which the warps then share out anew.
-constexpr int MULTIPLYING_REGISTERS = 232, OTHER_REGISTERS = 40;
-static_assert(MULTIPLYING_WARPS * MULTIPLYING_REGISTERS + 4 * OTHER_REGISTERS <= 12 * 168);
-// Stages of 256 columns. With two, Q4_K takes 2% longer.
-constexpr int STAGES = 3;
+// The shape of a block.
+template <int TOKENS_, int ROW_GROUPS_, int COLUMN_GROUPS_, int STAGES_>
+struct Shape {
+    static constexpr int TOKENS = TOKENS_, ROW_GROUPS = ROW_GROUPS_, COLUMN_GROUPS = COLUMN_GROUPS_;
+    // Stages of 256 columns. At least one per column group, and some that are being filled.
+    static constexpr int STAGES = STAGES_;
+    static constexpr int ROWS = 64 * ROW_GROUPS, ROW_TILES = ROWS / TILE_ROWS;
+    // Warps of a column group.
+    static constexpr int GROUP_WARPS = 4 * ROW_GROUPS;
+    static constexpr int MULTIPLYING_WARPS = GROUP_WARPS * COLUMN_GROUPS;
+    // Registers move between whole warpgroups, so four warps copy, of which one has nothing to do.
+    static constexpr int COPY_WEIGHTS = MULTIPLYING_WARPS, COPY_UNITS = COPY_WEIGHTS + 1,
+                         COPY_SUMS = COPY_UNITS + 1;
+    static constexpr int THREADS = 32 * (MULTIPLYING_WARPS + 4);
+    // Groups of 8 tokens.
+    static constexpr int GROUPS = TOKENS / ACT_TILE_TOKENS;
+    // Elements of a thread.
+    static constexpr int VALUES = TOKENS / 2;
+    // A multiprocessor has 65,536 registers. Threads start with equal shares, in steps of 8. The
+    // multiplying warps then take some of the other warps' share: with 128 tokens, 64 products, 64
+    // values and 64 sums are live at once.
+    static constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
+    static constexpr int OTHER_REGISTERS = MULTIPLYING_WARPS > 12 ? 32 : 40;
+    static constexpr int MULTIPLYING_REGISTERS =
+        (START_REGISTERS * (MULTIPLYING_WARPS + 4) - OTHER_REGISTERS * 4) / MULTIPLYING_WARPS / 8 * 8;
+};
 
 // Bytes of the scales of an activation tile.
 __host__ __device__ constexpr int scale_bytes(ActivationFormat format) {
@@ -65,37 +96,48 @@ __host__ __device__ constexpr int scale_bytes(ActivationFormat format) {
 }
 
 // Shared memory, in this order. Units take what the other parts leave.
-template <class Format, int TOKENS, int SPLIT>
+template <class Format, class Shape>
 struct Shared {
-    static constexpr int GROUPS = TOKENS / ACT_TILE_TOKENS;
-    // Stages of units in 256 columns.
-    static constexpr int UNITS = Format::EIGHT_BIT ? 1 : TILE_COLS / F16_UNIT_COLS;
-    static constexpr int UNIT_STAGE = GROUPS * (Format::EIGHT_BIT ? ACT_TILE_QUANT_BYTES : F16_UNIT_BYTES);
-    static constexpr int SCALES_BYTES = Format::EIGHT_BIT ? GROUPS * scale_bytes(Format::ACTIVATION) : 16;
+    static constexpr int GROUPS = Shape::GROUPS, STAGES = Shape::STAGES;
+    // Stages of units in 256 columns. Fewer need fewer barriers, more use less memory at a time.
+    static constexpr int F16_UNITS = TILE_COLS / F16_UNIT_COLS;
+    static constexpr int UNITS = Format::EIGHT_BIT || Shape::TOKENS <= 32 ? 1 : F16_UNITS;
+    static constexpr int UNIT_STAGE =
+        GROUPS * (Format::EIGHT_BIT ? ACT_TILE_QUANT_BYTES : F16_UNITS / UNITS * F16_UNIT_BYTES);
+    static constexpr bool HAS_UNIT_SCALES = Format::EIGHT_BIT;
+    static constexpr int SCALES_BYTES = HAS_UNIT_SCALES ? GROUPS * scale_bytes(Format::ACTIVATION) : 16;
     static constexpr int SUMS_BYTES = Format::EIGHT_BIT ? 1 : GROUPS * F16_SUMS_BYTES;
-    static constexpr int WEIGHT_BYTES = ROW_TILES * Format::TILE_BYTES;
-    // For formats that need none, a byte that is not used.
-    static constexpr int UNPACKED_BYTES = Format::UNPACKED_ROW > 0 ? ROWS *Format::UNPACKED_ROW : 1;
-    using Values = ClusterValues<GROUPS, SPLIT, MULTIPLYING_WARPS>;
+    static constexpr int WEIGHT_BYTES = Shape::ROW_TILES * Format::TILE_BYTES;
+    // Scales of a warp's 16 rows. For formats that need none, a byte that is not used.
+    static constexpr int UNPACKED_BYTES = Format::UNPACKED_ROW > 0 ? TILE_ROWS *Format::UNPACKED_ROW : 1;
+    // With one column group, an element that is not used.
+    static constexpr int TOTAL_GROUPS = Shape::COLUMN_GROUPS > 1 ? GROUPS : 1,
+                         TOTAL_THREADS = Shape::COLUMN_GROUPS > 1 ? 32 * Shape::GROUP_WARPS : 1;
     static constexpr int ALIGNMENT = 1024, BARRIERS = 1024;
-    static constexpr int REST =
-        STAGES * (WEIGHT_BYTES + SUMS_BYTES + UNPACKED_BYTES) + sizeof(typename Values::Buffers);
-    static constexpr int UNIT_STAGES =
+    static constexpr int REST = STAGES * (WEIGHT_BYTES + SUMS_BYTES) +
+                                Shape::MULTIPLYING_WARPS * UNPACKED_BYTES +
+                                TOTAL_GROUPS * TOTAL_THREADS * int(sizeof(float4));
+    static constexpr int FITTING =
         (WGMMA_PRODUCT_SHARED_BYTES - ALIGNMENT - BARRIERS - REST) / (UNIT_STAGE + SCALES_BYTES);
-    static_assert(UNIT_STAGES > UNITS);
+    static constexpr int USEFUL = STAGES * UNITS;
+    static constexpr int UNIT_STAGES = FITTING < USEFUL ? FITTING : USEFUL;
+    static_assert(UNIT_STAGES > UNITS && STAGES > Shape::COLUMN_GROUPS);
     uint8_t units[UNIT_STAGES][UNIT_STAGE];
     uint8_t weights[STAGES][WEIGHT_BYTES];
-    // Scales of the tokens, as in activation tiles, if Format::EIGHT_BIT.
+    // Scales of the tokens, as in activation tiles, if HAS_UNIT_SCALES.
     uint8_t unit_scales[UNIT_STAGES][SCALES_BYTES];
     uint8_t sums[STAGES][SUMS_BYTES];
-    uint8_t unpacked[STAGES][UNPACKED_BYTES];
-    typename Values::Buffers values;
-    uint64_t weights_full[STAGES], weights_empty[STAGES], unpacked_full[STAGES];
+    uint8_t unpacked[Shape::MULTIPLYING_WARPS][UNPACKED_BYTES];
+    // Sums of the output tile, four of a thread and a group of 8 tokens.
+    alignas(16) float4 totals[TOTAL_GROUPS][TOTAL_THREADS];
+    uint64_t weights_full[STAGES], weights_empty[STAGES];
     uint64_t units_full[UNIT_STAGES], units_empty[UNIT_STAGES];
+    // A warp of a column group has added the values of its last column tile.
+    uint64_t added[Shape::COLUMN_GROUPS][Shape::GROUP_WARPS];
 };
 // The swizzle is a function of address bits 4 to 9, so `Shared` begins at a multiple of 1,024.
-template <class Format, int TOKENS, int SPLIT>
-constexpr bool FITS = sizeof(Shared<Format, TOKENS, SPLIT>) + 1024 - 128 <= WGMMA_PRODUCT_SHARED_BYTES;
+template <class Format, class Shape>
+constexpr bool FITS = sizeof(Shared<Format, Shape>) + 1024 - 128 <= WGMMA_PRODUCT_SHARED_BYTES;
 
 // A position in a ring of COUNT stages. A reader waits for `phase`, a writer for the opposite one.
 template <int COUNT>
@@ -105,14 +147,23 @@ struct RingPosition {
     __device__ void advance() {
         if (++stage == COUNT) stage = 0, phase ^= 1;
     }
+
+    template <int BY>
+    __device__ void advance_by() {
+        static_assert(BY <= COUNT);
+        stage += BY;
+        if (stage >= COUNT) stage -= COUNT, phase ^= 1;
+    }
 };
-using Stage = RingPosition<STAGES>;
 
 struct OutputTile {
     int matrix, row_tile, group;
 };
 
+// `LOADED` says whether the warp has loaded from the stage, and not only multiplied with it.
+template <bool LOADED>
 __device__ __forceinline__ void release_stage(uint64_t *empty) {
+    if (LOADED) end_loads_before_copy();
     // The reads of all lanes come before.
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(empty);
@@ -122,6 +173,9 @@ __device__ __forceinline__ void release_stage(uint64_t *empty) {
 // products with it have ended.
 template <class SharedMemory>
 struct UnitReader {
+    // Columns of a stage of f16 quants, and bytes of 64 columns in it.
+    static constexpr int STAGE_COLS = TILE_COLS / SharedMemory::UNITS,
+                         UNIT_BYTES = SharedMemory::GROUPS * F16_UNIT_BYTES;
     SharedMemory &shared;
     RingPosition<SharedMemory::UNIT_STAGES> at;
     int in_use = -1;
@@ -142,19 +196,23 @@ struct UnitReader {
         at.advance();
     }
 
+    // Passes the units of other column groups.
+    template <int STAGES>
+    __device__ void skip() {
+        at.template advance_by<STAGES>();
+    }
+
     // Called when the products with the stage that was passed have ended.
     __device__ void release() {
-        if (in_use >= 0) release_stage(shared.units_empty + in_use);
+        if (in_use >= 0) release_stage<SharedMemory::HAS_UNIT_SCALES>(shared.units_empty + in_use);
         in_use = -1;
     }
 };
 
-// 256 columns of a warp's 16 rows. `unpacked` is that of the lane's row g; `sums` are those of the
-// block's tokens.
+// 256 columns of a warp's 16 rows. `unpacked` has the rows' scales; `sums` are those of the block's
+// tokens.
 struct ColumnTile {
     const uint8_t *weights, *unpacked, *sums;
-    uint64_t *unpacked_full;
-    int phase;
 };
 
 // Of a stage of 8-bit units: columns 32 block to 32 block + 31, from token 8 group on.
@@ -175,23 +233,20 @@ __device__ __forceinline__ void pin_registers(int (&values)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+r"(values[i])::"memory");
 }
 
-template <class Format, int TOKENS, int SPLIT>
+template <class Format, class Shape>
 struct Kernel {
-    static_assert(FITS<Format, TOKENS, SPLIT>);
-    using SharedMemory = Shared<Format, TOKENS, SPLIT>;
-    using Values = typename SharedMemory::Values;
+    static_assert(FITS<Format, Shape>);
+    using SharedMemory = Shared<Format, Shape>;
+    using Stage = RingPosition<Shape::STAGES>;
     using UnitStage = RingPosition<SharedMemory::UNIT_STAGES>;
-    static constexpr int GROUPS = SharedMemory::GROUPS, UNIT_STAGE = SharedMemory::UNIT_STAGE,
+    static constexpr int TOKENS = Shape::TOKENS, GROUPS = Shape::GROUPS, ROW_TILES = Shape::ROW_TILES,
+                         COLUMN_GROUPS = Shape::COLUMN_GROUPS, UNIT_STAGE = SharedMemory::UNIT_STAGE,
                          TILE = Format::TILE_BYTES, UNITS = SharedMemory::UNITS;
-    // Elements of a thread: those it computes for 256 columns, and those it adds up.
-    static constexpr int VALUES = TOKENS / 2, TOTALS = VALUES / SPLIT;
 
     const LinearParams &params;
     const F16Quants &quants;
     SharedMemory &shared;
     int token_tiles, output_tiles;
-    // This block's number in its cluster. It computes column tiles rank, rank + SPLIT, ...
-    int rank;
 
     __device__ bool find_tile(int index, OutputTile &tile) const {
         if (index >= output_tiles) return false;
@@ -205,7 +260,7 @@ struct Kernel {
     template <class Work>
     __device__ void for_each_tile(Work work) const {
         OutputTile tile;
-        for (int index = blockIdx.x / SPLIT; find_tile(index, tile); index += gridDim.x / SPLIT) work(tile);
+        for (int index = blockIdx.x; find_tile(index, tile); index += gridDim.x) work(tile);
     }
 
     // Rows beyond the matrix are not copied. What is computed from them is not stored.
@@ -216,7 +271,7 @@ struct Kernel {
             int tiles = min(ROW_TILES, row_tiles(params, tile.matrix) - tile.row_tile);
             const uint8_t *from = params.weights[tile.matrix] +
                                   static_cast<size_t>(tile.row_tile + lane) * params.col_tiles * TILE;
-            for (int col = rank; col < params.col_tiles; col += SPLIT, at.advance()) {
+            for (int col = 0; col < params.col_tiles; col++, at.advance()) {
                 uint64_t *full = shared.weights_full + at.stage;
                 barrier_wait(shared.weights_empty + at.stage, at.phase ^ 1);
                 if (lane == 0) barrier_expect(full, tiles * TILE);
@@ -231,7 +286,7 @@ struct Kernel {
         Stage at;
         size_t groups = quants.groups;
         for_each_tile([&](const OutputTile &tile) {
-            for (int col = rank; col < params.col_tiles; col += SPLIT, at.advance()) {
+            for (int col = 0; col < params.col_tiles; col++, at.advance()) {
                 uint64_t *full = shared.weights_full + at.stage;
                 barrier_wait(shared.weights_empty + at.stage, at.phase ^ 1);
                 barrier_expect(full, GROUPS * F16_SUMS_BYTES);
@@ -241,18 +296,26 @@ struct Kernel {
         });
     }
 
+    // A lane copies 64 columns of each column tile.
     __device__ void copy_units() const {
+        constexpr int LANES = SharedMemory::F16_UNITS, LANES_PER_STAGE = LANES / UNITS;
+        constexpr uint32_t BYTES = GROUPS * F16_UNIT_BYTES;
         UnitStage at;
+        int lane = threadIdx.x % 32;
+        if (lane >= LANES) return;
+        for (int i = 0; i < lane / LANES_PER_STAGE; i++) at.advance();
         size_t groups = quants.groups;
         for_each_tile([&](const OutputTile &tile) {
-            int units = (params.col_tiles - rank + SPLIT - 1) / SPLIT * UNITS;
-            for (int i = 0; i < units; i++, at.advance()) {
-                int unit = (i / UNITS * SPLIT + rank) * UNITS + i % UNITS;
+            for (int col = 0; col < params.col_tiles; col++, at.template advance_by<UNITS>()) {
                 uint64_t *full = shared.units_full + at.stage;
                 barrier_wait(shared.units_empty + at.stage, at.phase ^ 1);
-                barrier_expect(full, UNIT_STAGE);
-                bulk_copy(shared.units[at.stage],
-                          quants.units + (unit * groups + tile.group) * F16_UNIT_BYTES, UNIT_STAGE, full);
+                // No lane is a round ahead: it would wait for a stage that is still to be filled.
+                __syncwarp((1 << LANES) - 1);
+                if (lane % LANES_PER_STAGE == 0) barrier_expect(full, UNIT_STAGE);
+                __syncwarp((1 << LANES) - 1);
+                size_t unit = size_t(col) * LANES + lane;
+                bulk_copy(shared.units[at.stage] + lane % LANES_PER_STAGE * BYTES,
+                          quants.units + (unit * groups + tile.group) * F16_UNIT_BYTES, BYTES, full);
             }
         });
     }
@@ -268,7 +331,7 @@ struct Kernel {
             int groups = min(GROUPS, all_groups - tile.group);
             const uint8_t *from =
                 params.act_tiles + static_cast<size_t>(tile.group + lane) * params.col_tiles * BYTES;
-            for (int col = rank; col < params.col_tiles; col += SPLIT, at.advance()) {
+            for (int col = 0; col < params.col_tiles; col++, at.advance()) {
                 uint64_t *full = shared.units_full + at.stage;
                 barrier_wait(shared.units_empty + at.stage, at.phase ^ 1);
                 if (lane == 0) barrier_expect(full, groups * (ACT_TILE_QUANT_BYTES + SCALES));
@@ -283,127 +346,163 @@ struct Kernel {
         });
     }
 
-    __device__ void unpack_scales() const {
+    // Computes the values of 256 columns: those of the stage `at`.
+    template <class Units>
+    __device__ void column_values(float (&values)[Shape::VALUES], const Stage &at, Units &units,
+                                  int row_tile) const {
+        uint8_t *unpacked = shared.unpacked[threadIdx.x / 32];
+        ColumnTile tile = {shared.weights[at.stage] + row_tile * TILE, unpacked, shared.sums[at.stage]};
+        typename Format::Sum sums[Shape::VALUES];
+        barrier_wait(shared.weights_full + at.stage, at.phase);
+        if constexpr (Format::UNPACKED_ROW > 0) {
+            // All lanes have read the scales of the column tile before.
+            __syncwarp();
+            Format::unpack_scales(tile.weights, unpacked);
+            __syncwarp();
+        }
+        Format::template multiply_columns<TOKENS>(sums, tile, units);
+        Format::template finish_values<TOKENS>(sums, tile, units, [&](int group, const float(&four)[4]) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) values[4 * group + i] = four[i];
+        });
+        release_stage<true>(shared.weights_empty + at.stage);
+    }
+
+    __device__ void store(const OutputTile &output, int row_tile, int group, const float (&four)[4]) const {
+        int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            store_output(params, output.matrix, (output.row_tile + row_tile) * TILE_ROWS + g + i / 2 * 8,
+                         (output.group + group) * ACT_TILE_TOKENS + 2 * t + i % 2, four[i]);
+    }
+
+    // One column group: sums stay in registers.
+    __device__ void multiply() const {
         Stage at;
-        int lane = threadIdx.x % 32;
-        for_each_tile([&](const OutputTile &) {
-            for (int col = rank; col < params.col_tiles; col += SPLIT, at.advance()) {
-                barrier_wait(shared.weights_full + at.stage, at.phase);
-#pragma unroll 1
-                for (int row = lane; row < ROWS; row += 32)
-                    Format::unpack_row(shared.weights[at.stage] + row / TILE_ROWS * TILE, row % TILE_ROWS,
-                                       shared.unpacked[at.stage] + row * Format::UNPACKED_ROW);
-                __syncwarp();
-                if (lane == 0) barrier_arrive(shared.unpacked_full + at.stage);
+        UnitReader<SharedMemory> units{shared};
+        int row_tile = threadIdx.x / 32;
+        for_each_tile([&](const OutputTile &output) {
+            float total[Shape::VALUES];
+#pragma unroll
+            for (int i = 0; i < Shape::VALUES; i++) total[i] = 0.0f;
+            for (int col = 0; col < params.col_tiles; col++, at.advance()) {
+                float values[Shape::VALUES];
+                column_values(values, at, units, row_tile);
+#pragma unroll
+                for (int i = 0; i < Shape::VALUES; i++) total[i] += values[i];
+            }
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++) {
+                float four[4] = {total[4 * group], total[4 * group + 1], total[4 * group + 2],
+                                 total[4 * group + 3]};
+                store(output, row_tile, group, four);
             }
         });
     }
 
-    __device__ void multiply() const {
+    // Several column groups: column tiles of all output tiles, counted on, go to the groups in
+    // turn.
+    __device__ void multiply_in_turn() const {
+        // Equal in all lanes: the compiler then keeps positions and descriptors in uniform
+        // registers.
+        int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
+        int column_group = warp / Shape::GROUP_WARPS, row_tile = warp % Shape::GROUP_WARPS;
+        int before = (column_group + COLUMN_GROUPS - 1) % COLUMN_GROUPS;
         Stage at;
         UnitReader<SharedMemory> units{shared};
-        Values cluster_values(shared.values, rank);
-        int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        for (int i = 0; i < column_group; i++) {
+            at.advance();
+            units.template skip<UNITS>();
+        }
+        // The group before has added once more than this one, except for the first group.
+        int phase = column_group == 0 ? 1 : 0;
+        int col = column_group;
+        float4(*totals)[SharedMemory::TOTAL_THREADS] = shared.totals;
+        int thread = threadIdx.x % SharedMemory::TOTAL_THREADS;
         for_each_tile([&](const OutputTile &output) {
-            float total[TOTALS];
+            for (; col < params.col_tiles; col += COLUMN_GROUPS) {
+                float values[Shape::VALUES];
+                column_values(values, at, units, row_tile);
+                at.template advance_by<COLUMN_GROUPS>();
+                units.template skip<(COLUMN_GROUPS - 1) * UNITS>();
+                barrier_wait(&shared.added[before][row_tile], phase);
+                phase ^= 1;
+                // All loads come before the first store.
+                float4 sums[GROUPS];
 #pragma unroll
-            for (int i = 0; i < TOTALS; i++) total[i] = 0.0f;
-            for (int first = 0; first < params.col_tiles; first += SPLIT) {
-                // The values of the columns before have arrived while this block multiplied.
-                auto add_arrived = [&]() {
-                    if (SPLIT > 1 && first > 0) cluster_values.add(total, SPLIT);
-                };
-                if (first + rank >= params.col_tiles) {
-                    add_arrived();
-                    cluster_values.send_nothing();
-                    continue;
+                for (int group = 0; group < GROUPS; group++)
+                    sums[group] = col == 0 ? make_float4(0, 0, 0, 0) : totals[group][thread];
+#pragma unroll
+                for (int group = 0; group < GROUPS; group++) {
+                    sums[group].x += values[4 * group], sums[group].y += values[4 * group + 1];
+                    sums[group].z += values[4 * group + 2], sums[group].w += values[4 * group + 3];
                 }
-                ColumnTile tile = {shared.weights[at.stage] + warp * TILE,
-                                   shared.unpacked[at.stage] + (warp * TILE_ROWS + g) * Format::UNPACKED_ROW,
-                                   shared.sums[at.stage], shared.unpacked_full + at.stage, at.phase};
-                typename Format::Sum sums[VALUES];
-                barrier_wait(shared.weights_full + at.stage, at.phase);
-                Format::template multiply_columns<TOKENS>(sums, tile, units);
-                add_arrived();
-                cluster_values.begin_round();
-                Format::template finish_values<TOKENS>(sums, tile, units,
-                                                       [&](int group, const float(&values)[4]) {
-                                                           if constexpr (SPLIT > 1) {
-                                                               cluster_values.send(group, values);
-                                                           } else {
+                if (col + 1 < params.col_tiles) {
 #pragma unroll
-                                                               for (int i = 0; i < 4; i++)
-                                                                   total[4 * group + i] += values[i];
-                                                           }
-                                                       });
-                release_stage(shared.weights_empty + at.stage);
-                at.advance();
-            }
-            if constexpr (SPLIT > 1) {
-                int rest = params.col_tiles % SPLIT;
-                cluster_values.add(total, rest == 0 ? SPLIT : rest);
-            }
+                    for (int group = 0; group < GROUPS; group++) totals[group][thread] = sums[group];
+                } else {
 #pragma unroll
-            for (int i = 0; i < TOTALS; i++) {
-                int row = (output.row_tile + warp) * TILE_ROWS + g + i % 4 / 2 * 8;
-                int group = output.group + rank * (GROUPS / SPLIT) + i / 4;
-                store_output(params, output.matrix, row, group * ACT_TILE_TOKENS + 2 * t + i % 2, total[i]);
+                    for (int group = 0; group < GROUPS; group++) {
+                        float four[4] = {sums[group].x, sums[group].y, sums[group].z, sums[group].w};
+                        store(output, row_tile, group, four);
+                    }
+                }
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) barrier_arrive(&shared.added[column_group][row_tile]);
             }
+            col -= params.col_tiles;
         });
     }
 
     __device__ void run() const {
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        if (threadIdx.x == 0) {
-            for (int i = 0; i < STAGES; i++) {
+        if (warp == 0) {
+            for (int i = lane; i < Shape::STAGES; i += 32) {
                 barrier_init(shared.weights_full + i, Format::EIGHT_BIT ? 1 : 2);
-                barrier_init(shared.weights_empty + i, MULTIPLYING_WARPS);
-                barrier_init(shared.unpacked_full + i);
+                barrier_init(shared.weights_empty + i, Shape::GROUP_WARPS);
             }
-            for (int i = 0; i < SharedMemory::UNIT_STAGES; i++) {
+            for (int i = lane; i < SharedMemory::UNIT_STAGES; i += 32) {
                 barrier_init(shared.units_full + i);
-                barrier_init(shared.units_empty + i, MULTIPLYING_WARPS);
+                barrier_init(shared.units_empty + i, Shape::GROUP_WARPS);
             }
-            Values::init(shared.values);
+            for (int i = lane; i < Shape::MULTIPLYING_WARPS; i += 32) barrier_init(&shared.added[0][0] + i);
             barrier_init_done();
         }
-        Values::wait_for_cluster();
+        __syncthreads();
         launch_next_kernel();
-        if (warp < MULTIPLYING_WARPS) {
-            asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING_REGISTERS));
-            multiply();
+        if (warp < Shape::MULTIPLYING_WARPS) {
+            asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::MULTIPLYING_REGISTERS));
+            if constexpr (COLUMN_GROUPS > 1)
+                multiply_in_turn();
+            else
+                multiply();
         } else {
-            asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OTHER_REGISTERS));
-            if (warp == COPY_WEIGHTS) {
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::OTHER_REGISTERS));
+            if (warp == Shape::COPY_WEIGHTS) {
                 copy_weights();
-            } else if (warp == COPY_UNITS) {
+            } else if (warp == Shape::COPY_UNITS) {
                 wait_for_previous_kernel();
                 if constexpr (Format::EIGHT_BIT) {
                     copy_act_tiles();
                 } else {
-                    if (lane == 0) copy_units();
+                    copy_units();
                 }
-            } else if (warp == COPY_SUMS) {
+            } else if (warp == Shape::COPY_SUMS) {
                 wait_for_previous_kernel();
                 if (!Format::EIGHT_BIT && lane == 0) copy_sums();
-            } else if constexpr (Format::UNPACKED_ROW > 0) {
-                unpack_scales();
             }
         }
-        // Other blocks may still write to this block's shared memory.
-        if constexpr (SPLIT > 1) Values::wait_for_cluster();
     }
 };
 
-template <class Format, int TOKENS, int SPLIT>
+template <class Format, class Shape>
 __device__ inline void multiply(const LinearParams &params, const F16Quants &quants) {
     extern __shared__ __align__(128) uint8_t memory[];
     uint8_t *aligned = memory + ((1024 - shared_address(memory) % 1024) & 1023);
-    int token_tiles = (params.tokens + TOKENS - 1) / TOKENS;
-    int output_tiles = count_row_tile_groups<ROW_TILES>(params) * token_tiles;
-    int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0;
-    auto &shared = *reinterpret_cast<Shared<Format, TOKENS, SPLIT> *>(aligned);
-    Kernel<Format, TOKENS, SPLIT>{params, quants, shared, token_tiles, output_tiles, rank}.run();
+    int token_tiles = (params.tokens + Shape::TOKENS - 1) / Shape::TOKENS;
+    int output_tiles = count_row_tile_groups<Shape::ROW_TILES>(params) * token_tiles;
+    auto &shared = *reinterpret_cast<Shared<Format, Shape> *>(aligned);
+    Kernel<Format, Shape>{params, quants, shared, token_tiles, output_tiles}.run();
 }
 
 }  // namespace wgmma_product

@@ -13,8 +13,8 @@ use quant::layout::{TILE_COLS, TILE_ROWS, Tiles};
 
 use super::abi::float_linear::FloatMatmul;
 use super::abi::linear::{
-    LINEAR_F32_TOKENS, LINEAR_F32_WARPS, LinearF32, LinearMatmul, LinearMatvec, LinearParams, LinearWgmma,
-    MATVEC_TILES_PER_STAGE, MATVEC_WARPS, WGMMA_PRODUCT_SHARED_BYTES, WGMMA_PRODUCT_THREADS,
+    LINEAR_F32_TOKENS, LINEAR_F32_WARPS, LinearF32, LinearMatmul, LinearMatvec, LinearParams, LinearSkinny,
+    LinearWgmma, MATVEC_TILES_PER_STAGE, MATVEC_WARPS, SkinnyPipeline, WGMMA_PRODUCT_SHARED_BYTES,
 };
 pub use super::abi::linear::{MATRICES_MAX, MatmulShape};
 use super::error::device_error;
@@ -22,11 +22,13 @@ use super::float_linear::{FloatShape, STAGES_MIN, float_kernel_name, float_maps}
 use super::launch::{KernelName, kernel_name, launch_kernel};
 use super::module::image;
 use super::quantize::{QuantizedActivations, activation_bytes};
+pub use super::skinny_linear::SKINNY_TOKENS;
+use super::skinny_linear::{self, SharedMemoryDivision, skinny_name};
 pub use super::wgmma_linear::{WgmmaShape, has_kernels as has_wgmma_kernels, takes_f16_quants};
 use super::wgmma_linear::{f16_quants, wgmma_name};
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
-const OP: &str = "linear";
+pub(super) const OP: &str = "linear";
 
 /// One matrix and the buffer for its product.
 pub struct MatrixProduct<'a> {
@@ -45,6 +47,9 @@ pub struct MatrixProduct<'a> {
 pub enum LinearMethod {
     /// linear/matvec.cuh, for one to four tokens. Each lane computes one row over 256 columns.
     Matvec(usize),
+    /// linear/skinny_matmul.cuh, for up to [`SKINNY_TOKENS`] tokens. Each warp computes 16 rows
+    /// over 256 columns.
+    Skinny,
     /// linear/matmul.cuh, on the tensor cores.
     Matmul(MatmulShape),
     /// linear/wgmma_product.cuh, for many tokens and some types, on GPUs with wgmma. For Q4_K, the
@@ -82,8 +87,10 @@ const MATVEC_TOKENS_MAX: usize = 3;
 /// and two blocks share a multiprocessor. Four times as many bytes changed no time by more than
 /// 10%.
 const PIPELINE_BYTES: usize = 64 << 10;
-const PIPELINE_STAGES: (usize, usize) = (2, 6);
-const NO_SHARED_MEMORY: &str = "bytes of shared memory for a row this long";
+pub(super) const PIPELINE_STAGES: (usize, usize) = (2, 6);
+/// An mbarrier.
+pub(super) const BARRIER_BYTES: usize = 8;
+pub(super) const NO_SHARED_MEMORY: &str = "bytes of shared memory for a row this long";
 
 /// The kernels of all weight types on one device.
 pub struct LinearKernels {
@@ -123,6 +130,9 @@ impl LinearKernels {
         }
         if tokens <= MATVEC_TOKENS_MAX {
             return LinearMethod::Matvec(tokens);
+        }
+        if skinny_linear::is_fastest(tokens) {
+            return LinearMethod::Skinny;
         }
         let multiprocessors = self.device.multiprocessors() as usize;
         if let Some(shape) = WgmmaShape::fastest(&self.device, dtype, row_tiles, tokens) {
@@ -195,6 +205,13 @@ impl LinearKernels {
                 unsafe { launch_kernel(family, name, stream, launch, &LinearMatvec { params, stages }) }
                     .map_err(device_error(OP))
             }
+            LinearMethod::Skinny => {
+                let name = skinny_name(dtype).ok_or_else(|| no_kernel(x.tokens))?;
+                let (launch, pipeline) = self.skinny_launch(family, name, x, products).map_err(in_op)?;
+                // SAFETY: as above, for linear/skinny_matmul.cuh.
+                unsafe { launch_kernel(family, name, stream, launch, &LinearSkinny { params, pipeline }) }
+                    .map_err(device_error(OP))
+            }
             LinearMethod::Matmul(shape) => {
                 let name = matmul_name(dtype, shape).ok_or_else(|| no_kernel(shape.tokens()))?;
                 let (launch, stages) = self.matmul_launch(family, name, shape, x, products).map_err(in_op)?;
@@ -241,12 +258,11 @@ impl LinearKernels {
         };
         let name = wgmma_name(dtype, shape).ok_or_else(|| no_kernel(shape.tokens))?;
         let row_tiles = products.iter().map(|product| product.shape.row_tiles());
-        let blocks: usize = row_tiles.map(|tiles| shape.blocks(tiles, x.tokens)).sum();
-        let (warps, shared_bytes) = (WGMMA_PRODUCT_THREADS / 32, WGMMA_PRODUCT_SHARED_BYTES as u32);
-        let mut launch =
-            self.persistent_launch(family, name, blocks, warps, shared_bytes).map_err(device_error(OP))?;
-        // Whole clusters.
-        launch.grid.0 = (launch.grid.0 / shape.split as u32).max(1) * shape.split as u32;
+        let tiles: usize = row_tiles.map(|tiles| shape.output_tiles(tiles, x.tokens)).sum();
+        let shared_bytes = WGMMA_PRODUCT_SHARED_BYTES as u32;
+        let launch = self
+            .persistent_launch(family, name, tiles, shape.warps(), shared_bytes)
+            .map_err(device_error(OP))?;
         // SAFETY: as in `launch_with`, for linear/wgmma_product.cuh. The f16 quants have room for
         // whole blocks of tokens, activation tiles beyond the tokens are not read, and
         // `check_products` compared the length of the activations.
@@ -270,11 +286,28 @@ impl LinearKernels {
         let batch = MATVEC_WARPS.div_ceil(tile_pairs);
         let act_rows = tokens * shape.col_tiles() * act_row_bytes(x.layout.format);
         let values = 2 * batch * shape.col_tiles() * TILE_ROWS * tokens * 4;
-        let rest = act_rows + values + MATVEC_WARPS * PIPELINE_STAGES.1 * 8;
+        let rest = act_rows + values + MATVEC_WARPS * PIPELINE_STAGES.1 * BARRIER_BYTES;
         let (stages, shared_bytes) = self.pipeline(stage_bytes, rest)?;
         let row_tiles: usize = products.iter().map(|product| product.shape.row_tiles()).sum();
         let launch = self.persistent_launch(family, name, row_tiles, MATVEC_WARPS, shared_bytes)?;
         Ok((launch, stages))
+    }
+
+    fn skinny_launch(
+        &self,
+        family: &LazyModule,
+        name: KernelName<LinearSkinny>,
+        x: QuantizedActivations<'_>,
+        products: &[MatrixProduct<'_>],
+    ) -> Result<(LaunchConfig, SkinnyPipeline), LaunchError> {
+        if x.tokens > SKINNY_TOKENS {
+            return Err(no_kernel(x.tokens).into());
+        }
+        let row_tiles = products.iter().map(|product| product.shape.row_tiles()).sum();
+        let division =
+            SharedMemoryDivision::new(&self.device, products[0].shape, row_tiles, x.layout.format)?;
+        let SharedMemoryDivision { warps, pipeline, shared_bytes } = division;
+        Ok((self.persistent_launch(family, name, row_tiles, warps, shared_bytes)?, pipeline))
     }
 
     /// The launch of a matmul kernel and its number of pipeline stages. linear/matmul.cuh divides
@@ -291,7 +324,7 @@ impl LinearKernels {
         let act_tile = activation_bytes(x.layout.format, 1, 1).unwrap_or(0);
         let stage_bytes = matmul.stage_bytes(shape.tile_bytes(), act_tile);
         let (stages, shared_bytes) =
-            self.pipeline(stage_bytes, matmul.partial_sum_bytes() + PIPELINE_STAGES.1 * 8)?;
+            self.pipeline(stage_bytes, matmul.partial_sum_bytes() + PIPELINE_STAGES.1 * BARRIER_BYTES)?;
         let row_tiles = products.iter().map(|product| product.shape.row_tiles());
         let groups: usize = row_tiles.map(|row_tiles| row_tiles.div_ceil(matmul.row_tiles())).sum();
         let output_tiles = groups * x.tokens.div_ceil(matmul.tokens());

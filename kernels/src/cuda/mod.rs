@@ -34,6 +34,7 @@ pub mod repack;
 pub mod rope;
 pub mod shortlist;
 pub mod silu_and_mul;
+mod skinny_linear;
 mod wgmma_linear;
 
 pub use archs::runs_on;

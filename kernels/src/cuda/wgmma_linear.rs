@@ -3,44 +3,36 @@
 //! Which products linear/wgmma_product.cuh computes, and with which blocks.
 
 use quant::DType;
-use quant::layout::TILE_ROWS;
 
 use super::Device;
-use super::abi::linear::{LinearWgmma, MatmulShape, WGMMA_PRODUCT_ROWS};
+pub use super::abi::linear::WgmmaShape;
+use super::abi::linear::{LinearWgmma, MatmulShape};
 use super::abi::tiles::F16Quants;
 use super::archs::has_wgmma;
 use super::launch::{KernelName, kernel_name};
 use super::quantize::QuantizedActivations;
 
-/// Products of more tokens than this may use wgmma. Up to here, half of a block would be empty.
-const EIGHT_BIT_TOKENS_MAX: usize = 32;
-
-/// The shape of a launch of linear/wgmma_product.cuh.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WgmmaShape {
-    /// Tokens of a block.
-    pub tokens: usize,
-    /// Blocks of a cluster, which divide the columns.
-    pub split: usize,
-}
+/// Products of more tokens than this may use wgmma. Up to here, half of a block would be empty, and
+/// linear/skinny_matmul.cuh is faster.
+const EIGHT_BIT_TOKENS_MAX: usize = 16;
 
 /// Times of a weight type, measured on an H200.
 struct Times {
     /// Microseconds of a block per 256 columns, by shape as in [`WgmmaShape::ALL`].
-    blocks: [f64; 3],
-    /// Microseconds per 256 columns that the 8-bit kernel adds to a product for each of its blocks
-    /// of 32 tokens. These blocks share multiprocessors evenly.
+    blocks: [f64; 4],
+    /// Microseconds per 256 columns of a block of 32 tokens of the 8-bit kernel, divided by the
+    /// multiprocessors.
     matmul_block: f64,
 }
 
 fn times(dtype: DType) -> Option<Times> {
     match dtype {
-        DType::Q4_K => Some(Times { blocks: [1.65, 2.2, 2.35], matmul_block: 0.0031 }),
+        DType::Q4_K => Some(Times { blocks: [0.53, 0.75, 1.44, 2.15], matmul_block: 0.0031 }),
         // Measured with Q8_0. The other two are assumed to be alike.
         DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => {
-            Some(Times { blocks: [1.8, 2.25, 3.4], matmul_block: 0.0036 })
+            Some(Times { blocks: [0.66, 1.08, 1.72, 3.3], matmul_block: 0.0036 })
         }
-        DType::Q6_K => Some(Times { blocks: [1.65, 2.2, 2.3], matmul_block: 0.0043 }),
+        DType::Q6_K => Some(Times { blocks: [0.69, 0.92, 1.5, 2.17], matmul_block: 0.0043 }),
         _ => None,
     }
 }
@@ -51,20 +43,17 @@ fn is_f16_product(dtype: DType) -> bool {
 }
 
 impl WgmmaShape {
-    const ALL: [Self; 3] =
-        [Self { tokens: 64, split: 1 }, Self { tokens: 64, split: 2 }, Self { tokens: 128, split: 1 }];
-
-    pub fn all() -> [Self; 3] {
+    pub fn all() -> [Self; 4] {
         Self::ALL
     }
 
-    /// Thread blocks of a product with `row_tiles` tiles of 16 rows.
-    pub(super) fn blocks(&self, row_tiles: usize, tokens: usize) -> usize {
-        row_tiles.div_ceil(WGMMA_PRODUCT_ROWS / TILE_ROWS) * tokens.div_ceil(self.tokens) * self.split
+    /// Output tiles of a product with `row_tiles` tiles of 16 rows.
+    pub(super) fn output_tiles(&self, row_tiles: usize, tokens: usize) -> usize {
+        row_tiles.div_ceil(self.row_tiles()) * tokens.div_ceil(self.tokens)
     }
 
-    /// Microseconds of a product per 256 columns. Blocks that find no multiprocessor run after the
-    /// first ones.
+    /// Microseconds of a product per 256 columns. A block is alone on its multiprocessor. Output
+    /// tiles that find none free are computed after the first ones.
     fn column_tile_time(
         &self,
         block_time: f64,
@@ -72,9 +61,7 @@ impl WgmmaShape {
         row_tiles: usize,
         tokens: usize,
     ) -> f64 {
-        let waves =
-            self.blocks(row_tiles, tokens).div_ceil((multiprocessors / self.split).max(1) * self.split);
-        waves as f64 * block_time / self.split as f64
+        self.output_tiles(row_tiles, tokens).div_ceil(multiprocessors.max(1)) as f64 * block_time
     }
 
     /// The fastest shape, if the device has wgmma and it is faster than the 8-bit kernel.
@@ -87,7 +74,8 @@ impl WgmmaShape {
         let (time, shape) = shapes.min_by(|a, b| a.0.total_cmp(&b.0))?;
         let matmul = MatmulShape::QUANTS[2];
         let matmul_blocks = row_tiles.div_ceil(matmul.row_tiles()) * tokens.div_ceil(matmul.tokens());
-        (time < times.matmul_block * matmul_blocks as f64).then_some(shape)
+        let matmul_time = times.matmul_block * matmul_blocks.next_multiple_of(multiprocessors.max(1)) as f64;
+        (time < matmul_time).then_some(shape)
     }
 }
 
@@ -125,11 +113,12 @@ pub(super) fn f16_quants(dtype: DType, x: &QuantizedActivations<'_>) -> Option<F
 pub(super) fn wgmma_name(dtype: DType, shape: WgmmaShape) -> Option<KernelName<LinearWgmma>> {
     macro_rules! names {
         ($($dtype:ident = $type:literal),*) => {
-            match (dtype, shape.tokens, shape.split) {
+            match (dtype, shape.tokens, shape.row_groups, shape.column_groups) {
                 $(
-                    (DType::$dtype, 64, 1) => Some(names!(@of $type "_64_1")),
-                    (DType::$dtype, 64, 2) => Some(names!(@of $type "_64_2")),
-                    (DType::$dtype, 128, 1) => Some(names!(@of $type "_128_1")),
+                    (DType::$dtype, 32, 1, 4) => Some(names!(@of $type "_32_1_4")),
+                    (DType::$dtype, 64, 1, 4) => Some(names!(@of $type "_64_1_4")),
+                    (DType::$dtype, 64, 2, 1) => Some(names!(@of $type "_64_2_1")),
+                    (DType::$dtype, 128, 2, 1) => Some(names!(@of $type "_128_2_1")),
                 )*
                 _ => None,
             }

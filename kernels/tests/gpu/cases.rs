@@ -3,8 +3,9 @@
 //! The names of all tests and benches.
 
 use super::{
-    TestGpu, around, attention, checksum, exact, experts, f32_linear, fused, kv_write, linear, loading,
-    memory, models, ops, quantize, repack, routing, shortlist, throughput, wgmma,
+    TestGpu, around, attention, checksum, exact, experts, f32_linear, fused, kv_write, linear, linear_bench,
+    linear_sizes, loading, memory, models, ops, quantize, real_sizes, repack, routing, shortlist, throughput,
+    wgmma,
 };
 
 type TestFn = fn(&TestGpu) -> anyhow::Result<()>;
@@ -17,7 +18,7 @@ pub(crate) const BENCHES: &[(&str, TestFn)] = &[
     ("profiled", throughput::profiled),
     ("shortlist", shortlist::bench),
     ("memory", memory::bench),
-    ("linear", linear::bench),
+    ("linear", linear_bench::bench),
     ("experts", experts::bench),
     ("routing", routing::bench),
     ("around", around::bench),
@@ -35,7 +36,8 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ("quantize: f16 quants are those of the host", quantize::f16_quants_are_those_of_the_host),
     ("linear: every method gives the canonical bits", linear::every_method_gives_the_canonical_bits),
     ("linear: extreme blocks on wgmma", wgmma::extreme_blocks_give_the_same_bits_on_wgmma),
-    ("linear: a row alone is the row in any batch", linear::a_row_alone_is_the_row_in_any_batch),
+    ("linear: a row alone is the row in any batch", linear_sizes::a_row_alone_is_the_row_in_any_batch),
+    ("linear: repeated products are equal", linear_sizes::repeated_products_are_equal),
     ("linear: matrices of one launch", linear::matrices_of_one_launch),
     ("linear: products match the naive kernel", linear::products_match_the_naive_kernel),
     ("linear: floats are near the reference", linear::floats_are_near_the_reference),
@@ -65,6 +67,7 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ("experts: they are those of the reference", experts::they_are_those_of_the_reference),
     ("experts: rows take the experts of the host", routing::rows_take_the_experts_of_the_host),
     ("exact: every way gives the same logits", exact::every_way_gives_the_same_logits),
+    ("exact: equal sequences at real sizes", real_sizes::equal_sequences_give_equal_logits),
     ("models: goldens", models::goldens),
     ("models: transcripts", models::transcripts),
 ];

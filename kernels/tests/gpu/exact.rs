@@ -8,15 +8,16 @@ use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use gguf::Metadata;
 use kernels::cuda::{Cuda, CudaKv};
 use models::testing::ModelFile;
-use models::{ForwardLimits, Model, build};
+use models::{ForwardLimits, Model, WeightTable, build};
 use ops::{Backend, KvLayout, KvTypes, Step};
 
 use crate::TestGpu;
 use crate::random::TestRng;
 
-const BLOCK_TOKENS: usize = 16;
+pub(crate) const BLOCK_TOKENS: usize = 16;
 const TOKENS: usize = 150;
 const BLOCKS: usize = 64;
 /// Small models of every architecture, in quantized types and floats.
@@ -32,13 +33,13 @@ const SMALL: [&str; 2] = ["llama.Q8_0", "qwen3.Q4_K_M"];
 const KV_TYPES: [&str; 4] = ["f16,0=q8_0,1=bf16", "f32", "f16", "q8_0"];
 
 /// Some tokens of one sequence in a step.
-struct SequencePart<'a> {
-    table: &'a [u32],
-    first: usize,
-    tokens: &'a [u32],
+pub(crate) struct SequencePart<'a> {
+    pub(crate) table: &'a [u32],
+    pub(crate) first: usize,
+    pub(crate) tokens: &'a [u32],
 }
 
-struct ModelRun {
+pub(crate) struct ModelRun {
     cuda: Cuda,
     model: Box<dyn Model<Cuda>>,
     kv: CudaKv,
@@ -46,18 +47,45 @@ struct ModelRun {
 
 impl ModelRun {
     fn new(gpu: &TestGpu, file: &ModelFile, types: &KvTypes) -> Result<Self> {
-        let mut cuda = Cuda::new(&gpu.device)?;
         // The limits are so small that the model computes a step, and its logits, in several runs
         // of rows.
         let limits = ForwardLimits { rows_max: 300, outputs_max: 300 };
-        let model = build(file.header().metadata(), file.weights()?, &mut cuda, limits)?;
-        let layout = KvLayout { block_tokens: BLOCK_TOKENS, blocks: BLOCKS, layers: model.kv_layers(types) };
+        Self::build(gpu, file.header().metadata(), file.weights()?, limits, types, BLOCKS)
+    }
+
+    pub(crate) fn build(
+        gpu: &TestGpu,
+        metadata: &Metadata,
+        weights: WeightTable<Cuda>,
+        limits: ForwardLimits,
+        types: &KvTypes,
+        blocks: usize,
+    ) -> Result<Self> {
+        let mut cuda = Cuda::new(&gpu.device)?;
+        let model = build(metadata, weights, &mut cuda, limits)?;
+        let layout = KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers: model.kv_layers(types) };
         let kv = cuda.kv(&layout)?;
         Ok(Self { cuda, model, kv })
     }
 
     /// Computes a step and returns the logits of all rows.
     fn step(&mut self, parts: &[SequencePart<'_>]) -> Result<Vec<Vec<f32>>> {
+        let rows = parts.iter().map(|part| part.tokens.len()).sum::<usize>() as u32;
+        self.step_with_outputs(parts, &(0..rows).collect::<Vec<_>>())
+    }
+
+    /// Computes a step and returns the logits of each part's last row.
+    pub(crate) fn last_rows(&mut self, parts: &[SequencePart<'_>]) -> Result<Vec<Vec<f32>>> {
+        let mut rows = 0;
+        let last = parts.iter().map(|part| {
+            rows += part.tokens.len() as u32;
+            rows - 1
+        });
+        let last: Vec<u32> = last.collect();
+        self.step_with_outputs(parts, &last)
+    }
+
+    fn step_with_outputs(&mut self, parts: &[SequencePart<'_>], outputs: &[u32]) -> Result<Vec<Vec<f32>>> {
         let (mut tokens, mut positions, mut sequences, mut slots) = (vec![], vec![], vec![], vec![]);
         for (sequence, part) in parts.iter().enumerate() {
             for (position, &token) in (part.first..).zip(part.tokens) {
@@ -69,16 +97,15 @@ impl ModelRun {
             }
         }
         let tables: Vec<&[u32]> = parts.iter().map(|part| part.table).collect();
-        let outputs: Vec<u32> = (0..tokens.len() as u32).collect();
         let vocabulary = self.model.vocab_size();
-        let mut host = vec![f32::NAN; tokens.len() * vocabulary];
+        let mut host = vec![f32::NAN; outputs.len() * vocabulary];
         let step = Step {
             tokens: &tokens,
             positions: &positions,
             sequences: &sequences,
             kv_slots: &slots,
             tables: &tables,
-            outputs: &outputs,
+            outputs,
         };
         self.model.forward(&mut self.cuda, &mut self.kv, &step, &mut |cuda, run, logits| {
             cuda.read(logits, run.len(), &mut host[run.start * vocabulary..run.end * vocabulary])

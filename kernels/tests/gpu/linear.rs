@@ -6,7 +6,8 @@ use anyhow::{Context, ensure};
 use kernels::cuda::embed::EmbedKernels;
 use kernels::cuda::float_linear::FloatShape;
 use kernels::cuda::linear::{
-    LinearKernels, LinearMethod, MatmulShape, MatrixProduct, WgmmaShape, has_wgmma_kernels, takes_f16_quants,
+    LinearKernels, LinearMethod, MatmulShape, MatrixProduct, SKINNY_TOKENS, WgmmaShape, has_wgmma_kernels,
+    takes_f16_quants,
 };
 use kernels::cuda::naive::NaiveKernels;
 use kernels::cuda::quantize::{ActivationLayout, QuantizeKernels};
@@ -19,7 +20,7 @@ use crate::TestGpu;
 use crate::bench::time;
 use crate::random::TestRng;
 
-const TYPES: [DType; 10] = [
+pub(crate) const TYPES: [DType; 10] = [
     DType::Q8_0,
     DType::Q4_0,
     DType::Q4_1,
@@ -31,15 +32,15 @@ const TYPES: [DType; 10] = [
     DType::Q5_K,
     DType::Q6_K,
 ];
-const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// With f16 quants for all numbers of tokens, if the device can compute with them for some.
-fn layout_of(gpu: &TestGpu, dtype: DType) -> anyhow::Result<ActivationLayout> {
+pub(crate) fn layout_of(gpu: &TestGpu, dtype: DType) -> anyhow::Result<ActivationLayout> {
     let format = dtype.activation().context("no activation")?;
     Ok(ActivationLayout { format, f16_quants: takes_f16_quants(&gpu.device, dtype, usize::MAX) })
 }
 
-fn methods(gpu: &TestGpu, dtype: DType, tokens: usize) -> Vec<LinearMethod> {
+pub(crate) fn methods(gpu: &TestGpu, dtype: DType, tokens: usize) -> Vec<LinearMethod> {
     match dtype {
         DType::F32 => vec![LinearMethod::Scalar],
         DType::F16 | DType::BF16 => FloatShape::all().map(LinearMethod::FloatMatmul).to_vec(),
@@ -47,8 +48,10 @@ fn methods(gpu: &TestGpu, dtype: DType, tokens: usize) -> Vec<LinearMethod> {
             let vector = (tokens <= 4).then_some(LinearMethod::Matvec(tokens));
             let wgmma = has_wgmma_kernels(&gpu.device, dtype);
             let tensor_cores = MatmulShape::all().map(LinearMethod::Matmul);
+            let skinny = (tokens <= SKINNY_TOKENS).then_some(LinearMethod::Skinny);
             vector
                 .into_iter()
+                .chain(skinny)
                 .chain(tensor_cores)
                 .chain(wgmma.then_some(WgmmaShape::all().map(LinearMethod::Wgmma)).into_iter().flatten())
                 .collect()
@@ -57,7 +60,7 @@ fn methods(gpu: &TestGpu, dtype: DType, tokens: usize) -> Vec<LinearMethod> {
 }
 
 pub(crate) struct LinearCase {
-    shape: Tiles,
+    pub(crate) shape: Tiles,
     raw: Vec<u8>,
     tiles: Buffer<u8>,
     bias: Vec<f32>,
@@ -161,7 +164,7 @@ fn legacy_block(dtype: DType, raw: &[u8], a: &Activations, at: usize, value: f32
 
 /// A test's activations: on the host, on the device, and a buffer for their converted form.
 pub(crate) struct LinearInput {
-    data: Buffer<u8>,
+    pub(crate) data: Buffer<u8>,
     pub(crate) x: Vec<f32>,
     pub(crate) device_x: Buffer<f32>,
 }
@@ -391,38 +394,6 @@ pub(crate) fn embeddings_are_decoded_as_on_the_host(gpu: &TestGpu) -> anyhow::Re
     Ok(())
 }
 
-/// Checks at a real size that row r of a batch equals row r alone.
-pub(crate) fn a_row_alone_is_the_row_in_any_batch(gpu: &TestGpu) -> anyhow::Result<()> {
-    let linear = LinearKernels::new(&gpu.device);
-    let mut random = TestRng::new(6);
-    let (cols, rows, tokens_max) = if gpu.small { (512, 24, 17) } else { (2816, 1040, 150) };
-    for dtype in TYPES.into_iter().chain(FLOATS) {
-        let mut raw = vec![0; Tiles::new(dtype, cols, rows)?.raw_bytes()];
-        quant::encode(dtype, &random.values(cols * rows), &mut raw)?;
-        let case = LinearCase::from_raw(gpu, Tiles::new(dtype, cols, rows)?, raw, random.values(rows))?;
-        let mut input = LinearInput::new(gpu, &mut random, dtype, tokens_max, cols)?;
-        let x = input.device_x.to_host(&gpu.stream)?;
-        let mut alone = Vec::new();
-        for token in 0..tokens_max {
-            let mut one = LinearInput::new(gpu, &mut random, dtype, 1, cols)?;
-            one.device_x = Buffer::from_host(&gpu.stream, &x[token * cols..][..cols])?;
-            let mut out = Buffer::<f32>::new(&gpu.device, rows)?;
-            one.run(gpu, &linear, 1, linear.method(dtype, 65, 1), &mut [case.product(&mut out)])?;
-            alone.extend(out.to_host(&gpu.stream)?);
-        }
-        let counts = [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 150];
-        for tokens in counts.into_iter().filter(|&tokens| tokens <= tokens_max) {
-            for method in methods(gpu, dtype, tokens) {
-                let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
-                input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
-                let what = format!("{dtype}, {tokens} tokens, {method:?}");
-                ensure_bits(&what, &out.to_host(&gpu.stream)?, &alone[..tokens * rows])?;
-            }
-        }
-    }
-    Ok(())
-}
-
 pub(crate) fn matrices_of_one_launch(gpu: &TestGpu) -> anyhow::Result<()> {
     let linear = LinearKernels::new(&gpu.device);
     let mut random = TestRng::new(7);
@@ -446,102 +417,6 @@ pub(crate) fn matrices_of_one_launch(gpu: &TestGpu) -> anyhow::Result<()> {
                 for (at, (case, out)) in cases.iter().zip(&outs).enumerate() {
                     let what = format!("{dtype}, matrix {at}, {tokens} tokens, {method:?}");
                     ensure_bits(&what, &out.to_host(&gpu.stream)?, &case.expected(&input.x)?)?;
-                }
-            }
-        }
-    }
-    Ok(())
-}
-
-/// The bytes of several copies of the weights. With them, no copy is still in the 60 MB of L2 when
-/// it is read again.
-const COLD_BYTES: usize = 300 << 20;
-
-pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
-    let linear = LinearKernels::new(&gpu.device);
-    let mut random = TestRng::new(8);
-    let noise = Buffer::from_host(&gpu.stream, &random.bytes(16 << 20))?;
-    let full = std::env::var_os("BENCH_ALL_METHODS").is_some();
-    println!("type   cols   rows tokens method          us    GB/s   TOPS");
-    let types =
-        if full { vec![DType::Q8_0, DType::Q4_K, DType::Q6_K] } else { [&TYPES[..], &FLOATS].concat() };
-    for dtype in types {
-        for (cols, rows) in [(4096, 4096), (4096, 12_288), (12_288, 4096), (4096, 151_936)] {
-            let shape = Tiles::new(dtype, cols, rows)?;
-            let copies = (COLD_BYTES / shape.bytes()).clamp(1, 24);
-            let mut weights = Buffer::<u8>::new(&gpu.device, copies * shape.bytes())?;
-            let mut at = 0;
-            while at < weights.len() {
-                let len = noise.len().min(weights.len() - at);
-                let source = noise.view().slice(0, len).context("noise")?;
-                weights.view_mut().slice_mut(at, len).context("weights")?.copy_from(&gpu.stream, source)?;
-                at += len;
-            }
-            gpu.stream.synchronize()?;
-            for tokens in [1, 2, 4, 8, 16, 32, 64, 65, 96, 128, 256, 512, 2048] {
-                if rows > 100_000 && tokens > 64 {
-                    continue;
-                }
-                let input = LinearInput::new(gpu, &mut random, dtype, tokens.min(64), cols)?;
-                let mut input = LinearInput {
-                    data: Buffer::new(
-                        &gpu.device,
-                        layout_of(gpu, dtype)?.bytes(tokens, cols).context("bytes")?,
-                    )?,
-                    device_x: {
-                        let mut x = Buffer::<f32>::new(&gpu.device, tokens * cols)?;
-                        let part = input.device_x.len();
-                        for start in (0..x.len()).step_by(part) {
-                            let len = part.min(x.len() - start);
-                            let from = input.device_x.view().slice(0, len).context("x")?;
-                            x.view_mut().slice_mut(start, len).context("x")?.copy_from(&gpu.stream, from)?;
-                        }
-                        x
-                    },
-                    x: Vec::new(),
-                };
-                let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
-                let quantize = QuantizeKernels::new(&gpu.device);
-                let mut scratch = input.data.view_mut();
-                let layout = layout_of(gpu, dtype)?;
-                let x = quantize.launch(
-                    &gpu.stream,
-                    layout,
-                    input.device_x.view(),
-                    tokens,
-                    cols,
-                    &mut scratch,
-                )?;
-                let chosen = [linear.method(dtype, rows.div_ceil(16), tokens)];
-                let all = methods(gpu, dtype, tokens);
-                for &method in if full { all.as_slice() } else { chosen.as_slice() } {
-                    if let LinearMethod::Matmul(shape) = method
-                        && (shape.tokens() * 8 < tokens || (tokens * 16 < shape.tokens()))
-                    {
-                        continue;
-                    }
-                    let calls = if tokens > 64 { copies.min(4) } else { copies };
-                    let seconds = time(gpu, calls, |call| {
-                        let tiles: DeviceView<'_, u8> = weights
-                            .view()
-                            .slice(call % copies * shape.bytes(), shape.bytes())
-                            .context("copy")?;
-                        let mut products = [MatrixProduct { shape, tiles, bias: None, out: out.view_mut() }];
-                        Ok(linear.launch_with(&gpu.stream, method, x, &mut products)?)
-                    })?;
-                    let name = match method {
-                        LinearMethod::Matvec(_) => "vector".to_owned(),
-                        LinearMethod::Scalar => "plain".to_owned(),
-                        LinearMethod::Matmul(shape) => format!("tiles {}", shape.tokens()),
-                        LinearMethod::Wgmma(shape) => format!("wgmma {}/{}", shape.tokens, shape.split),
-                        LinearMethod::FloatMatmul(shape) => format!("{}x{}", shape.tokens(), shape.rows()),
-                    };
-                    println!(
-                        "{dtype:5} {cols:6} {rows:6} {tokens:6} {name:10} {:8.1} {:7.0} {:6.1}",
-                        seconds * 1e6,
-                        shape.bytes() as f64 / seconds / 1e9,
-                        2.0 * (cols * rows * tokens) as f64 / seconds / 1e12
-                    );
                 }
             }
         }

@@ -35,6 +35,10 @@ mod kv_write;
 #[cfg(feature = "cuda")]
 mod linear;
 #[cfg(feature = "cuda")]
+mod linear_bench;
+#[cfg(feature = "cuda")]
+mod linear_sizes;
+#[cfg(feature = "cuda")]
 mod loading;
 #[cfg(feature = "cuda")]
 mod memory;
@@ -46,6 +50,8 @@ mod ops;
 mod quantize;
 #[cfg(feature = "cuda")]
 mod random;
+#[cfg(feature = "cuda")]
+mod real_sizes;
 #[cfg(feature = "cuda")]
 mod repack;
 #[cfg(feature = "cuda")]

@@ -31,6 +31,16 @@ pub(crate) struct ModelPreset {
     vocabulary: usize,
     pub(crate) experts: usize,
     tied: bool,
+    /// Tiles of 16 rows of a matrix that differ. The others repeat them: speed does not depend on
+    /// the values.
+    different_row_tiles: usize,
+}
+
+impl ModelPreset {
+    /// With fewer layers, for tests.
+    pub(crate) fn with(&self, layers: usize, different_row_tiles: usize) -> Self {
+        Self { layers, different_row_tiles, ..*self }
+    }
 }
 
 pub(crate) const MODEL_PRESETS: [ModelPreset; 3] = [
@@ -44,6 +54,7 @@ pub(crate) const MODEL_PRESETS: [ModelPreset; 3] = [
         vocabulary: 151_936,
         experts: 0,
         tied: false,
+        different_row_tiles: 1,
     },
     ModelPreset {
         name: "qwen3-0.6b",
@@ -55,6 +66,7 @@ pub(crate) const MODEL_PRESETS: [ModelPreset; 3] = [
         vocabulary: 151_936,
         experts: 0,
         tied: true,
+        different_row_tiles: 1,
     },
     ModelPreset {
         name: "qwen3-30b-a3b",
@@ -66,6 +78,7 @@ pub(crate) const MODEL_PRESETS: [ModelPreset; 3] = [
         vocabulary: 151_936,
         experts: 128,
         tied: false,
+        different_row_tiles: 1,
     },
 ];
 const HEAD_DIM: usize = 128;
@@ -451,7 +464,7 @@ pub(crate) fn weights(gpu: &TestGpu, preset: &ModelPreset, mix: QuantMix) -> Res
                 let data = device_data(values.view().address(), 4 * len, values);
                 Weight { dtype, dims, layout: LAYOUT_TILES, data }
             }
-            _ => matrix(gpu, &mut random, dtype, dims)?,
+            _ => matrix(gpu, &mut random, dtype, dims, preset.different_row_tiles)?,
         };
         table.insert(name, weight)?;
     }
@@ -459,14 +472,19 @@ pub(crate) fn weights(gpu: &TestGpu, preset: &ModelPreset, mix: QuantMix) -> Res
     Ok(table)
 }
 
-/// Makes a matrix of random values in one row tile, copied to all others. Speed does not depend on
-/// the values being different.
-fn matrix(gpu: &TestGpu, random: &mut TestRng, dtype: DType, dims: Vec<usize>) -> Result<Weight<Cuda>> {
+/// Makes a matrix of random values in some row tiles, copied to all others.
+fn matrix(
+    gpu: &TestGpu,
+    random: &mut TestRng,
+    dtype: DType,
+    dims: Vec<usize>,
+    different_row_tiles: usize,
+) -> Result<Weight<Cuda>> {
     let (cols, rows) = (dims[0], dims[1..].iter().product());
     let shape = Tiles::new(dtype, cols, rows)?;
-    let group = Tiles::new(dtype, cols, TILE_ROWS)?;
+    let group = Tiles::new(dtype, cols, rows.min(TILE_ROWS * different_row_tiles))?;
     let scale = 1.0 / (cols as f32).sqrt();
-    let values: Vec<f32> = random.values(cols * TILE_ROWS).into_iter().map(|x| x * scale).collect();
+    let values: Vec<f32> = random.values(cols * group.rows()).into_iter().map(|x| x * scale).collect();
     let mut raw = vec![0; group.raw_bytes()];
     quant::encode(dtype, &values, &mut raw)?;
     let mut tiles = vec![0; group.bytes()];

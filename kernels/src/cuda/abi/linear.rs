@@ -22,11 +22,11 @@ abi! {
         const LINEAR_F32_WARPS: usize = 8;
         /// Tokens of a block of linear_f32.cu.
         const LINEAR_F32_TOKENS: usize = 4;
-        /// A block of linear/wgmma_product.cuh: its weight rows, its tokens (at most), its threads,
-        /// and its bytes of shared memory, of a multiprocessor's 227 KiB.
-        const WGMMA_PRODUCT_ROWS: usize = 128;
+        /// Warps of a block of linear/skinny_matmul.cuh, at most.
+        const SKINNY_WARPS_MAX: usize = 16;
+        /// A block of linear/wgmma_product.cuh: its tokens (at most), and its bytes of shared
+        /// memory, of a multiprocessor's 227 KiB.
         const WGMMA_PRODUCT_TOKENS: usize = 128;
-        const WGMMA_PRODUCT_THREADS: usize = 384;
         const WGMMA_PRODUCT_SHARED_BYTES: usize = 216 << 10;
     }
     structs {
@@ -48,10 +48,20 @@ abi! {
             /// columns 256 c to 256 c + 255.
             act_tiles: u64 as "const uint8_t *",
         }
+        /// How linear/skinny_matmul.cuh divides shared memory.
+        struct SkinnyPipeline [12 bytes] {
+            /// Pipeline stages of each warp.
+            stages: i32,
+            /// Row tiles whose values are collected before they are added.
+            batch_tiles: i32,
+            /// Buffers for these values: one or two.
+            value_buffers: i32,
+        }
     }
     kernels {
         kernel LinearMatvec(params: LinearParams, stages: i32);
         kernel LinearMatmul(params: LinearParams, stages: i32);
+        kernel LinearSkinny(params: LinearParams, pipeline: SkinnyPipeline);
         /// Q4_K reads `quants` and not `params.act_tiles`. The other types read `params.act_tiles`
         /// and not `quants`.
         kernel LinearWgmma(params: LinearParams, quants: F16Quants);
@@ -66,7 +76,7 @@ abi! {
         );
     }
 
-    text matmul_kernels;
+    text block_shapes;
 }
 
 /// The shape of a block of a tensor-core kernel. The block has `warps_m * warps_n * warps_k` warps.
@@ -127,15 +137,75 @@ impl MatmulShape {
     }
 }
 
-/// Returns a macro that defines the kernels of a type: `QUANT_MATMULS(q4_k, Q4_K)`.
+/// The shape of a block of linear/wgmma_product.cuh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(unreachable_pub, reason = "the launcher exports it")]
+pub struct WgmmaShape {
+    /// Tokens of an output tile.
+    pub(crate) tokens: usize,
+    /// Warpgroups that divide the rows of an output tile, with 64 rows each.
+    pub(crate) row_groups: usize,
+    /// Warpgroups that divide the columns.
+    pub(crate) column_groups: usize,
+    /// Pipeline stages of 256 columns.
+    stages: usize,
+}
+
+#[allow(dead_code, unreachable_pub, reason = "build.rs needs the dimensions, launchers the sizes")]
+impl WgmmaShape {
+    const fn new(tokens: usize, [row_groups, column_groups]: [usize; 2], stages: usize) -> Self {
+        Self { tokens, row_groups, column_groups, stages }
+    }
+
+    /// By ascending number of tokens. The name of a kernel has the tokens and the groups.
+    pub(crate) const ALL: [Self; 4] = [
+        Self::new(32, [1, 4], 8),
+        Self::new(64, [1, 4], 5),
+        Self::new(64, [2, 1], 3),
+        Self::new(128, [2, 1], 3),
+    ];
+
+    pub const fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Tiles of 16 weight rows of an output tile.
+    pub(crate) const fn row_tiles(&self) -> usize {
+        4 * self.row_groups
+    }
+
+    /// Four per warpgroup, and four that copy.
+    pub(crate) const fn warps(&self) -> usize {
+        4 * self.row_groups * self.column_groups + 4
+    }
+}
+
+#[allow(dead_code, reason = "build.rs prints none")]
+impl std::fmt::Display for WgmmaShape {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}/{}/{}", self.tokens, self.row_groups, self.column_groups)
+    }
+}
+
+/// Returns macros that define the kernels of a type: `QUANT_MATMULS(q4_k, Q4_K)`.
 #[allow(dead_code, reason = "for build.rs")]
-fn matmul_kernels() -> String {
+fn block_shapes() -> String {
     let mut out = String::from(
         "\n// MATMUL_KERNEL(name, tokens, format, MT, NT, WM, WN, WK)\n#define QUANT_MATMULS(NAME, FORMAT)",
     );
     for shape in MatmulShape::QUANTS {
         let (tokens, arguments) = (shape.tokens(), shape.macro_arguments());
         let _ = write!(out, " \\\n    MATMUL_KERNEL(NAME, {tokens}, FORMAT, {arguments})");
+    }
+    out.push_str(
+        "\n\n// WGMMA_KERNEL(name, format, tokens, row groups, column groups, stages)\n\
+         #define WGMMA_KERNELS(NAME, FORMAT)",
+    );
+    for WgmmaShape { tokens, row_groups, column_groups, stages } in WgmmaShape::ALL {
+        let _ = write!(
+            out,
+            " \\\n    WGMMA_KERNEL(NAME, FORMAT, {tokens}, {row_groups}, {column_groups}, {stages})"
+        );
     }
     out.push('\n');
     out

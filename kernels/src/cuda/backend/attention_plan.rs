@@ -122,7 +122,7 @@ impl DeviceAttentionPlan {
     }
 }
 
-/// The offsets of a plan's sections, in words. Each section has room for a power of two of entries,
+/// The offsets of a plan's sections, in words. Each section has room for [`launch_bound`] entries,
 /// so its address stays the same from step to step.
 struct PlanSections {
     counts: usize,
@@ -162,7 +162,14 @@ impl PlanSections {
     }
 }
 
-/// The upper bound that launches use for `count`: the next power of two.
+/// The upper bound that launches use for `count`. A bound that changes makes another graph, and
+/// blocks beyond `count` start for nothing. So small counts are rounded up to a power of two, large
+/// ones to an eighth of it: 576 splits of 8 KV heads would otherwise start 3,584 idle blocks.
 fn launch_bound(count: usize) -> usize {
-    if count == 0 { 0 } else { count.next_power_of_two() }
+    let power = count.next_power_of_two();
+    match count {
+        0 => 0,
+        1..=64 => power,
+        _ => count.next_multiple_of(power / 8),
+    }
 }
