@@ -166,7 +166,9 @@ impl WeightServerLoop {
                 if let WeightServerEvent::ConnectionEnded { connection } = event {
                     self.clients.remove(&connection);
                 }
-                if let WeightServerEvent::LoadFailed { generation, .. } = event {
+                if let WeightServerEvent::LoadFailed { generation, .. }
+                | WeightServerEvent::LoaderEnded { generation } = event
+                {
                     self.loaders.remove(&generation);
                 }
                 if let WeightServerEvent::Verified { generation, .. }
@@ -190,7 +192,6 @@ impl WeightServerLoop {
                 self.handle_event(WeightServerEvent::GenerationReturned { connection, generation });
             }
             LoopInput::LoadHandedOver { generation, contents, fds } => {
-                self.loaders.remove(&generation);
                 self.generations.insert(generation, Arc::new(fds));
                 self.handle_event(WeightServerEvent::LoadHandedOver { generation, contents });
             }

@@ -39,9 +39,14 @@ pub enum WeightServerEvent {
         generation: u64,
         done_bytes: u64,
     },
+    /// The loader writes no more, and exits.
     LoadHandedOver {
         generation: u64,
         contents: GenerationContents,
+    },
+    /// A loader that has handed over has exited.
+    LoaderEnded {
+        generation: u64,
     },
     LoadFailed {
         generation: u64,

@@ -10,7 +10,7 @@
 //! LoadRequested, UnloadRequested --> loading.rs, copying.rs,     --> StartLoader, Proceed,
 //! LoadPlanned, LoadProgressed,         catalog.rs                    ProceedCopying, StopLoader,
 //! LoadHandedOver, LoadFailed,            | Queued ... Retiring       ReplyLoad, StoreGeneration,
-//! GenerationStored                       |                           RemoveGeneration
+//! LoaderEnded, GenerationStored          |                           RemoveGeneration
 //!                                        v
 //!                                    ledger.rs (reservations)
 //!                                        ^
@@ -37,6 +37,7 @@
 //! 5. The source of a running copy exists. A load waits only for a loader that works.
 
 mod copying;
+mod ending_loaders;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod invariants;
 mod leasing;
@@ -55,6 +56,7 @@ use crate::events::{AdoptedGeneration, ChangeNotice, WeightServerAction, WeightS
 use crate::lease_table::{LeaseEntry, LeasePhase, LeaseTable, WorkerProcess};
 use crate::ledger::{Ledger, ReservationKey};
 use crate::refusal::{LoadFailure, VerifyFailure};
+use crate::state::ending_loaders::EndingLoaders;
 use crate::state::returning::GenerationReturns;
 use crate::tokens::{TokenDigest, TokenError, TokenRegistry};
 
@@ -107,6 +109,7 @@ pub struct InheritedState {
 #[derive(Debug)]
 pub struct WeightServerState {
     generations: BTreeMap<u64, Generation>,
+    ending_loaders: EndingLoaders,
     leases: LeaseTable,
     ledger: Ledger,
     tokens: TokenRegistry,
@@ -127,6 +130,7 @@ impl WeightServerState {
         let InheritedState { generations, leases, awaited, first_id } = inherited;
         let mut state = Self {
             generations: BTreeMap::new(),
+            ending_loaders: EndingLoaders::default(),
             leases: LeaseTable::default(),
             ledger: Ledger::new(limits.device_bytes, limits.fds),
             tokens: TokenRegistry::default(),
@@ -274,6 +278,7 @@ impl WeightServerState {
             WeightServerEvent::LoadHandedOver { generation, contents } => {
                 self.handle_load_handed_over(generation, contents)
             }
+            WeightServerEvent::LoaderEnded { generation } => self.handle_loader_ended(generation),
             WeightServerEvent::LoadFailed { generation, failure } => {
                 self.handle_load_failed(generation, failure)
             }

@@ -115,25 +115,24 @@ impl WeightServerState {
         generation.source = BytesSource::Files;
         generation.phase = GenerationPhase::Queued;
         generation.done_bytes = 0;
-        self.end_copy(id, Some(source));
+        self.end_copy(id, source);
         if is_damaged {
             self.doubt_integrity(source);
         }
         self.start_loaders();
     }
 
-    /// The loader of `id` no longer reads `source`. Comes after the phase has changed.
-    pub(super) fn end_copy(&mut self, id: u64, source: Option<u64>) {
+    /// The loader of `id` no longer maps `source`. Comes after the phase has changed.
+    pub(super) fn end_copy(&mut self, id: u64, source: u64) {
         self.ledger.release(ReservationKey::Copying(id));
-        if let Some(source) = source {
-            self.drop_if_unused(source);
-        }
+        self.drop_if_unused(source);
     }
 
     /// Whether leases or copies need the memory of a generation that has no name any more.
     pub(super) fn is_in_use(&self, id: u64) -> bool {
         self.leases.count_of_generation(id) > 0
             || self.generations.values().any(|g| g.copies_from() == Some(id))
+            || self.ending_loaders.iter().any(|(_, loader)| loader.source == Some(id))
     }
 
     /// A copy has other checksums than the manifest of its source: either the source is damaged, or

@@ -13,6 +13,13 @@ pub(crate) fn check(state: &WeightServerState) {
     let mut expected: BTreeSet<ReservationKey> =
         state.leases().map(|lease| ReservationKey::Lease(lease.id)).collect();
     let (mut loading, mut ready) = (BTreeSet::new(), BTreeSet::new());
+    for (generation, loader) in state.ending_loaders.iter() {
+        assert!(loading.insert(&loader.device), "two loaders on {} end", loader.device);
+        if let Some(source) = loader.source {
+            expected.insert(ReservationKey::Copying(generation));
+            assert!(state.generation(source).is_some(), "a copy without its source");
+        }
+    }
     for generation in state.generations() {
         expected.insert(match generation.phase {
             GenerationPhase::Ready | GenerationPhase::Retiring => ReservationKey::Weights(generation.id),
@@ -46,10 +53,8 @@ pub(crate) fn check(state: &WeightServerState) {
             generation.phase != GenerationPhase::AwaitingSource || state.generations().any(is_awaited),
             "a load waits for no loader that works"
         );
-        let copies = state.generations().any(|other| other.copies_from() == Some(generation.id));
-        let leases = state.leases().filter(|lease| lease.generation == generation.id).count();
         assert!(
-            generation.phase != GenerationPhase::Retiring || leases > 0 || copies,
+            generation.phase != GenerationPhase::Retiring || state.is_in_use(generation.id),
             "a retired generation without leases and copies"
         );
         let device = &generation.key.device;

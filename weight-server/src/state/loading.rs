@@ -127,7 +127,7 @@ impl WeightServerState {
         // model.
         let host_bytes = if is_host_device(&key.device) { file_bytes } else { PINNED_BYTES };
         self.check_available_memory(id, host_bytes, available_bytes)?;
-        let waits = self.generations.values().any(|g| g.key.device == key.device && g.occupies_loader());
+        let waits = self.has_loader(&key.device);
         let context = if waits { 0 } else { context_bytes(&key.device) };
         let row = LedgerReservation {
             device: key.device.clone(),
@@ -185,6 +185,11 @@ impl WeightServerState {
         if needed > available { Err(LoadFailure::InsufficientMemory { needed, available }) } else { Ok(()) }
     }
 
+    fn has_loader(&self, device: &str) -> bool {
+        let loads = self.generations.values().any(|g| g.key.device == device && g.occupies_loader());
+        loads || self.ending_loaders.iter().any(|(_, loader)| loader.device == device)
+    }
+
     /// Starts the next load of every device without a running loader. The loader creates its
     /// context before it sends its plan, so the context is reserved first.
     pub(super) fn start_loaders(&mut self) {
@@ -192,8 +197,9 @@ impl WeightServerState {
             return;
         }
         let mut failed_reservations = Vec::new();
-        let mut busy: BTreeSet<String> =
-            self.generations.values().filter(|g| g.occupies_loader()).map(|g| g.key.device.clone()).collect();
+        let loading = self.generations.values().filter(|g| g.occupies_loader()).map(|g| &g.key.device);
+        let ending = self.ending_loaders.iter().map(|(_, loader)| &loader.device);
+        let mut busy: BTreeSet<String> = loading.chain(ending).cloned().collect();
         for generation in self.generations.values_mut().filter(|g| g.phase == GenerationPhase::Queued) {
             let (id, device) = (generation.id, &generation.key.device);
             if busy.contains(device) {
@@ -254,23 +260,32 @@ impl WeightServerState {
             // The model was unloaded in the meantime: its descriptors are closed.
             return self.actions.push(WeightServerAction::RemoveGeneration { generation: id });
         };
-        let source = generation.copies_from();
+        self.ending_loaders.add(id, generation.key.device.clone(), generation.copies_from());
         generation.done_bytes = contents.tensor_bytes;
         generation.phase = GenerationPhase::Storing;
         let row = contents.reservation(&generation.key.device);
         generation.contents = contents;
         // The plan was exact except for the size of the manifest, and the memory is allocated, so
-        // the reservation is not checked. The loader has exited, so its staging memory is free
-        // again.
+        // the reservation is not checked. The loader exits, so its staging memory is about to be
+        // free again.
         self.ledger.reserve_unchecked(ReservationKey::Loading(id), row);
         self.actions.push(WeightServerAction::StoreGeneration { generation: id });
-        self.end_copy(id, source);
+    }
+
+    pub(super) fn handle_loader_ended(&mut self, id: u64) {
+        let Some(source) = self.ending_loaders.remove(id) else { return };
+        if let Some(source) = source {
+            self.end_copy(id, source);
+        }
+        self.start_loaders();
     }
 
     pub(super) fn fail_load(&mut self, id: u64, failure: LoadFailure) {
         let Some(generation) = self.generations.remove(&id) else { return };
         self.ledger.release(ReservationKey::Loading(id));
-        self.end_copy(id, generation.copies_from());
+        if let Some(source) = generation.copies_from() {
+            self.end_copy(id, source);
+        }
         if generation.waiters.is_empty() {
             let (model, failure) = (generation.model.clone(), failure.clone());
             self.actions.push(WeightServerAction::ReportReloadFailure { model, failure });

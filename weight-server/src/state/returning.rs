@@ -278,7 +278,9 @@ impl WeightServerState {
             let gone = self.generations.remove(&id);
             let source = gone.as_ref().and_then(Generation::copies_from);
             waiters.extend(gone.into_iter().flat_map(|gone| gone.waiters));
-            self.end_copy(id, source);
+            if let Some(source) = source {
+                self.end_copy(id, source);
+            }
             self.actions.push(WeightServerAction::Publish(ChangeNotice::GenerationRemoved(id)));
         }
         waiters

@@ -150,6 +150,7 @@ fn load_fully(
     let id = state.generations().last().unwrap().id;
     state.handle(planned(id, bytes), at(1));
     state.handle(WeightServerEvent::LoadHandedOver { generation: id, contents: contents(bytes) }, at(2));
+    state.handle(WeightServerEvent::LoaderEnded { generation: id }, at(2));
     (id, state.handle(WeightServerEvent::GenerationStored { generation: id }, at(3)))
 }
 

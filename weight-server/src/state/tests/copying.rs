@@ -24,6 +24,7 @@ fn finish(state: &mut WeightServerState, generation: u64) -> Vec<WeightServerAct
     let contents = contents(100 * MIB);
     let mut actions = state.handle(WeightServerEvent::LoadHandedOver { generation, contents }, at(70));
     actions.extend(state.handle(WeightServerEvent::GenerationStored { generation }, at(70)));
+    actions.extend(state.handle(WeightServerEvent::LoaderEnded { generation }, at(70)));
     check_integrity(state);
     actions
 }
@@ -237,4 +238,48 @@ fn a_full_source_without_peer_access_is_not_copied() {
     assert_eq!(copying_bytes(&state), None);
     let (_, actions) = planned_on_two_gpus(&[GPU], full);
     assert!(actions.contains(&COPY_1_TO_2), "peer access needs nothing");
+}
+
+#[test]
+fn a_copy_begins_before_the_loader_of_its_source_has_exited() {
+    let mut state = state();
+    state.handle(load(1, "a", 1, 100 * MIB), at(0));
+    state.handle(on_node(2), at(0));
+    state.handle(planned(2, 100 * MIB), at(1));
+    state.handle(planned(1, 100 * MIB), at(1));
+    state.handle(WeightServerEvent::LoadHandedOver { generation: 1, contents: contents(100 * MIB) }, at(2));
+    let stored = state.handle(WeightServerEvent::GenerationStored { generation: 1 }, at(2));
+    assert!(stored.contains(&COPY_1_TO_2), "{stored:?}");
+    assert!(answers(&stored).iter().any(|(call, _)| *call == 1), "the model is ready: {stored:?}");
+    check_integrity(&state);
+    state.handle(WeightServerEvent::LoaderEnded { generation: 1 }, at(3));
+    check_integrity(&state);
+}
+
+#[test]
+fn the_source_stays_until_the_copying_loader_has_exited() {
+    let mut state = copying();
+    let handed_over = WeightServerEvent::LoadHandedOver { generation: 2, contents: contents(100 * MIB) };
+    state.handle(handed_over, at(6));
+    state.handle(WeightServerEvent::GenerationStored { generation: 2 }, at(6));
+    state.handle(unload(Some(1)), at(7));
+    check_integrity(&state);
+    assert_eq!(phase(&state, 1), Some(GenerationPhase::Retiring), "the loader still maps it");
+    let ended = state.handle(WeightServerEvent::LoaderEnded { generation: 2 }, at(8));
+    assert!(ended.contains(&WeightServerAction::RemoveGeneration { generation: 1 }), "{ended:?}");
+    check_integrity(&state);
+}
+
+#[test]
+fn the_next_loader_of_a_device_starts_after_the_exit_of_the_one_before() {
+    let mut state = state();
+    state.handle(load(1, "a", 1, 100 * MIB), at(0));
+    state.handle(load(2, "b", 2, 100 * MIB), at(0));
+    state.handle(planned(1, 100 * MIB), at(1));
+    state.handle(WeightServerEvent::LoadHandedOver { generation: 1, contents: contents(100 * MIB) }, at(2));
+    state.handle(WeightServerEvent::GenerationStored { generation: 1 }, at(2));
+    assert_eq!(phase(&state, 2), Some(GenerationPhase::Queued));
+    check_integrity(&state);
+    let ended = state.handle(WeightServerEvent::LoaderEnded { generation: 1 }, at(3));
+    assert!(ended.contains(&WeightServerAction::StartLoader { generation: 2 }), "{ended:?}");
 }

@@ -16,6 +16,7 @@ fn load_onto_gpu(state: &mut WeightServerState, model: &str, file: u64, bytes: u
     let id = state.generations().last().unwrap().id;
     state.handle(planned_onto_gpu(id, bytes, MIB, UNLIMITED), at(1));
     state.handle(WeightServerEvent::LoadHandedOver { generation: id, contents: contents(bytes) }, at(2));
+    state.handle(WeightServerEvent::LoaderEnded { generation: id }, at(2));
     state.handle(WeightServerEvent::GenerationStored { generation: id }, at(3));
     assert_eq!(state.generation(id).unwrap().phase, GenerationPhase::Ready);
     id
@@ -91,7 +92,8 @@ fn loader_onto_a_gpu_without_room_for_its_context_is_never_started() {
     state.handle(WeightServerEvent::AttachRequested { connection, peer, params }, at(1));
     state.handle(planned_onto_gpu(id, 400 * MIB, MIB, UNLIMITED), at(1));
     state.handle(WeightServerEvent::LoadHandedOver { generation: id, contents: contents(400 * MIB) }, at(2));
-    let actions = state.handle(WeightServerEvent::GenerationStored { generation: id }, at(3));
+    let mut actions = state.handle(WeightServerEvent::GenerationStored { generation: id }, at(3));
+    actions.extend(state.handle(WeightServerEvent::LoaderEnded { generation: id }, at(3)));
     assert!(
         matches!(answers(&actions)[..], [(1, Ok(_)), (2, Err(LoadFailure::Reservation(_)))]),
         "{actions:?}"
@@ -316,6 +318,7 @@ fn damaged_model_without_room_beside_it_is_loaded_when_it_is_gone_unless_it_was_
             WeightServerEvent::LoadHandedOver { generation: 1, contents: contents(1000 * MIB) },
             at(2),
         );
+        state.handle(WeightServerEvent::LoaderEnded { generation: 1 }, at(2));
         state.handle(WeightServerEvent::GenerationStored { generation: 1 }, at(3));
         let lease = attach_onto_gpu(&mut state, 10, "a");
         state.handle(verify(7, "a"), at(5));

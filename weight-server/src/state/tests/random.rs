@@ -91,6 +91,7 @@ fn any_event() -> impl Strategy<Value = WeightServerEvent> {
         id.clone().prop_map(|g| WeightServerEvent::LoadHandedOver { generation: g, contents: contents(MIB) }),
         (id.clone(), any_load_failure())
             .prop_map(|(generation, failure)| WeightServerEvent::LoadFailed { generation, failure }),
+        id.clone().prop_map(|g| WeightServerEvent::LoaderEnded { generation: g }),
         id.clone().prop_map(|g| WeightServerEvent::GenerationStored { generation: g }),
         model.clone().prop_map(|m| WeightServerEvent::UnloadRequested {
             call: CallId(1),
@@ -181,7 +182,7 @@ proptest! {
                 prop_assert_eq!(workers_before.get(&lease).unwrap_or(&worker), &worker, "lease {}", lease);
             }
         }
-        // After all leases and models are gone, nothing stays reserved.
+        // After all leases, models and loaders are gone, nothing stays reserved.
         let leases: Vec<u64> = state.leases().map(|lease| lease.id).collect();
         for lease in leases {
             state.handle(WeightServerEvent::ProcessEnded { lease }, now);
@@ -191,6 +192,10 @@ proptest! {
         }
         for model in ["a", "b", "c"] {
             state.handle(WeightServerEvent::UnloadRequested { call: CallId(99), model: model.to_owned(), generation: None }, now);
+        }
+        let ending: Vec<u64> = state.ending_loaders.iter().map(|(generation, _)| generation).collect();
+        for generation in ending {
+            state.handle(WeightServerEvent::LoaderEnded { generation }, now);
         }
         check_integrity(&state);
         prop_assert_eq!(state.ledger().reservations().count(), 0);
