@@ -76,7 +76,8 @@ fn copies(fleet: &ServedFleet) -> BTreeSet<String> {
 
 /// A GPU's UUID becomes the name that the test gave.
 fn short(device: &str) -> String {
-    match device.starts_with("host") {
+    // A worker that has not attached yet has the device of its configuration.
+    match device.starts_with("host") || device.starts_with("cuda:") {
         true => device.to_owned(),
         // A test may name a GPU by its UUID.
         false if self::device() == device => device.to_owned(),
@@ -96,7 +97,8 @@ fn worker_devices(fleet: &ServedFleet, model: &str) -> Vec<String> {
         .iter()
         .filter(|line| line["role"] == "worker")
         .filter(is_running)
-        .map(|line| short(line["device"].as_str().unwrap()))
+        .filter_map(|line| line["device"].as_str())
+        .map(short)
         .collect();
     devices.sort_unstable();
     devices

@@ -81,7 +81,8 @@ async fn workers(directory: &RuntimeDir) -> HashMap<String, StatsReply> {
                 Some(WorkerClient::new(channel).stats(StatsRequest {}).await.ok()?.into_inner())
             };
             let stats = tokio::time::timeout(ANSWER_WAIT, answer).await.ok()??;
-            Some((format!("worker-{index}"), stats))
+            // Before a worker has attached, its figures are zeros.
+            (!stats.device.is_empty()).then(|| (format!("worker-{index}"), stats))
         });
     }
     calls.join_all().await.into_iter().flatten().collect()
