@@ -120,7 +120,8 @@ impl TwoGpus {
             seed: 5,
             ..TestRequest::default()
         };
-        // Prompt tokens that each worker has taken; none for a worker that the router does not know.
+        // Prompt tokens that each worker has taken; none for a worker that the router does not
+        // know.
         let http = HttpClient::connect(&self.fleet);
         let prompt_tokens = |worker: &Value| {
             let name = worker["name"].as_str().unwrap();
