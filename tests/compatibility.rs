@@ -158,6 +158,7 @@ fn recorded() -> Vec<RecordedModel> {
         settings: toml::Table::new(),
         worker_config: "threads = 2\nkv-tokens = 1024\n".parse().unwrap(),
         further_copies: Vec::new(),
+        idle: false,
     };
     vec![model("configured", false), model("by/command", true)]
 }

@@ -51,6 +51,8 @@ pub(crate) enum CliCommand {
     Load(fleet_commands::LoadArguments),
     /// Drain the workers of a model of a running fleet, remove them and unload the model
     Unload(fleet_commands::UnloadArguments),
+    /// Load a model again that `unload --idle` has unloaded; a request does it too
+    Wake(fleet_commands::WakeArguments),
     /// Replace the file of a model of a running fleet; no request is lost
     Swap(swap::SwapArguments),
     /// Start another worker in a running fleet

@@ -54,8 +54,19 @@ pub(crate) struct LoadArguments {
 pub(crate) struct UnloadArguments {
     /// The model's name, as `ballast ps` shows it
     name: String,
+    /// Keep the name and the settings: the next request loads the model again, and so does `wake`
+    #[arg(long)]
+    idle: bool,
     #[command(flatten)]
     drain: DrainTimeout,
+    #[command(flatten)]
+    fleet: FleetSelector,
+}
+
+#[derive(clap::Args)]
+pub(crate) struct WakeArguments {
+    /// The model's name, as `ballast ps` shows it
+    name: String,
     #[command(flatten)]
     fleet: FleetSelector,
 }
@@ -205,8 +216,20 @@ pub(crate) fn known_to_fleet(mut seen: GpuInventory, place: &FleetSelector) -> C
 
 pub(crate) fn unload(arguments: UnloadArguments) -> CliResult {
     let (name, drain_ms) = (arguments.name, Some(arguments.drain.milliseconds()));
+    let keep_idle = arguments.idle;
     call_supervisor(&arguments.fleet, &format!("cannot unload {name}"), async |client| {
-        client.unload_model(wire::UnloadModelRequest { name: name.clone(), drain_ms }).await.map(drop)
+        client
+            .unload_model(wire::UnloadModelRequest { name: name.clone(), drain_ms, keep_idle })
+            .await
+            .map(drop)
+    })
+}
+
+/// Returns when the load has begun.
+pub(crate) fn wake(arguments: WakeArguments) -> CliResult {
+    let name = arguments.name;
+    call_supervisor(&arguments.fleet, &format!("cannot wake {name}"), async |client| {
+        client.wake_model(wire::WakeModelRequest { name: name.clone(), on_demand: false }).await.map(drop)
     })
 }
 

@@ -95,6 +95,7 @@ fn run(command: CliCommand) -> CliResult {
         CliCommand::Ps(arguments) => ps::run(arguments),
         CliCommand::Load(arguments) => fleet_commands::load(arguments),
         CliCommand::Unload(arguments) => fleet_commands::unload(arguments),
+        CliCommand::Wake(arguments) => fleet_commands::wake(arguments),
         CliCommand::Swap(arguments) => swap::swap(arguments),
         CliCommand::AddWorker(arguments) => fleet_commands::add_worker(arguments),
         CliCommand::RemoveWorker(arguments) => fleet_commands::remove_worker(arguments),

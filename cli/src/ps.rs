@@ -249,6 +249,8 @@ fn load_state(state: ModelState, (done, total): (u64, u64), failure: &str) -> St
         }
         ModelState::Ready => "ready".to_owned(),
         ModelState::Failed => format!("failed: {failure}"),
+        ModelState::Idle if failure.is_empty() => "idle".to_owned(),
+        ModelState::Idle => format!("idle, could not be woken: {failure}"),
         ModelState::Unspecified => "unknown".to_owned(),
     }
 }
@@ -258,6 +260,7 @@ fn model_json(model: &Model) -> serde_json::Value {
         ModelState::Loading => "loading",
         ModelState::Ready => "ready",
         ModelState::Failed => "failed",
+        ModelState::Idle => "idle",
         ModelState::Unspecified => "unknown",
     };
     let failure = |text: &str| (!text.is_empty()).then(|| text.to_owned());

@@ -194,7 +194,7 @@ impl RunningFleet {
             let expected = workers.saturating_mul(u32::try_from(copies).unwrap_or(u32::MAX));
             expected == 0 || served.get(name).is_some_and(|found| *found >= expected)
         };
-        let is_settled = |model: &ModelStatus| model.copies.len() == 1 || model.state == ModelState::Ready;
+        let is_settled = |model: &ModelStatus| model.copies.len() <= 1 || model.state == ModelState::Ready;
         status.models.iter().all(is_settled) && self.models.iter().all(is_served)
     }
 

@@ -197,6 +197,10 @@ impl AdmissionController {
         let models: BTreeSet<ModelKey> = self.registry.model_keys().into_iter().chain(known).collect();
         for model in models {
             self.update_workers(&mut state, &model);
+            let waits = state.policy.stats(&model).is_some_and(|stats| stats.has_waiting());
+            if waits && !self.registry.has_workers_of(&model) {
+                self.registry.want_worker(&model.name);
+            }
         }
         let now = self.uptime_at(Instant::now());
         state.handle(now, AdmissionEvent::Tick);

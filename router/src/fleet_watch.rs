@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use proto::fleet::v1::fleet_client::FleetClient;
-use proto::fleet::v1::{Child, ChildState, GetStatusRequest, Model, ModelState, Status};
+use proto::fleet::v1::{Child, ChildState, GetStatusRequest, Model, ModelState, Status, WakeModelRequest};
 use service::RuntimeDir;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -19,6 +19,8 @@ use crate::registry::WorkerRegistry;
 use crate::worker_outlook::{FleetAnswer, NextWorker};
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// A model that is still becoming idle is asked for again after this pause.
+const WAKE_PAUSE: Duration = Duration::from_millis(100);
 /// The supervisor answers from memory. One that takes longer is stopped.
 const ANSWER_WAIT: Duration = Duration::from_secs(1);
 
@@ -46,6 +48,7 @@ pub(crate) struct CopyReport {
 struct FleetReports {
     processes: Vec<ProcessReport>,
     copies: Vec<CopyReport>,
+    idle: Vec<String>,
 }
 
 /// The latest reports. Cheap to clone.
@@ -63,6 +66,11 @@ impl FleetWatch {
     /// The copies of all models. Empty without a supervisor that answers.
     pub(crate) fn copies(&self) -> Vec<CopyReport> {
         self.lock().copies.clone()
+    }
+
+    /// The models that a request would wake.
+    pub(crate) fn idle(&self) -> Vec<String> {
+        self.lock().idle.clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, FleetReports> {
@@ -88,7 +96,13 @@ impl FleetWatch {
         loop {
             tokio::select! {
                 _ = poll.tick() => {}
+                () = registry.wake_is_wanted() => {}
                 () = stop.cancelled() => return,
+            }
+            let wanted = registry.models_to_wake();
+            let wakes = !wanted.is_empty();
+            for name in wanted {
+                wake(&mut client, name).await;
             }
             let asked = Instant::now();
             let status = if socket.exists() { ask(&mut client).await } else { None };
@@ -108,8 +122,13 @@ impl FleetWatch {
                 })
             });
             let copies = copies.collect();
+            let is_idle = |model: &&Model| next_worker(model, &[], asked) == NextWorker::OnDemand;
+            let idle = status.models.iter().filter(is_idle).map(|model| model.name.clone()).collect();
             let processes = status.children.into_iter().map(ProcessReport::from).collect();
-            *self.lock() = FleetReports { processes, copies };
+            *self.lock() = FleetReports { processes, copies, idle };
+            if wakes {
+                tokio::time::sleep(WAKE_PAUSE).await;
+            }
         }
     }
 }
@@ -122,22 +141,39 @@ async fn ask(client: &mut FleetClient<Channel>) -> Option<Status> {
     }
 }
 
+/// Wakes an idle model. If the supervisor does not answer or refuses, its next status says how the
+/// model is, and a later request asks again.
+async fn wake(client: &mut FleetClient<Channel>, name: String) {
+    let answer = client.wake_model(WakeModelRequest { name: name.clone(), on_demand: true });
+    match service::patience::timeout(ANSWER_WAIT, answer).await {
+        Ok(Ok(_)) => tracing::info!(model = name, "woken for a request"),
+        Ok(Err(status)) => tracing::warn!(model = name, %status, "cannot wake a model for a request"),
+        Err(_) => tracing::warn!(model = name, "the supervisor does not answer: cannot wake a model"),
+    }
+}
+
 /// When the next worker of each model starts.
 fn next_workers(status: &Status, asked: Instant) -> HashMap<String, NextWorker> {
-    let next_worker = |model: &Model| {
-        if model.is_unloading {
-            return NextWorker::Never;
-        }
-        let workers = status.children.iter().filter(|child| child.model == model.name);
-        let starts = workers.map(|worker| next_start(worker, asked));
-        // The workers of a model that loads start after it.
-        let first = match model.state() {
-            ModelState::Loading => NextWorker::At(asked),
-            _ => NextWorker::Never,
-        };
-        starts.fold(first, NextWorker::or)
+    let models = status.models.iter();
+    models.map(|model| (model.name.clone(), next_worker(model, &status.children, asked))).collect()
+}
+
+fn next_worker(model: &Model, children: &[Child], asked: Instant) -> NextWorker {
+    match model.state() {
+        ModelState::Idle if model.failure.is_empty() => return NextWorker::OnDemand,
+        ModelState::Idle => return NextWorker::Never,
+        _ if model.becomes_idle => return NextWorker::OnDemand,
+        _ if model.is_unloading => return NextWorker::Never,
+        _ => {}
+    }
+    let workers = children.iter().filter(|child| child.model == model.name);
+    let starts = workers.map(|worker| next_start(worker, asked));
+    // The workers of a model that loads start after it.
+    let first = match model.state() {
+        ModelState::Loading => NextWorker::At(asked),
+        _ => NextWorker::Never,
     };
-    status.models.iter().map(|model| (model.name.clone(), next_worker(model))).collect()
+    starts.fold(first, NextWorker::or)
 }
 
 fn next_start(worker: &Child, asked: Instant) -> NextWorker {
@@ -184,11 +220,16 @@ mod tests {
             ("unloading", ModelState::Ready, true),
             ("loading", ModelState::Loading, false),
             ("failed", ModelState::Failed, false),
+            ("idle", ModelState::Idle, false),
+            ("becomes idle", ModelState::Ready, true),
+            ("could not be woken", ModelState::Idle, false),
         ];
         let model = |&(name, state, is_unloading): &(&str, ModelState, bool)| Model {
             name: name.to_owned(),
             state: state.into(),
             is_unloading,
+            becomes_idle: name == "becomes idle",
+            failure: if name == "could not be woken" { "no room" } else { "" }.to_owned(),
             ..Model::default()
         };
         let children = vec![
@@ -210,6 +251,9 @@ mod tests {
             ("unloading", NextWorker::Never),
             ("loading", NextWorker::At(asked)),
             ("failed", NextWorker::Never),
+            ("idle", NextWorker::OnDemand),
+            ("becomes idle", NextWorker::OnDemand),
+            ("could not be woken", NextWorker::Never),
         ];
         assert_eq!(next, expected.map(|(name, next)| (name.to_owned(), next)).into());
     }

@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use proto::worker::v1::worker_client::WorkerClient;
 use service::printable::excerpt;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tonic::transport::Channel;
 
@@ -46,6 +46,8 @@ pub(crate) struct WorkerRegistry {
     state: Mutex<RegistryState>,
     /// Counts changes of the sets of workers, registered and refused.
     changes: watch::Sender<u64>,
+    /// A request waits for an idle model.
+    wake_wanted: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -59,6 +61,8 @@ struct RegistryState {
     /// if no weights of the model are known.
     preferred: HashMap<String, Vec<u8>>,
     outlook: WorkerOutlook,
+    /// Idle models that requests wait for and that the supervisor was not yet asked to wake.
+    wanted: BTreeSet<String>,
     /// When models without workers lost their last one.
     lost: HashMap<ModelKey, Instant>,
     last_worker_id: u64,
@@ -170,7 +174,8 @@ pub(crate) struct WorkerSnapshot {
 impl WorkerRegistry {
     pub(crate) fn new(mode: RoutingMode) -> Arc<Self> {
         let state = RegistryState { routing: RoutingPolicy::new(mode), ..RegistryState::default() };
-        Arc::new(Self { start: Instant::now(), state: state.into(), changes: watch::channel(0).0 })
+        let (changes, wake_wanted) = (watch::channel(0).0, Notify::new());
+        Arc::new(Self { start: Instant::now(), state: state.into(), changes, wake_wanted })
     }
 
     fn now(&self) -> RouterTime {
@@ -241,6 +246,24 @@ impl WorkerRegistry {
         drop(state);
         // What waits for a worker looks again.
         self.changes.send_modify(|n| *n += 1);
+    }
+
+    /// A request waits for a worker of the model. If the model is idle, it is to be woken.
+    pub(crate) fn want_worker(&self, name: &str) {
+        let mut state = self.lock();
+        if state.outlook.is_on_demand(name) && state.wanted.insert(name.to_owned()) {
+            self.wake_wanted.notify_one();
+        }
+    }
+
+    /// Returns when a request waits for a model that is idle.
+    pub(crate) async fn wake_is_wanted(&self) {
+        self.wake_wanted.notified().await;
+    }
+
+    /// The idle models that requests wait for, each once.
+    pub(crate) fn models_to_wake(&self) -> BTreeSet<String> {
+        std::mem::take(&mut self.lock().wanted)
     }
 
     /// Whether the supervisor lists a model of this name that may get workers.

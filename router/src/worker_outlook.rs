@@ -18,6 +18,8 @@ use tokio::time::Instant;
 pub(crate) enum NextWorker {
     /// A process of a worker is running, starting or stopping, or starts then.
     At(Instant),
+    /// The model is idle, or becomes idle: it is loaded for the next request.
+    OnDemand,
     /// The model is being unloaded, or all its workers are stopped.
     Never,
 }
@@ -28,6 +30,7 @@ impl NextWorker {
         match (self, other) {
             (NextWorker::At(a), NextWorker::At(b)) => NextWorker::At(a.min(b)),
             (NextWorker::Never, next) | (next, NextWorker::Never) => next,
+            (NextWorker::OnDemand, next) | (next, NextWorker::OnDemand) => next,
         }
     }
 }
@@ -90,6 +93,12 @@ impl WorkerOutlook {
         models.filter(|(_, next)| **next != NextWorker::Never).map(|(name, _)| name.as_str())
     }
 
+    /// Whether a request has to ask for the model.
+    pub(crate) fn is_on_demand(&self, name: &str) -> bool {
+        let next = self.answer.as_ref().and_then(|answer| answer.models.get(name));
+        next == Some(&NextWorker::OnDemand)
+    }
+
     pub(crate) fn lists(&self, name: &str) -> bool {
         self.listed().any(|listed| listed == name)
     }
@@ -107,6 +116,7 @@ impl WorkerOutlook {
         match answer.zip(name) {
             Some((answer, name)) => match answer.models.get(name)? {
                 NextWorker::At(start) => Some(ExpectedWorker { not_before: *start, until: None }),
+                NextWorker::OnDemand => Some(ExpectedWorker { not_before: answer.asked, until: None }),
                 NextWorker::Never => None,
             },
             None => {

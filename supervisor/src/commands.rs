@@ -37,6 +37,10 @@ pub enum CommandError {
     TooManyWorkers { present: usize, more: u32 },
     #[error("model {name:?} cannot be unloaded: {why}")]
     UnloadFailed { name: String, why: String },
+    #[error("model {name:?} is idle: `ballast wake {name}` loads it, and so does a request")]
+    ModelIsIdle { name: String },
+    #[error("model {name:?} could not be woken just now: {}", .failure.text)]
+    WakeFailed { name: String, failure: ModelFailure },
     #[error(
         "this fleet has no configuration file: start it with `ballast serve --config FILE.toml` to reload it"
     )]
@@ -88,6 +92,15 @@ pub(crate) enum FleetCommand {
         name: String,
         /// How long its streams may go on.
         grace: Duration,
+        /// The model stays in the fleet, idle.
+        keep_idle: bool,
+        reply: CommandReply<()>,
+    },
+    /// Loads an idle model again. Replies when the load has begun.
+    WakeModel {
+        name: String,
+        /// For a request, not for a person.
+        on_demand: bool,
         reply: CommandReply<()>,
     },
     /// Replaces the file of a model while it serves. Replies after the old file has gone, with the

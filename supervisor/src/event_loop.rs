@@ -13,6 +13,7 @@ mod children;
 mod commands;
 mod copies;
 mod crashes;
+mod idle;
 mod notifications;
 mod reload;
 mod residency;
@@ -47,6 +48,7 @@ use crate::events::SupervisorEvent;
 use crate::fd_store::FdStore;
 use crate::fleet::{CommandSender, EVENT_BROADCAST_CAPACITY, FleetHandle, FleetLoss};
 use crate::grpc;
+use crate::idle_models::IdleModels;
 use crate::model_copies::ModelCopies;
 use crate::model_record::recorded_models;
 use crate::notify_server::Checkpoint;
@@ -141,7 +143,15 @@ struct ManagedModel {
     copies: ModelCopies,
     /// The load of each copy, by device.
     tasks: BTreeMap<String, AbortHandle>,
-    unloading: Option<CommandReply<()>>,
+    unloading: Option<Unload>,
+    /// The model was idle and has not been ready since.
+    is_waking: bool,
+}
+
+/// An unload that is in progress.
+struct Unload {
+    reply: CommandReply<()>,
+    keep_idle: bool,
 }
 
 struct SupervisorLoop {
@@ -152,6 +162,7 @@ struct SupervisorLoop {
     loss: FleetLoss,
     children: BTreeMap<Arc<str>, SupervisedChild>,
     models: BTreeMap<String, ManagedModel>,
+    idle_models: IdleModels,
     fd_store: FdStore,
     /// The second copy of the FD store, if the parent is systemd.
     parent_fds: ParentFdStore,
@@ -199,6 +210,7 @@ impl FleetHandle {
             loss: FleetLoss::default(),
             children: BTreeMap::new(),
             models: BTreeMap::new(),
+            idle_models: IdleModels::default(),
             fd_store: FdStore::default(),
             parent_fds: ParentFdStore::start(parent.clone())
                 .map_err(|error| FleetStartError::Thread(StartError(error)))?,

@@ -203,7 +203,13 @@ impl FleetService for FleetApi {
                         (false, Ok(wire::load_model_event::Kind::Progress(model.into())))
                     }
                     ModelState::Ready => (true, Ok(wire::load_model_event::Kind::Loaded(model.into()))),
-                    ModelState::Failed(failure) => (true, Err(failure.to_status())),
+                    ModelState::Failed(failure) | ModelState::Idle(Some(failure)) => {
+                        (true, Err(failure.to_status()))
+                    }
+                    ModelState::Idle(None) => (
+                        true,
+                        Err(Status::aborted(format!("model {name:?} became idle before it was ready"))),
+                    ),
                 };
                 let message = message.map(|kind| wire::LoadModelEvent { kind: Some(kind) });
                 if last {
@@ -224,11 +230,24 @@ impl FleetService for FleetApi {
         request: Request<wire::UnloadModelRequest>,
     ) -> Result<Response<wire::UnloadModelResponse>, Status> {
         let caller = AdminCaller::of(&request);
-        let wire::UnloadModelRequest { name, drain_ms } = request.into_inner();
+        let wire::UnloadModelRequest { name, drain_ms, keep_idle } = request.into_inner();
         let (grace, subject) = (drain_grace(drain_ms), name.clone());
-        self.audited(caller, ("unload", &subject), |reply| FleetCommand::UnloadModel { name, grace, reply })
-            .await?;
+        let command = if keep_idle { "unload-idle" } else { "unload" };
+        let unload = |reply| FleetCommand::UnloadModel { name, grace, keep_idle, reply };
+        self.audited(caller, (command, &subject), unload).await?;
         Ok(Response::new(wire::UnloadModelResponse {}))
+    }
+
+    async fn wake_model(
+        &self,
+        request: Request<wire::WakeModelRequest>,
+    ) -> Result<Response<wire::WakeModelResponse>, Status> {
+        let caller = AdminCaller::of(&request);
+        let wire::WakeModelRequest { name, on_demand } = request.into_inner();
+        let subject = name.clone();
+        let wake = |reply| FleetCommand::WakeModel { name, on_demand, reply };
+        self.audited(caller, ("wake", &subject), wake).await?;
+        Ok(Response::new(wire::WakeModelResponse {}))
     }
 
     async fn add_worker(
@@ -429,6 +448,7 @@ impl From<ModelStatus> for wire::Model {
             digest: model.digest,
             settings: model.settings.to_string(),
             is_unloading: model.is_unloading,
+            becomes_idle: model.becomes_idle,
             copies: model.copies.into_iter().map(wire::ModelCopy::from).collect(),
         }
     }
@@ -449,6 +469,9 @@ fn state_parts(state: ModelState) -> (wire::ModelState, u64, u64, String) {
         }
         ModelState::Ready => (wire::ModelState::Ready, 0, 0, String::new()),
         ModelState::Failed(failure) => (wire::ModelState::Failed, 0, 0, failure.text),
+        ModelState::Idle(failure) => {
+            (wire::ModelState::Idle, 0, 0, failure.map(|failure| failure.text).unwrap_or_default())
+        }
     }
 }
 
@@ -477,10 +500,11 @@ impl From<CommandError> for Status {
             CommandError::StartFailed { .. } | CommandError::TooManyWorkers { .. } => {
                 Status::resource_exhausted(text)
             }
-            CommandError::UnloadFailed { .. } | CommandError::SwapRefused { .. } => {
-                Status::failed_precondition(text)
-            }
+            CommandError::UnloadFailed { .. }
+            | CommandError::SwapRefused { .. }
+            | CommandError::ModelIsIdle { .. } => Status::failed_precondition(text),
             CommandError::SwapRuns { .. } => Status::aborted(text),
+            CommandError::WakeFailed { failure, .. } => ModelFailure { text, ..failure }.to_status(),
             CommandError::SwapFailed { failure, .. } => ModelFailure { text, ..failure }.to_status(),
             CommandError::Stopping => Status::unavailable(text),
         }

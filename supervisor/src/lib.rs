@@ -34,6 +34,7 @@ mod events;
 pub mod fd_store;
 mod fleet;
 mod grpc;
+mod idle_models;
 mod model_copies;
 mod model_record;
 mod model_swap;

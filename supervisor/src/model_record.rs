@@ -42,6 +42,9 @@ pub struct RecordedModel {
     pub worker_config: toml::Table,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub further_copies: Vec<RecordedCopy>,
+    /// It had neither weights nor workers.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub idle: bool,
 }
 
 /// A further copy of a model on another device.
@@ -83,6 +86,7 @@ impl RecordedModel {
             settings,
             worker_config,
             further_copies: copies.collect(),
+            idle: false,
         }
     }
 

@@ -105,9 +105,15 @@ impl ModelFailure {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ModelState {
-    Loading { done_bytes: u64, total_bytes: u64 },
+    Loading {
+        done_bytes: u64,
+        total_bytes: u64,
+    },
     Ready,
     Failed(ModelFailure),
+    /// The model has neither weights nor workers until it is woken. The failure is that of the last
+    /// wake, until it may be tried again.
+    Idle(Option<ModelFailure>),
 }
 
 /// One copy of a model's weights.
@@ -131,6 +137,8 @@ pub struct ModelStatus {
     pub settings: toml::Table,
     /// Its workers leave, and it is unloaded after them.
     pub is_unloading: bool,
+    /// It becomes idle then.
+    pub becomes_idle: bool,
 }
 
 impl ModelStatus {
@@ -140,7 +148,7 @@ impl ModelStatus {
         let copies = self.copies.iter().filter(move |_| !is_failed);
         copies.filter_map(|copy| match &copy.state {
             ModelState::Failed(failure) => Some((copy.device.as_str(), failure)),
-            ModelState::Loading { .. } | ModelState::Ready => None,
+            ModelState::Loading { .. } | ModelState::Ready | ModelState::Idle(_) => None,
         })
     }
 }
@@ -179,7 +187,10 @@ impl FleetStatus {
             line.push_str(&match &model.state {
                 ModelState::Loading { .. } => format!("; {} loads", model.name),
                 ModelState::Ready => format!("; {} is loaded", model.name),
-                ModelState::Failed(failure) => format!("; {} cannot be loaded: {}", model.name, failure.text),
+                ModelState::Idle(None) => format!("; {} is idle", model.name),
+                ModelState::Failed(failure) | ModelState::Idle(Some(failure)) => {
+                    format!("; {} cannot be loaded: {}", model.name, failure.text)
+                }
             });
             for (device, failure) in model.failed_copies() {
                 line.push_str(&format!(" (not on {device}: {})", failure.text));

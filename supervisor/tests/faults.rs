@@ -335,7 +335,7 @@ async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
     );
     ensure!(client.load_model(load).await.is_err_and(|s| s.code() == tonic::Code::AlreadyExists));
     test_fleet.wait_all_running(&fleet, 6).await?;
-    client.unload_model(wire::UnloadModelRequest { name: "second".to_owned(), drain_ms: None }).await?;
+    client.unload_model(wire::UnloadModelRequest { name: "second".to_owned(), ..Default::default() }).await?;
     let status = fleet.status().await?;
     ensure!(status.children.len() == 5 && status.models.len() == 1, "{status:?}");
 

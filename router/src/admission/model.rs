@@ -45,6 +45,10 @@ pub struct ModelAdmissionStats {
 }
 
 impl ModelAdmissionStats {
+    pub fn has_waiting(&self) -> bool {
+        self.classes.iter().any(|class| class.waiting_requests > 0)
+    }
+
     /// Adds the figures of another queue under the same name.
     pub fn add(&mut self, other: Self) {
         self.permits = self.permits.saturating_add(other.permits);

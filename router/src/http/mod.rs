@@ -117,11 +117,14 @@ async fn ready(State(app): State<AppState>) -> Result<Json<Value>, ApiError> {
     let models = app.generator.registry.snapshot();
     let workers: usize = models.iter().map(|snapshot| snapshot.workers.len()).sum();
     let failed = app.fleet.failed();
-    match (app.generator.registry.has_workers(), failed.is_empty()) {
+    let idle = app.fleet.idle();
+    // A request wakes an idle model.
+    match (app.generator.registry.has_workers() || !idle.is_empty(), failed.is_empty()) {
         (true, _) => {
             let failed_copies = failed_copies(&app.fleet.copies());
             let ready = json!({
                 "status": "ready", "workers": workers, "failed": failed, "failed_copies": failed_copies,
+                "idle": idle,
             });
             Ok(Json(ready))
         }

@@ -3,10 +3,10 @@
 //! Executes commands: status, restarts, workers, models, and the stop of the whole fleet.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::children::supervised_child;
-use super::{ManagedModel, SupervisorLoop, answer};
+use super::{ManagedModel, SupervisorLoop, Unload, answer};
 use crate::commands::{CommandError, CommandReply, FleetCommand};
 use crate::events::SupervisorEvent;
 use crate::process::ChildProcess;
@@ -41,7 +41,10 @@ impl SupervisorLoop {
                 Err(error) => answer(reply, Err(error)),
             },
             FleetCommand::LoadModel { model, reply } => answer(reply, self.load_model(model, true)),
-            FleetCommand::UnloadModel { name, grace, reply } => self.unload_model(name, grace, reply),
+            FleetCommand::UnloadModel { name, grace, keep_idle, reply } => {
+                self.unload(name, grace, keep_idle, reply)
+            }
+            FleetCommand::WakeModel { name, on_demand, reply } => answer(reply, self.wake(&name, on_demand)),
             FleetCommand::SwapModel { model, grace, reply } => self.swap_model(model, grace, reply),
             FleetCommand::Reload { dry_run, reply } => self.reload(dry_run, reply),
             FleetCommand::Stop => self.stopping = true,
@@ -53,7 +56,12 @@ impl SupervisorLoop {
         let now = self.deadlines.running_time();
         FleetStatus {
             children: self.children.values().map(|child| child.status(now)).collect(),
-            models: self.models.values().map(ManagedModel::status).collect(),
+            models: self
+                .models
+                .values()
+                .map(ManagedModel::status)
+                .chain(self.idle_models.statuses(Instant::now()))
+                .collect(),
             stored_fds: self.fd_store.len(),
             http_address: self.spec.http_address.clone(),
             crash_reports: self.crash_reports.status(),
@@ -94,6 +102,7 @@ impl SupervisorLoop {
 
     pub(super) fn add_worker(&mut self, model: String) -> Result<String, CommandError> {
         self.check_not_stopping()?;
+        self.check_not_idle(&model)?;
         self.check_not_swapped(&model)?;
         let found = match (model.is_empty(), self.models.len()) {
             (true, 1) => self.models.values().next(),
@@ -171,8 +180,9 @@ impl SupervisorLoop {
             true => !is_failed(model),
             false => model.unloading.is_none(),
         };
-        if let Some(name) = taken_name(&spec, self.models.values().filter(is_other).map(|model| &model.spec))
-        {
+        let others = self.models.values().filter(is_other).map(|model| &model.spec);
+        let idle = self.idle_models.iter().map(|model| &model.spec);
+        if let Some(name) = taken_name(&spec, others.chain(idle)) {
             return Err(CommandError::NameTaken { name });
         }
         self.check_worker_count(spec.total_workers())?;
@@ -189,7 +199,13 @@ impl SupervisorLoop {
     }
 
     /// Unloads the model after its workers have finished their streams.
-    pub(super) fn unload_model(&mut self, name: String, grace: Duration, reply: CommandReply<()>) {
+    pub(super) fn unload_model(
+        &mut self,
+        name: String,
+        grace: Duration,
+        keep_idle: bool,
+        reply: CommandReply<()>,
+    ) {
         let Some(model) = self.models.get(&name) else {
             return answer(reply, Err(CommandError::UnknownModel { name }));
         };
@@ -202,7 +218,7 @@ impl SupervisorLoop {
         }
         let Some(model) = self.models.get_mut(&name) else { return };
         model.abort();
-        model.unloading = Some(reply);
+        model.unloading = Some(Unload { reply, keep_idle });
         for worker in self.workers_of(&name) {
             self.remove_drained(&worker, grace, None);
         }
@@ -264,15 +280,20 @@ impl SupervisorLoop {
     }
 
     pub(super) fn model_unloaded(&mut self, name: &str, refusal: Option<String>) {
-        let Some(reply) = self.models.get_mut(name).and_then(|m| m.unloading.take()) else { return };
+        let unload = self.models.get_mut(name).and_then(|m| m.unloading.take());
+        let Some(Unload { reply, keep_idle }) = unload else { return };
         let name = name.to_owned();
         if let Some(why) = refusal {
             tracing::error!(model = name, why, "cannot unload the model");
             return answer(reply, Err(CommandError::UnloadFailed { name, why }));
         }
-        self.models.remove(&name);
-        self.record_models();
-        self.publish(FleetEvent::ModelRemoved(name));
+        match self.models.remove(&name) {
+            Some(model) if keep_idle => self.become_idle(model),
+            _ => {
+                self.record_models();
+                self.publish(FleetEvent::ModelRemoved(name));
+            }
+        }
         answer(reply, Ok(()));
     }
 

@@ -19,7 +19,7 @@ use crate::weight_server_admin::{CopyLoad, WeightServerAdmin};
 impl ManagedModel {
     pub(super) fn new(spec: ModelSpec, by_command: bool) -> Self {
         let copies = ModelCopies::loading(spec.devices());
-        Self { spec, by_command, copies, tasks: Default::default(), unloading: None }
+        Self { spec, by_command, copies, tasks: Default::default(), unloading: None, is_waking: false }
     }
 
     pub(super) fn status(&self) -> ModelStatus {
@@ -28,7 +28,8 @@ impl ManagedModel {
         let weights = |device: &str| self.spec.weights_on(device).unwrap_or_default().to_owned();
         let (state, copies) = (self.copies.state(), self.copies.status(weights));
         let is_unloading = self.unloading.is_some();
-        ModelStatus { name, path, state, copies, digest, settings, is_unloading }
+        let becomes_idle = self.unloading.as_ref().is_some_and(|unload| unload.keep_idle);
+        ModelStatus { name, path, state, copies, digest, settings, is_unloading, becomes_idle }
     }
 
     /// Requests every copy.
@@ -102,6 +103,7 @@ impl SupervisorLoop {
     pub(super) fn copy_loaded(&mut self, name: &str, device: &str, loaded: ResidentCopy) {
         let Some(model) = self.models.get_mut(name) else { return };
         let action = model.copies.set_loaded(device, loaded.digest);
+        model.is_waking = false;
         let status = model.status();
         self.publish(FleetEvent::Model(status));
         self.apply_copy_action(name, device, action, Some(loaded.generation));
@@ -123,6 +125,7 @@ impl SupervisorLoop {
                     model.abort();
                 }
                 self.remove_workers_on(name, None);
+                self.wake_failed(name);
             }
             Some(CopyAction::StartWorkers) => self.start_missing_workers(name, device),
             Some(CopyAction::Reject) => {
@@ -137,7 +140,7 @@ impl SupervisorLoop {
     }
 
     /// Removes workers that serve nothing: those of one copy, or all of the model.
-    fn remove_workers_on(&mut self, model: &str, device: Option<&str>) {
+    pub(super) fn remove_workers_on(&mut self, model: &str, device: Option<&str>) {
         let is_meant = |child: &SupervisedChild| {
             child
                 .slot

@@ -51,8 +51,9 @@ impl SupervisorLoop {
             }
             self.check_no_swap()?;
             for model in wanted.models {
-                if let Some(known) = self.models.get_mut(&model.name) {
-                    known.spec.configured_path = model.configured_path;
+                let known = self.models.get_mut(&model.name).map(|known| &mut known.spec);
+                if let Some(known) = known.or_else(|| self.idle_models.spec_mut(&model.name)) {
+                    known.configured_path = model.configured_path;
                 }
             }
             self.apply_changes(changes)
@@ -76,7 +77,9 @@ impl SupervisorLoop {
         self.check_not_stopping()?;
         for model in &wanted.models {
             let by_command = self.models.values().filter(|known| known.by_command);
-            if let Some(name) = taken_name(model, by_command.map(|known| &known.spec)) {
+            let idle = self.idle_models.iter().filter(|known| known.by_command);
+            let known = by_command.map(|known| &known.spec).chain(idle.map(|known| &known.spec));
+            if let Some(name) = taken_name(model, known) {
                 return Err(CommandError::NameTaken { name });
             }
         }
@@ -84,8 +87,9 @@ impl SupervisorLoop {
         let is_running = |model: &&ManagedModel| {
             !model.by_command && model.unloading.is_none() && !model.copies.has_given_up()
         };
-        let running: Vec<ModelSpec> =
-            self.models.values().filter(is_running).map(|model| model.spec.clone()).collect();
+        let running = self.models.values().filter(is_running).map(|model| &model.spec);
+        let idle = self.idle_models.iter().filter(|model| !model.by_command).map(|model| &model.spec);
+        let running: Vec<ModelSpec> = running.chain(idle).cloned().collect();
         let running = ComparedSpec { router: &self.spec.router, models: &running };
         let mut changes =
             diff_specs(running, ComparedSpec { router: &wanted.router, models: &wanted.models });
@@ -123,19 +127,20 @@ impl SupervisorLoop {
         match change {
             SpecChange::ModelRemoved { name } => {
                 // No caller waits for the end.
-                self.unload_model(name.clone(), DRAIN_GRACE, oneshot::channel().0);
+                self.unload(name.clone(), DRAIN_GRACE, false, oneshot::channel().0);
                 Ok(())
             }
             SpecChange::ModelAdded { spec } => self.load_model(spec.clone(), false),
             SpecChange::WorkerCount { model, from, to, .. } => self.change_worker_count(model, *from, *to),
             SpecChange::WorkerSettings { model, copies, settings, .. } => {
-                if let Some(model) = self.models.get_mut(model) {
-                    for copy in &mut model.spec.copies {
+                let known = self.models.get_mut(model).map(|model| &mut model.spec);
+                if let Some(spec) = known.or_else(|| self.idle_models.spec_mut(model)) {
+                    for copy in &mut spec.copies {
                         let wanted = copies.iter().find(|wanted| wanted.device == copy.device);
                         copy.worker_config =
                             wanted.map_or_else(Default::default, |w| w.worker_config.clone());
                     }
-                    model.spec.settings = settings.clone();
+                    spec.settings = settings.clone();
                 }
                 let workers = self.workers_of(model);
                 self.restart_rolling(workers);
@@ -150,6 +155,9 @@ impl SupervisorLoop {
     }
 
     fn change_worker_count(&mut self, model: &str, from: u32, to: u32) -> Result<(), CommandError> {
+        if let Some(idle) = self.idle_models.spec_mut(model) {
+            idle.workers = to;
+        }
         let Some(known) = self.models.get_mut(model) else { return Ok(()) };
         known.spec.workers = to;
         let spec = known.spec.clone();

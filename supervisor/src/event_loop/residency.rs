@@ -18,9 +18,12 @@
 
 use std::sync::Arc;
 
+use bytes::Bytes;
+
 use super::children::supervised_child;
 use super::{ManagedModel, SupervisedChild, SupervisorLoop};
 use crate::events::SupervisorEvent;
+use crate::idle_models::IdleModel;
 use crate::model_record::{RecordedModel, store_models};
 use crate::resident_models::{self, WeightsOnDevice};
 use crate::shared_weights;
@@ -129,12 +132,22 @@ impl SupervisorLoop {
         let first_configured = models.len();
         models.extend(configured);
         shared_weights::name_all(&mut models, recorded);
-        self.spec.models = models.split_off(first_configured);
-        for model in models {
-            self.add_model(model, true);
-        }
-        for model in self.spec.models.clone() {
-            self.add_model(model, false);
+        let configured = models.split_off(first_configured);
+        // A model of the configuration whose file has changed is another one.
+        let is_idle = |model: &ModelSpec| {
+            recorded.iter().any(|known| known.idle && known.name == model.name && known.path == model.path)
+        };
+        for (specs, by_command) in [(models, true), (configured, false)] {
+            for spec in specs {
+                if is_idle(&spec) {
+                    self.idle_models.insert(IdleModel::new(spec, by_command, Bytes::new()));
+                    continue;
+                }
+                if !by_command {
+                    self.spec.models.push(spec.clone());
+                }
+                self.add_model(spec, by_command);
+            }
         }
     }
 
@@ -145,7 +158,11 @@ impl SupervisorLoop {
     /// Writes down which models the fleet has, for a successor.
     pub(super) fn record_models(&self) {
         let recorded = |model: &ManagedModel| RecordedModel::of(&model.spec, model.by_command);
-        let models = self.models.values().map(recorded).collect();
+        let idle = |model: &IdleModel| RecordedModel {
+            idle: true,
+            ..RecordedModel::of(&model.spec, model.by_command)
+        };
+        let models = self.models.values().map(recorded).chain(self.idle_models.iter().map(idle)).collect();
         if let Err(error) = store_models(self.directory.directory(), models) {
             let cause = service::exit::one_line(&error);
             tracing::error!(cause, "cannot record the fleet's models: a successor would not know them");

@@ -97,6 +97,7 @@ impl SupervisorLoop {
     fn check_swap(&self, new: &ModelSpec) -> Result<ModelSpec, CommandError> {
         self.check_not_stopping()?;
         self.check_no_swap()?;
+        self.check_not_idle(&new.name)?;
         let name = || new.name.clone();
         let Some(model) = self.models.get(&new.name) else {
             return Err(CommandError::UnknownModel { name: name() });

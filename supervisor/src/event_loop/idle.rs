@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Models that become idle and are woken. Becoming idle is an unload whose end keeps the name and
+//! the settings; waking is a load with these.
+
+use std::time::{Duration, Instant};
+
+use super::{ManagedModel, SupervisorLoop, answer};
+use crate::commands::{CommandError, CommandReply};
+use crate::idle_models::IdleModel;
+use crate::status::{FleetEvent, ModelFailure, ModelState};
+
+impl SupervisorLoop {
+    /// Unloads a model, or takes an idle one out of the fleet.
+    pub(super) fn unload(&mut self, name: String, grace: Duration, keep_idle: bool, reply: CommandReply<()>) {
+        if !self.idle_models.contains(&name) {
+            if keep_idle && let Err(error) = self.check_not_drafting(&name) {
+                return answer(reply, Err(error));
+            }
+            return self.unload_model(name, grace, keep_idle, reply);
+        }
+        if !keep_idle {
+            self.idle_models.remove(&name);
+            self.record_models();
+            self.publish(FleetEvent::ModelRemoved(name));
+        }
+        answer(reply, Ok(()));
+    }
+
+    /// A model that drafts for one with workers is as busy as that one.
+    fn check_not_drafting(&self, name: &str) -> Result<(), CommandError> {
+        let drafts = |model: &&ManagedModel| model.spec.draft() == Some(name);
+        match self.models.values().find(drafts) {
+            None => Ok(()),
+            Some(model) => {
+                let why = format!("it drafts for {:?}: let that one become idle first", model.spec.name);
+                Err(CommandError::UnloadFailed { name: name.to_owned(), why })
+            }
+        }
+    }
+
+    /// The weights of a model that is to be kept are gone.
+    pub(super) fn become_idle(&mut self, model: ManagedModel) {
+        let digest = model.copies.digest().unwrap_or_default();
+        let name = model.spec.name.clone();
+        tracing::info!(model = name, "idle");
+        self.idle_models.insert(IdleModel::new(model.spec, model.by_command, digest));
+        self.record_models();
+        self.publish_idle(&name);
+    }
+
+    fn publish_idle(&self, name: &str) {
+        if let Some(status) = self.idle_models.status(name, Instant::now()) {
+            self.publish(FleetEvent::Model(status));
+        }
+    }
+
+    /// Loads an idle model, and the idle model that drafts for it. A model that is not idle stays
+    /// as it is.
+    pub(super) fn wake(&mut self, name: &str, on_demand: bool) -> Result<(), CommandError> {
+        self.check_not_stopping()?;
+        if self.models.contains_key(name) {
+            return Ok(());
+        }
+        let woken = self.idle_models.wake(name, Instant::now(), on_demand)?;
+        let Some(woken) = woken else { return Err(CommandError::UnknownModel { name: name.to_owned() }) };
+        let draft = woken.spec.draft().filter(|draft| self.idle_models.contains(draft)).map(str::to_owned);
+        let loaded = draft.map_or(Ok(()), |draft| self.wake(&draft, on_demand));
+        let loaded = loaded.and_then(|()| self.load_model(woken.spec.clone(), woken.by_command));
+        if let Err(error) = loaded {
+            if let Some(model) = self.models.remove(name) {
+                model.abort();
+            }
+            self.remove_workers_on(name, None);
+            self.idle_models.insert(woken);
+            self.record_models();
+            return Err(error);
+        }
+        tracing::info!(model = name, "waking");
+        if let Some(model) = self.models.get_mut(name) {
+            model.is_waking = true;
+        }
+        Ok(())
+    }
+
+    /// No copy of the model could be loaded. If it was being woken, it is idle again.
+    pub(super) fn wake_failed(&mut self, name: &str) {
+        if !self.models.get(name).is_some_and(|model| model.is_waking) {
+            return;
+        }
+        let Some(model) = self.models.remove(name) else { return };
+        let failure = match model.copies.state() {
+            ModelState::Failed(failure) => failure,
+            // Every copy has failed.
+            ModelState::Loading { .. } | ModelState::Ready | ModelState::Idle(_) => {
+                ModelFailure { exit: service::Exit::Internal, text: "no copy could be loaded".to_owned() }
+            }
+        };
+        let digest = model.copies.digest().unwrap_or_default();
+        let idle = IdleModel::new(model.spec, model.by_command, digest);
+        self.idle_models.insert(idle.failed(failure, Instant::now()));
+        self.record_models();
+        self.publish_idle(name);
+    }
+
+    /// Refuses what needs workers of a model that has none.
+    pub(super) fn check_not_idle(&self, name: &str) -> Result<(), CommandError> {
+        match self.idle_models.contains(name) {
+            true => Err(CommandError::ModelIsIdle { name: name.to_owned() }),
+            false => Ok(()),
+        }
+    }
+}
