@@ -46,6 +46,7 @@ mod other_apis;
 mod process_limits;
 mod quarantine;
 mod reload;
+mod router_restart;
 mod routing;
 mod shared_weights;
 mod shell_files;

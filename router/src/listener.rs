@@ -2,8 +2,13 @@
 
 //! Accepts TCP connections and serves HTTP/1.1 and HTTP/2 on them, with or without TLS.
 //!
-//! [`OpenConnections`] decides which connections stay open. On a stop, idle connections close at
-//! once and busy ones after their last response.
+//! [`OpenConnections`] decides which connections stay open. On a stop, connections end without a
+//! request that is lost:
+//!
+//! - HTTP/2: GOAWAY at once. The client knows which of its requests were taken.
+//! - HTTP/1.1: a client may send a request at any time, and would lose it to a connection that is
+//!   being closed. So the next response of each connection says `connection: close`. A connection
+//!   on which no request comes for [`IDLE_BEFORE_CLOSE`] is closed.
 
 use std::convert::Infallible;
 use std::io;
@@ -11,9 +16,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
-use hyper::Request;
 use hyper::body::Incoming;
+use hyper::header::{CONNECTION, HeaderValue};
 use hyper::service::service_fn;
+use hyper::{Request, Version};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use service::accept_failures::AcceptFailures;
@@ -40,6 +46,8 @@ const HTTP2_SEND_BYTES_MAX: usize = 64 << 10;
 /// The headers of one request, over both protocols: tokens and cookies fit.
 const HTTP1_BUFFER_BYTES_MAX: usize = 64 << 10;
 const HTTP2_HEADER_BYTES_MAX: u32 = 16 << 10;
+/// On a stop, a client that is not idle sends its next request within this time.
+const IDLE_BEFORE_CLOSE: Duration = Duration::from_millis(500);
 /// Streams that a client reset before they were served, and that the router reset.
 const HTTP2_RESET_STREAMS_MAX: usize = 20;
 
@@ -90,8 +98,10 @@ pub(crate) async fn serve(
             }
         };
         let admitted = tokio::select! {
-            () = stop.cancelled() => break,
+            // A connection that was accepted is served.
+            biased;
             admitted = open.admit(address.ip().into()) => admitted,
+            () = stop.cancelled() => break,
         };
         let Some(connection) = admitted else {
             tracing::debug!(%address, "connection refused: its address is at its limit");
@@ -130,7 +140,10 @@ async fn open_stream(
     tokio::select! {
         accepted = tls.accept(stream) => Ok(Some(Either::Right(accepted?))),
         () = connection.close.cancelled() => Ok(None),
-        () = stop.cancelled() => Ok(None),
+        () = async {
+            stop.cancelled().await;
+            tokio::time::sleep(IDLE_BEFORE_CLOSE).await;
+        } => Ok(None),
     }
 }
 
@@ -141,31 +154,41 @@ async fn serve_connection(
     limits: ListenerLimits,
     stop: CancellationToken,
 ) -> Result<(), ConnectionError> {
-    let of_service = connection.clone();
+    let (of_service, stops) = (connection.clone(), stop.clone());
     let service = service_fn(move |request: Request<Incoming>| {
-        let (app, running) = (app.clone(), of_service.begin_request());
+        let is_http2 = request.version() == Version::HTTP_2;
+        let (app, stops, running) = (app.clone(), stops.clone(), of_service.begin_request(is_http2));
         let mut request = request.map(Body::new);
         request.extensions_mut().insert(of_service.client);
         async move {
-            let response = app.oneshot(request).await?;
+            let mut response = app.oneshot(request).await?;
+            if !is_http2 && stops.is_cancelled() {
+                response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+            }
             Ok::<_, Infallible>(response.map(|body| ResponseBody { body, _running: running }))
         }
     });
     let builder = connection_builder(limits);
     let served = builder.serve_connection(TokioIo::new(stream), service);
     let mut served = std::pin::pin!(served);
+    // After a pause of this process, a request may be there and a time be over: the request counts.
     let no_request = async {
         tokio::select! {
-            () = tokio::time::sleep(limits.head_timeout) => {}
+            biased;
             () = connection.has_request.cancelled() => std::future::pending().await,
+            () = tokio::time::sleep(limits.head_timeout) => {}
         }
     };
     tokio::select! {
+        biased;
         ended = &mut served => return Ok(ended?),
         // Dropping the connection closes it.
         () = connection.close.cancelled() => return Ok(()),
         () = no_request => return Ok(()),
-        () = stop.cancelled() => served.as_mut().graceful_shutdown(),
+        () = async {
+            stop.cancelled().await;
+            connection.until_idle_for(IDLE_BEFORE_CLOSE).await;
+        } => served.as_mut().graceful_shutdown(),
     }
     tokio::select! {
         ended = &mut served => Ok(ended?),

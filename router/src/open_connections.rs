@@ -5,8 +5,10 @@
 
 use std::collections::HashMap;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use axum::body::{Body, Bytes, HttpBody};
 use hyper::body::{Frame, SizeHint};
@@ -40,6 +42,16 @@ pub(crate) struct OpenConnection {
     pub(crate) close: CancellationToken,
     /// Cancelled by the first request.
     pub(crate) has_request: CancellationToken,
+    activity: Arc<Activity>,
+}
+
+/// The requests of one connection.
+#[derive(Default)]
+struct Activity {
+    running: AtomicU32,
+    is_http2: AtomicBool,
+    /// A request began or ended.
+    changed: Notify,
 }
 
 impl OpenConnections {
@@ -64,6 +76,7 @@ impl OpenConnections {
                         client: ClientConnection { id, address },
                         close,
                         has_request,
+                        activity: Arc::default(),
                     });
                 }
                 Arrival::AddressFull => return None,
@@ -90,10 +103,32 @@ impl OpenConnections {
 }
 
 impl OpenConnection {
-    pub(crate) fn begin_request(&self) -> RunningRequest {
+    pub(crate) fn begin_request(&self, is_http2: bool) -> RunningRequest {
         self.has_request.cancel();
         self.open.lock().table.begin_request(self.client.id);
-        RunningRequest { open: self.open.clone(), id: self.client.id }
+        self.activity.is_http2.fetch_or(is_http2, Ordering::Relaxed);
+        self.activity.running.fetch_add(1, Ordering::Relaxed);
+        self.activity.changed.notify_waiters();
+        RunningRequest { open: self.open.clone(), id: self.client.id, activity: self.activity.clone() }
+    }
+
+    /// Returns when no request has run for this time, and at once for a connection of HTTP/2.
+    pub(crate) async fn until_idle_for(&self, time: Duration) {
+        let Activity { running, is_http2, changed } = &*self.activity;
+        loop {
+            let next = changed.notified();
+            let mut next = std::pin::pin!(next);
+            next.as_mut().enable();
+            if is_http2.load(Ordering::Relaxed) {
+                return;
+            }
+            let is_idle = running.load(Ordering::Relaxed) == 0;
+            tokio::select! {
+                biased;
+                () = next => {}
+                () = tokio::time::sleep(time), if is_idle => return,
+            }
+        }
     }
 }
 
@@ -111,12 +146,15 @@ impl Drop for OpenConnection {
 pub(crate) struct RunningRequest {
     open: Arc<OpenConnections>,
     id: TcpConnectionId,
+    activity: Arc<Activity>,
 }
 
 impl Drop for RunningRequest {
     fn drop(&mut self) {
         let now = self.open.start.elapsed();
         self.open.lock().table.end_request(self.id, now);
+        self.activity.running.fetch_sub(1, Ordering::Relaxed);
+        self.activity.changed.notify_waiters();
         self.open.changed.notify_one();
     }
 }
