@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Models that are unloaded while nobody uses them, and loaded again for the next request
+//! Models that are unloaded while no request uses them, and loaded again for the next one
 //! (docs/decisions/0050-idle-models-are-unloaded.md).
 
 use std::path::Path;

@@ -3,6 +3,7 @@
 //! Compares linear_*.cu bit by bit with the canonical order on the host.
 
 use anyhow::{Context, ensure};
+use kernels::cuda::Buffer;
 use kernels::cuda::embed::EmbedKernels;
 use kernels::cuda::float_linear::FloatShape;
 use kernels::cuda::linear::{
@@ -12,12 +13,10 @@ use kernels::cuda::linear::{
 use kernels::cuda::naive::NaiveKernels;
 use kernels::cuda::quantize::{ActivationLayout, QuantizeKernels};
 use kernels::cuda::repack::RepackKernels;
-use kernels::cuda::{Buffer, DeviceView};
 use quant::layout::{TILE_COLS, Tiles};
 use quant::{Activations, DType};
 
 use crate::TestGpu;
-use crate::bench::time;
 use crate::random::TestRng;
 
 pub(crate) const TYPES: [DType; 10] = [
