@@ -175,3 +175,56 @@ fn a_model_that_cannot_be_woken_is_refused_at_once_with_the_reason_until_it_can(
     assert_eq!(found.tokens, expected.tokens);
     fleet.stop();
 }
+
+/// A stream runs on, and a request that comes meanwhile is answered after it, by one new load.
+#[test]
+fn a_request_that_comes_while_a_model_becomes_idle_wakes_it_after_that() {
+    let fleet = ServedFleet::start_config(&two_models(&demo_7m()));
+    let expected = generate(&fleet, "a", 1).remove(0);
+    let long = TestRequest { max_tokens: 900, ..request("a") };
+    let (first, second) = std::thread::scope(|scope| {
+        let grpc = &fleet.grpc;
+        let stream = scope.spawn(|| runtime().block_on(generate_all(grpc, &[long])).remove(0));
+        std::thread::sleep(Duration::from_millis(100));
+        let unload = scope.spawn(|| run(&fleet, &["unload", "a", "--idle"]));
+        eventually("its worker drains", || {
+            let (_, parts) = lines_of(&fleet, "a")?;
+            parts.iter().all(|line| line["role"] != "worker" || line["state"] != "ready").then_some(())
+        });
+        let second = generate(&fleet, "a", 3);
+        unload.join().unwrap();
+        (stream.join().unwrap(), second)
+    });
+    assert_eq!(first.unwrap().tokens.len(), 900);
+    assert!(second.iter().all(|found| found.tokens == expected.tokens));
+    fleet.stop();
+}
+
+#[test]
+fn a_reload_changes_and_removes_idle_models() {
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let runtime_dir = directory.path().join("run");
+    let fleet = ServedFleet::start_command(directory, serve_config(&runtime_dir, &two_models(&demo_7m())));
+    run(&fleet, &["unload", "a", "--idle"]);
+    await_idle(&fleet, "a");
+    let two_workers = model_table("a", &demo_7m(), "").replace("workers = 1", "workers = 2");
+    let b = model_table("b", &demo_22m(), "");
+    fleet.configure(&(two_workers + &b));
+    assert_eq!(fleet.reload(&[]).trim(), "workers of model a: 1 -> 2");
+    await_idle(&fleet, "a");
+    generate(&fleet, "a", 1);
+    eventually("two workers", || {
+        let (_, parts) = lines_of(&fleet, "a")?;
+        let workers = parts.iter().filter(|line| line["role"] == "worker" && line["state"] == "ready");
+        (workers.count() == 2).then_some(())
+    });
+    run(&fleet, &["unload", "a", "--idle"]);
+    fleet.configure(&b);
+    fleet.reload(&[]);
+    eventually("a has left the fleet", || {
+        let lines = fleet.try_ps_lines()?;
+        (!lines.iter().any(|line| line["role"] == "model" && line["name"] == "a")).then_some(())
+    });
+    generate(&fleet, "b", 1);
+    fleet.stop();
+}

@@ -19,8 +19,6 @@ use crate::registry::WorkerRegistry;
 use crate::worker_outlook::{FleetAnswer, NextWorker};
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// A model that is still becoming idle is asked for again after this pause.
-const WAKE_PAUSE: Duration = Duration::from_millis(100);
 /// The supervisor answers from memory. One that takes longer is stopped.
 const ANSWER_WAIT: Duration = Duration::from_secs(1);
 
@@ -93,16 +91,17 @@ impl FleetWatch {
         let mut client = FleetClient::new(channel);
         let mut poll = tokio::time::interval(POLL_INTERVAL);
         poll.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut is_refused = false;
         loop {
             tokio::select! {
                 _ = poll.tick() => {}
-                () = registry.wake_is_wanted() => {}
+                // What the supervisor has refused is asked for again with the next poll.
+                () = registry.wake_is_wanted(), if !is_refused => {}
                 () = stop.cancelled() => return,
             }
-            let wanted = registry.models_to_wake();
-            let wakes = !wanted.is_empty();
-            for name in wanted {
-                wake(&mut client, name).await;
+            is_refused = false;
+            for name in registry.models_to_wake() {
+                is_refused |= !wake(&mut client, name).await;
             }
             let asked = Instant::now();
             let status = if socket.exists() { ask(&mut client).await } else { None };
@@ -126,9 +125,6 @@ impl FleetWatch {
             let idle = status.models.iter().filter(is_idle).map(|model| model.name.clone()).collect();
             let processes = status.children.into_iter().map(ProcessReport::from).collect();
             *self.lock() = FleetReports { processes, copies, idle };
-            if wakes {
-                tokio::time::sleep(WAKE_PAUSE).await;
-            }
         }
     }
 }
@@ -141,15 +137,16 @@ async fn ask(client: &mut FleetClient<Channel>) -> Option<Status> {
     }
 }
 
-/// Wakes an idle model. If the supervisor does not answer or refuses, its next status says how the
-/// model is, and a later request asks again.
-async fn wake(client: &mut FleetClient<Channel>, name: String) {
+/// Wakes an idle model. Returns false if the supervisor does not answer or refuses.
+async fn wake(client: &mut FleetClient<Channel>, name: String) -> bool {
     let answer = client.wake_model(WakeModelRequest { name: name.clone(), on_demand: true });
-    match service::patience::timeout(ANSWER_WAIT, answer).await {
+    let answer = service::patience::timeout(ANSWER_WAIT, answer).await;
+    match &answer {
         Ok(Ok(_)) => tracing::info!(model = name, "woken for a request"),
         Ok(Err(status)) => tracing::warn!(model = name, %status, "cannot wake a model for a request"),
         Err(_) => tracing::warn!(model = name, "the supervisor does not answer: cannot wake a model"),
     }
+    matches!(answer, Ok(Ok(_)))
 }
 
 /// When the next worker of each model starts.
@@ -162,6 +159,7 @@ fn next_worker(model: &Model, children: &[Child], asked: Instant) -> NextWorker 
     match model.state() {
         ModelState::Idle if model.failure.is_empty() => return NextWorker::OnDemand,
         ModelState::Idle => return NextWorker::Never,
+        _ if model.wakes_after => return NextWorker::At(asked),
         _ if model.becomes_idle => return NextWorker::OnDemand,
         _ if model.is_unloading => return NextWorker::Never,
         _ => {}
@@ -223,12 +221,14 @@ mod tests {
             ("idle", ModelState::Idle, false),
             ("becomes idle", ModelState::Ready, true),
             ("could not be woken", ModelState::Idle, false),
+            ("wakes after", ModelState::Ready, true),
         ];
         let model = |&(name, state, is_unloading): &(&str, ModelState, bool)| Model {
             name: name.to_owned(),
             state: state.into(),
             is_unloading,
-            becomes_idle: name == "becomes idle",
+            becomes_idle: name == "becomes idle" || name == "wakes after",
+            wakes_after: name == "wakes after",
             failure: if name == "could not be woken" { "no room" } else { "" }.to_owned(),
             ..Model::default()
         };
@@ -254,6 +254,7 @@ mod tests {
             ("idle", NextWorker::OnDemand),
             ("becomes idle", NextWorker::OnDemand),
             ("could not be woken", NextWorker::Never),
+            ("wakes after", NextWorker::At(asked)),
         ];
         assert_eq!(next, expected.map(|(name, next)| (name.to_owned(), next)).into());
     }

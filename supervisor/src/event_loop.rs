@@ -152,6 +152,8 @@ struct ManagedModel {
 struct Unload {
     reply: CommandReply<()>,
     keep_idle: bool,
+    /// The model was woken meanwhile: it is loaded again at the end.
+    wake_after: bool,
 }
 
 struct SupervisorLoop {

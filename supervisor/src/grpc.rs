@@ -449,6 +449,7 @@ impl From<ModelStatus> for wire::Model {
             settings: model.settings.to_string(),
             is_unloading: model.is_unloading,
             becomes_idle: model.becomes_idle,
+            wakes_after: model.wakes_after,
             copies: model.copies.into_iter().map(wire::ModelCopy::from).collect(),
         }
     }

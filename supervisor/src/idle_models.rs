@@ -62,6 +62,7 @@ impl IdleModel {
             settings,
             is_unloading: false,
             becomes_idle: false,
+            wakes_after: false,
         }
     }
 }

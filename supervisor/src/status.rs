@@ -139,6 +139,8 @@ pub struct ModelStatus {
     pub is_unloading: bool,
     /// It becomes idle then.
     pub becomes_idle: bool,
+    /// It was woken meanwhile, and is loaded again then.
+    pub wakes_after: bool,
 }
 
 impl ModelStatus {

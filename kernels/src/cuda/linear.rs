@@ -492,6 +492,17 @@ fn no_kernel(tokens: usize) -> OpError {
     OpError::Shape { op: OP, what: "tokens of a matrix-vector kernel", found: tokens, expected: 4 }
 }
 
+/// Calls a macro with the quantized types, each with its name in the names of kernels.
+macro_rules! quant_types {
+    ($names:ident $($more:tt)*) => {
+        $names!(
+            Q8_0 = "q8_0", Q4_0 = "q4_0", Q4_1 = "q4_1", Q5_0 = "q5_0", Q5_1 = "q5_1", Q2_K = "q2_k",
+            Q3_K = "q3_k", Q4_K = "q4_k", Q5_K = "q5_k", Q6_K = "q6_k" $($more)*
+        )
+    };
+}
+pub(super) use quant_types;
+
 /// `"q4_k"` becomes `kernel_name!("linear_q4_k", "matvec_q4_k_1")`.
 macro_rules! of_type {
     ($type:literal, $kernel:literal, $suffix:literal) => {
@@ -513,18 +524,7 @@ fn matvec_name(dtype: DType, tokens: usize) -> Option<KernelName<LinearMatvec>> 
             }
         };
     }
-    names!(
-        Q8_0 = "q8_0",
-        Q4_0 = "q4_0",
-        Q4_1 = "q4_1",
-        Q5_0 = "q5_0",
-        Q5_1 = "q5_1",
-        Q2_K = "q2_k",
-        Q3_K = "q3_k",
-        Q4_K = "q4_k",
-        Q5_K = "q5_k",
-        Q6_K = "q6_k"
-    )
+    quant_types!(names)
 }
 
 fn matmul_name(dtype: DType, shape: MatmulShape) -> Option<KernelName<LinearMatmul>> {
@@ -545,9 +545,5 @@ fn matmul_name(dtype: DType, shape: MatmulShape) -> Option<KernelName<LinearMatm
             }
         };
     }
-    names!(
-        Q8_0 = "q8_0", Q4_0 = "q4_0", Q4_1 = "q4_1", Q5_0 = "q5_0", Q5_1 = "q5_1", Q2_K = "q2_k",
-        Q3_K = "q3_k", Q4_K = "q4_k", Q5_K = "q5_k", Q6_K = "q6_k";
-        8 = "8", 16 = "16", 32 = "32", 128 = "128"
-    )
+    quant_types!(names; 8 = "8", 16 = "16", 32 = "32", 128 = "128")
 }

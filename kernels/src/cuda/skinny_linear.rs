@@ -9,7 +9,7 @@ use quant::layout::{TILE_ROWS, Tiles};
 use super::Device;
 use super::abi::linear::{LinearSkinny, SKINNY_WARPS_MAX, SkinnyPipeline};
 use super::launch::{KernelName, kernel_name};
-use super::linear::{BARRIER_BYTES, NO_SHARED_MEMORY, OP, PIPELINE_STAGES};
+use super::linear::{BARRIER_BYTES, NO_SHARED_MEMORY, OP, PIPELINE_STAGES, quant_types};
 use super::quantize::activation_bytes;
 
 /// Tokens of the kernel, at most.
@@ -80,16 +80,5 @@ pub(super) fn skinny_name(dtype: DType) -> Option<KernelName<LinearSkinny>> {
             }
         };
     }
-    names!(
-        Q8_0 = "q8_0",
-        Q4_0 = "q4_0",
-        Q4_1 = "q4_1",
-        Q5_0 = "q5_0",
-        Q5_1 = "q5_1",
-        Q2_K = "q2_k",
-        Q3_K = "q3_k",
-        Q4_K = "q4_k",
-        Q5_K = "q5_k",
-        Q6_K = "q6_k"
-    )
+    quant_types!(names)
 }

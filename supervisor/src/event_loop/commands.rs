@@ -218,7 +218,7 @@ impl SupervisorLoop {
         }
         let Some(model) = self.models.get_mut(&name) else { return };
         model.abort();
-        model.unloading = Some(Unload { reply, keep_idle });
+        model.unloading = Some(Unload { reply, keep_idle, wake_after: false });
         for worker in self.workers_of(&name) {
             self.remove_drained(&worker, grace, None);
         }
@@ -281,14 +281,14 @@ impl SupervisorLoop {
 
     pub(super) fn model_unloaded(&mut self, name: &str, refusal: Option<String>) {
         let unload = self.models.get_mut(name).and_then(|m| m.unloading.take());
-        let Some(Unload { reply, keep_idle }) = unload else { return };
+        let Some(Unload { reply, keep_idle, wake_after }) = unload else { return };
         let name = name.to_owned();
         if let Some(why) = refusal {
             tracing::error!(model = name, why, "cannot unload the model");
             return answer(reply, Err(CommandError::UnloadFailed { name, why }));
         }
         match self.models.remove(&name) {
-            Some(model) if keep_idle => self.become_idle(model),
+            Some(model) if keep_idle => self.become_idle(model, wake_after),
             _ => {
                 self.record_models();
                 self.publish(FleetEvent::ModelRemoved(name));

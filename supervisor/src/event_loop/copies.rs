@@ -29,7 +29,8 @@ impl ManagedModel {
         let (state, copies) = (self.copies.state(), self.copies.status(weights));
         let is_unloading = self.unloading.is_some();
         let becomes_idle = self.unloading.as_ref().is_some_and(|unload| unload.keep_idle);
-        ModelStatus { name, path, state, copies, digest, settings, is_unloading, becomes_idle }
+        let wakes_after = self.unloading.as_ref().is_some_and(|unload| unload.wake_after);
+        ModelStatus { name, path, state, copies, digest, settings, is_unloading, becomes_idle, wakes_after }
     }
 
     /// Requests every copy.

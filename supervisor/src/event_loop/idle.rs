@@ -17,6 +17,11 @@ impl SupervisorLoop {
             if keep_idle && let Err(error) = self.check_not_drafting(&name) {
                 return answer(reply, Err(error));
             }
+            // It leaves the fleet after all.
+            let unloading = self.models.get_mut(&name).and_then(|model| model.unloading.as_mut());
+            if let Some(unloading) = unloading.filter(|_| !keep_idle) {
+                (unloading.keep_idle, unloading.wake_after) = (false, false);
+            }
             return self.unload_model(name, grace, keep_idle, reply);
         }
         if !keep_idle {
@@ -40,13 +45,16 @@ impl SupervisorLoop {
     }
 
     /// The weights of a model that is to be kept are gone.
-    pub(super) fn become_idle(&mut self, model: ManagedModel) {
+    pub(super) fn become_idle(&mut self, model: ManagedModel, wake_after: bool) {
         let digest = model.copies.digest().unwrap_or_default();
         let name = model.spec.name.clone();
         tracing::info!(model = name, "idle");
         self.idle_models.insert(IdleModel::new(model.spec, model.by_command, digest));
         self.record_models();
         self.publish_idle(&name);
+        if wake_after && let Err(error) = self.wake(&name, true) {
+            tracing::error!(model = name, %error, "cannot wake the model");
+        }
     }
 
     fn publish_idle(&self, name: &str) {
@@ -55,11 +63,14 @@ impl SupervisorLoop {
         }
     }
 
-    /// Loads an idle model, and the idle model that drafts for it. A model that is not idle stays
-    /// as it is.
+    /// Loads an idle model, and the idle model that drafts for it. One that is becoming idle is
+    /// loaded after that. Any other model stays as it is.
     pub(super) fn wake(&mut self, name: &str, on_demand: bool) -> Result<(), CommandError> {
         self.check_not_stopping()?;
-        if self.models.contains_key(name) {
+        if let Some(model) = self.models.get_mut(name) {
+            if let Some(unloading) = model.unloading.as_mut().filter(|unloading| unloading.keep_idle) {
+                unloading.wake_after = true;
+            }
             return Ok(());
         }
         let woken = self.idle_models.wake(name, Instant::now(), on_demand)?;
@@ -72,8 +83,10 @@ impl SupervisorLoop {
                 model.abort();
             }
             self.remove_workers_on(name, None);
-            self.idle_models.insert(woken);
+            let failure = ModelFailure { exit: service::Exit::OutOfResources, text: error.to_string() };
+            self.idle_models.insert(woken.failed(failure, Instant::now()));
             self.record_models();
+            self.publish_idle(name);
             return Err(error);
         }
         tracing::info!(model = name, "waking");

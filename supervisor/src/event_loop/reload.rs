@@ -85,7 +85,8 @@ impl SupervisorLoop {
         }
         // A model that could not be loaded has no workers; it is added anew.
         let is_running = |model: &&ManagedModel| {
-            !model.by_command && model.unloading.is_none() && !model.copies.has_given_up()
+            let stays = model.unloading.as_ref().is_none_or(|unload| unload.keep_idle);
+            !model.by_command && stays && !model.copies.has_given_up()
         };
         let running = self.models.values().filter(is_running).map(|model| &model.spec);
         let idle = self.idle_models.iter().filter(|model| !model.by_command).map(|model| &model.spec);
