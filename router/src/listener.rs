@@ -171,7 +171,8 @@ async fn serve_connection(
     let builder = connection_builder(limits);
     let served = builder.serve_connection(TokioIo::new(stream), service);
     let mut served = std::pin::pin!(served);
-    // After a pause of this process, a request may be there and a time be over: the request counts.
+    // After a pause of this process, a request may have arrived and the timeout may have passed.
+    // The request is served.
     let no_request = async {
         tokio::select! {
             biased;

@@ -194,7 +194,7 @@ async fn load(
         let _ = child.start_kill();
     }
     // A hand-over is reported at once: the loader has unmapped the model, and its exit takes 60 ms
-    // on a GPU. A failure is reported after the exit, which tells more of it.
+    // on a GPU. A failure is reported after the exit, because the exit status tells the cause.
     let error = match followed {
         Ok((contents, fds)) => {
             inputs.send(LoopInput::LoadHandedOver { generation, contents, fds }).await;

@@ -43,10 +43,11 @@ __device__ inline void barrier_wait(uint64_t *barrier, uint32_t parity) {
         : "memory");
 }
 
-// Ends this thread's loads of shared memory that a bulk copy may overwrite as soon as other threads
-// know that it was read. Arriving at a barrier does not end them: copies belong to another proxy of
-// PTX, and loads that waited for busy memory got bytes of the copy. Who has stored values that
-// depend on the loads has ended them too.
+// Completes this thread's loads from shared memory before a bulk copy may overwrite that memory.
+// Call it before the barrier that tells the copying thread that the memory was read. An arrival at
+// a barrier does not complete loads: bulk copies belong to another proxy of PTX, and loads that
+// waited for busy memory returned bytes of the copy. A thread needs no call if it has stored values
+// that it computed from the loads.
 __device__ inline void end_loads_before_copy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Loaders that have handed over a model and have not exited yet. The model is ready meanwhile: the
-//! driver needs some 60 ms to release what such a process has.
+//! Loaders that have handed over a model and have not exited yet. The model is ready meanwhile.
+//! The exit of a loader takes some 60 ms on a GPU, because the driver releases the context.
 //!
-//! The ledger has no row for it. It would refuse workers that attach in these milliseconds, and
-//! they take their memory later. The next loader of the device starts after the exit.
+//! The ledger has no row for the context of such a loader. A row would refuse workers that attach
+//! during these milliseconds, although workers allocate their memory later. The next loader of the
+//! device starts after the exit.
 
 use std::collections::BTreeMap;
 
