@@ -462,6 +462,8 @@ impl Fleet {
         server.loaders.remove(&id);
         server.generations.insert(id, HeldGeneration { manifest, copy });
         self.handle_weight_server_event(WeightServerEvent::LoadHandedOver { generation: id, contents });
+        // The exit of the loader. One that does not exit is killed after 5 s.
+        self.post_to_server(1, 5000, WeightServerEvent::LoaderEnded { generation: id });
     }
 }
 
