@@ -159,6 +159,7 @@ fn recorded() -> Vec<RecordedModel> {
         worker_config: "threads = 2\nkv-tokens = 1024\n".parse().unwrap(),
         further_copies: Vec::new(),
         idle: false,
+        idle_unload: None,
     };
     vec![model("configured", false), model("by/command", true)]
 }

@@ -33,6 +33,7 @@ mod harness;
 mod hostile_clients;
 mod hostile_returns;
 mod http;
+mod idle_clock;
 mod idle_models;
 mod kv_types;
 mod logs;

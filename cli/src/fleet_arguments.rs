@@ -4,6 +4,7 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -15,7 +16,7 @@ use service::runtime_dir::WORKERS_MAX;
 
 use crate::device_selection::DeviceSelection;
 use crate::fleet_config::{FleetConfig, GpuSharingConfig};
-use crate::model_config::{DEFAULT_WORKERS, FleetModelConfig};
+use crate::model_config::{self, DEFAULT_WORKERS, FleetModelConfig};
 
 /// Value of `--draft` that selects prompt lookup instead of a draft model.
 const LOOKUP: &str = "lookup";
@@ -90,6 +91,22 @@ impl ChatTemplateArgument {
     }
 }
 
+/// When a model leaves the memory.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct IdleUnloadArgument {
+    /// Unload the model when no request has used it for this long, such as 10min, and load it again
+    /// for the next request [default: never]
+    #[arg(long, value_name = "DURATION", value_parser = model_config::parse_idle_unload)]
+    idle_unload: Option<Duration>,
+}
+
+impl IdleUnloadArgument {
+    /// Sets it for a model and the one that drafts for it.
+    pub(crate) fn set(self, models: &mut [FleetModelConfig]) {
+        models.iter_mut().for_each(|model| model.idle_unload = self.idle_unload);
+    }
+}
+
 impl WorkerArguments {
     /// Configuration of the draft model, if there is one. The fleet loads its weights but starts no
     /// workers for it.
@@ -122,6 +139,7 @@ impl WorkerArguments {
             draft: self.draft.as_deref().map(model_name),
             draft_depth: None,
             step_timeout: worker::step_timeout(),
+            idle_unload: None,
             pack: !self.no_pack,
         }
     }

@@ -20,7 +20,7 @@ use supervisor::{CopySpec, ModelSpec};
 use crate::chat_templates::{UnusableTemplate, read_chat_templates};
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::devices::GpuInventory;
-use crate::fleet_arguments::{ChatTemplateArgument, WorkerArguments, model_name};
+use crate::fleet_arguments::{ChatTemplateArgument, IdleUnloadArgument, WorkerArguments, model_name};
 use crate::fleet_choice::find_fleet;
 use crate::fleet_config::{check_names, devices_for};
 use crate::ps;
@@ -44,6 +44,8 @@ pub(crate) struct LoadArguments {
     /// Number of workers
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=i64::from(WORKERS_MAX)))]
     workers: u32,
+    #[command(flatten)]
+    idle: IdleUnloadArgument,
     #[command(flatten)]
     worker: WorkerArguments,
     #[command(flatten)]
@@ -135,12 +137,13 @@ pub(crate) fn call_supervisor(
 }
 
 pub(crate) fn load(arguments: LoadArguments) -> CliResult {
-    let LoadArguments { model, name, alias, chat_template, workers, worker, fleet } = arguments;
+    let LoadArguments { model, name, alias, chat_template, workers, idle, worker, fleet } = arguments;
     let mut models = vec![worker.model(&model, workers)];
     models[0].name = name.unwrap_or(model_name(&model));
     models[0].aliases = alias;
     models[0].chat_template = chat_template.file();
     models.extend(worker.draft_model());
+    idle.set(&mut models);
     check_names(&models).map_err(|text| CliError::new(Exit::Usage, text))?;
     let mut seen = devices_for(models.iter().map(|model| &model.device))?;
     if models[0].device.is_open() && !seen.gpus.is_empty() {
@@ -195,6 +198,7 @@ pub(crate) fn load_request(model: ModelSpec) -> wire::LoadModelRequest {
         files: model.files,
         settings: model.settings.to_string(),
         further_copies: copies.collect(),
+        idle_unload_ms: model.idle_unload.map(|limit| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX)),
     }
 }
 

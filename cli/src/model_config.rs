@@ -19,6 +19,8 @@ use crate::device_selection::DeviceSelection;
 pub(crate) const DEFAULT_WORKERS: u32 = 2;
 /// A shorter limit would end healthy workers of a busy machine.
 const STEP_TIMEOUT_MIN: Duration = Duration::from_secs(1);
+/// Workers report every 2 s that requests use them, and a model takes seconds to come back.
+const IDLE_UNLOAD_MIN: Duration = Duration::from_secs(10);
 
 /// One model of a fleet.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -67,6 +69,9 @@ pub(crate) struct FleetModelConfig {
     /// The longest time that one step may take.
     #[serde(default = "worker::step_timeout", with = "service::duration")]
     pub(crate) step_timeout: Duration,
+    /// The model becomes idle when no request has used it for this long. If absent, never.
+    #[serde(default, with = "service::duration::optional", skip_serializing_if = "Option::is_none")]
+    pub(crate) idle_unload: Option<Duration>,
     #[serde(default = "packed")]
     pub(crate) pack: bool,
 }
@@ -87,6 +92,8 @@ impl FleetModelConfig {
                 "`step-timeout` of {name:?} is {step_timeout:?}, it must be at least {STEP_TIMEOUT_MIN:?}"
             ));
         }
+        let idle_unload = self.idle_unload.map_or(Ok(()), check_idle_unload);
+        idle_unload.map_err(|why| format!("`idle-unload` of {name:?}: {why}"))?;
         // Every running sequence needs at least one row in every step.
         let rows = self.step_tokens.unwrap_or(engine::STEP_TOKENS as u32);
         if let Some(sequences) = self.running_max.filter(|sequences| !(1..=rows).contains(sequences)) {
@@ -100,6 +107,23 @@ impl FleetModelConfig {
         }
         Ok(())
     }
+}
+
+fn check_idle_unload(limit: Duration) -> Result<(), String> {
+    match limit < IDLE_UNLOAD_MIN {
+        false => Ok(()),
+        true => Err(format!(
+            "{} is too short, it must be at least {}",
+            service::duration::format(limit),
+            service::duration::format(IDLE_UNLOAD_MIN)
+        )),
+    }
+}
+
+/// The same setting as an argument.
+pub(crate) fn parse_idle_unload(text: &str) -> Result<Duration, String> {
+    let limit = service::duration::parse(text).map_err(|error| error.to_string())?;
+    check_idle_unload(limit).map(|()| limit)
 }
 
 pub(crate) fn to_toml_table(config: &impl Serialize) -> CliResult<Table> {

@@ -16,7 +16,7 @@ use tokio::sync::broadcast::{self, error::RecvError};
 use tracing::Level;
 
 use crate::cli_error::{CliError, CliResult};
-use crate::fleet_arguments::FleetArguments;
+use crate::fleet_arguments::{FleetArguments, IdleUnloadArgument};
 use crate::fleet_config::{FleetConfig, check_names};
 use crate::running_fleet::{RunningFleet, block_on};
 use crate::terminal::stream_stdout;
@@ -59,6 +59,8 @@ pub(crate) struct ServeArguments {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
+    idle: IdleUnloadArgument,
+    #[command(flatten)]
     fleet: FleetArguments,
 }
 
@@ -74,6 +76,7 @@ pub(crate) fn run(arguments: ServeArguments) -> CliResult {
         (Some(path), _) => FleetConfig::load(path, arguments.fleet.runtime_dir())?,
         (None, Some(model)) => {
             let mut config = arguments.fleet.config(model, None);
+            arguments.idle.set(&mut config.models);
             if let Some(served) = config.models.first_mut() {
                 served.name = arguments.name.unwrap_or(served.name.clone());
                 served.aliases = arguments.alias;

@@ -315,6 +315,7 @@ impl SizedModel {
             pack: self.pack,
             files: self.files.clone(),
             configured_path: self.settings.configured_path.clone().unwrap_or(self.path.clone()),
+            idle_unload: self.settings.idle_unload,
             settings: to_toml_table(&self.settings)?,
         })
     }

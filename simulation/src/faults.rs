@@ -83,6 +83,7 @@ impl FaultPlan {
             pack: true,
             files: String::new(),
             configured_path: std::path::PathBuf::new(),
+            idle_unload: None,
             settings: toml::Table::new(),
         });
         FleetSpec {

@@ -51,6 +51,7 @@ use crate::grpc;
 use crate::idle_models::IdleModels;
 use crate::model_copies::ModelCopies;
 use crate::model_record::recorded_models;
+use crate::model_use::ModelUse;
 use crate::notify_server::Checkpoint;
 use crate::parent_fd_store::ParentFdStore;
 use crate::process::ChildProcess;
@@ -146,6 +147,7 @@ struct ManagedModel {
     unloading: Option<Unload>,
     /// The model was idle and has not been ready since.
     is_waking: bool,
+    model_use: ModelUse,
 }
 
 /// An unload that is in progress.
@@ -335,6 +337,7 @@ impl SupervisorLoop {
             tracing::warn!(?pause, "this process did not run: all deadlines of children move");
         }
         self.check_directory();
+        self.unload_unused(self.deadlines.running_time());
         for name in passed {
             let child = supervised_child(&mut self.children, &name);
             if child.checkpoints.try_send(Checkpoint::DeadlinePassed).is_err() {

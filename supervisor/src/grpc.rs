@@ -333,6 +333,7 @@ fn model_spec(request: wire::LoadModelRequest) -> Result<ModelSpec, Status> {
         files,
         settings,
         further_copies,
+        idle_unload_ms,
     } = request;
     let table = |field: &str, text: &str| {
         let parsed = text.parse::<toml::Table>();
@@ -357,6 +358,7 @@ fn model_spec(request: wire::LoadModelRequest) -> Result<ModelSpec, Status> {
         pack: !no_packing,
         files,
         configured_path: PathBuf::new(),
+        idle_unload: idle_unload_ms.map(Duration::from_millis),
         settings: table("settings", &settings)?,
     })
 }

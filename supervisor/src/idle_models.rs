@@ -135,6 +135,7 @@ mod tests {
             pack: true,
             files: String::new(),
             configured_path: PathBuf::new(),
+            idle_unload: None,
             settings: toml::Table::new(),
         };
         IdleModel::new(spec, false, Bytes::from_static(b"d"))

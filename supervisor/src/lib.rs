@@ -38,6 +38,7 @@ mod idle_models;
 mod model_copies;
 mod model_record;
 mod model_swap;
+mod model_use;
 pub mod mps;
 mod notification;
 mod notify_server;

@@ -8,6 +8,7 @@
 //! follows from the head of a model file, for a successor that cannot read the file.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use service::RuntimeDir;
@@ -45,6 +46,8 @@ pub struct RecordedModel {
     /// It had neither weights nor workers.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub idle: bool,
+    #[serde(default, with = "service::duration::optional", skip_serializing_if = "Option::is_none")]
+    pub idle_unload: Option<Duration>,
 }
 
 /// A further copy of a model on another device.
@@ -67,7 +70,8 @@ struct ModelRecord {
 
 impl RecordedModel {
     pub(crate) fn of(spec: &ModelSpec, by_command: bool) -> Self {
-        let ModelSpec { name, path, workers, copies, pack, files, configured_path, settings } = spec.clone();
+        let ModelSpec { name, path, workers, copies, pack, files, configured_path, idle_unload, settings } =
+            spec.clone();
         let copy =
             |CopySpec { device, weights, worker_config }| RecordedCopy { device, weights, worker_config };
         let mut copies = copies.into_iter().map(copy);
@@ -87,6 +91,7 @@ impl RecordedModel {
             worker_config,
             further_copies: copies.collect(),
             idle: false,
+            idle_unload,
         }
     }
 
@@ -126,6 +131,7 @@ impl RecordedModel {
             pack: known.pack,
             files: known.files,
             configured_path: known.configured_path,
+            idle_unload: known.idle_unload,
             settings: known.settings,
         }
     }
@@ -179,6 +185,7 @@ mod tests {
             pack: true,
             files: "1:2".to_owned(),
             configured_path: "/models/b.gguf".into(),
+            idle_unload: Some(Duration::from_secs(600)),
             settings: "name = \"a\"".parse().unwrap(),
         };
         let models = vec![RecordedModel::of(&spec, true), RecordedModel::of(&spec, false)];

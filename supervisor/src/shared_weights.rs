@@ -82,6 +82,7 @@ mod tests {
             pack,
             files: files.to_owned(),
             configured_path: std::path::PathBuf::new(),
+            idle_unload: None,
             settings: toml::Table::new(),
         }
     }

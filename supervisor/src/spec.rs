@@ -105,6 +105,8 @@ pub struct ModelSpec {
     /// The path that the configuration names. It differs from `path` after a swap. It is empty for
     /// a model that a command loaded.
     pub configured_path: PathBuf,
+    /// The model becomes idle when no request has used it for this long. `None`: never.
+    pub idle_unload: Option<Duration>,
     /// The model's table in the configuration. A command that replaces the file starts from it.
     pub settings: toml::Table,
 }
@@ -305,6 +307,7 @@ mod tests {
             pack: true,
             files: String::new(),
             configured_path: PathBuf::new(),
+            idle_unload: None,
             settings: toml::Table::new(),
         };
         let models = [model("new", 1), model("b", 2), model("a", 2)];

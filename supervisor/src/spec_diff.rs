@@ -7,6 +7,7 @@
 //! are not in the configuration, and no change names them.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use toml::{Table, Value};
 
@@ -34,6 +35,8 @@ pub enum SpecChange {
     WorkerCount { model: String, devices: u32, from: u32, to: u32 },
     /// The workers of the model restart with new settings, one after the other.
     WorkerSettings { model: String, changes: Vec<SettingChange>, copies: Vec<CopySpec>, settings: Table },
+    /// The idle clock of the model gets another limit. No process changes.
+    IdleUnload { model: String, from: Option<Duration>, to: Option<Duration>, settings: Table },
     /// The router restarts; it finishes its streams first.
     RouterSettings { changes: Vec<SettingChange>, router_config: Table },
     /// Only a restart of the supervisor applies it.
@@ -69,7 +72,7 @@ pub(crate) fn diff_specs(running: ComparedSpec<'_>, wanted: ComparedSpec<'_>) ->
 }
 
 fn diff_models(known: &ModelSpec, wanted: &ModelSpec) -> Vec<SpecChange> {
-    let ModelSpec { name, path, workers, copies, pack, settings, .. } = wanted;
+    let ModelSpec { name, path, workers, copies, pack, idle_unload, settings, .. } = wanted;
     let fixed = |key: &str, from: Value, to: Value| {
         let change = SettingChange { key: format!("{key} of model {name}"), from: Some(from), to: Some(to) };
         (change.from != change.to).then_some(SpecChange::NotApplied { change })
@@ -93,6 +96,10 @@ fn diff_models(known: &ModelSpec, wanted: &ModelSpec) -> Vec<SpecChange> {
         let devices = u32::try_from(known.copies.len()).unwrap_or(u32::MAX);
         let (model, from, to) = (name.clone(), known.workers, *workers);
         changes.push(SpecChange::WorkerCount { model, devices, from, to });
+    }
+    if known.idle_unload != *idle_unload {
+        let (model, from, to) = (name.clone(), known.idle_unload, *idle_unload);
+        changes.push(SpecChange::IdleUnload { model, from, to, settings: settings.clone() });
     }
     changes
 }
@@ -185,6 +192,12 @@ impl std::fmt::Display for SpecChange {
             SpecChange::WorkerSettings { model, changes, .. } => {
                 write!(f, "workers of model {model} restart one after the other: {}", list(changes))
             }
+            SpecChange::IdleUnload { model, from, to, .. } => {
+                let shown = |limit: &Option<Duration>| {
+                    limit.map_or_else(|| "never".to_owned(), service::duration::format)
+                };
+                write!(f, "idle-unload of model {model}: {} -> {}", shown(from), shown(to))
+            }
             SpecChange::RouterSettings { changes, .. } => {
                 write!(f, "the router restarts after its streams: {}", list(changes))
             }
@@ -214,6 +227,7 @@ mod tests {
             pack: true,
             files: String::new(),
             configured_path: std::path::PathBuf::new(),
+            idle_unload: None,
             settings: Table::new(),
         }
     }
@@ -285,8 +299,10 @@ mod tests {
 
     fn models() -> impl Strategy<Value = Vec<ModelSpec>> {
         let one = |name: &'static str| {
-            (0..3u32, 0..3u32)
-                .prop_map(move |(workers, threads)| model(name, workers, &format!("threads = {threads}")))
+            (0..3u32, 0..3u32, proptest::option::of(10..12u64)).prop_map(move |(workers, threads, idle)| {
+                let idle_unload = idle.map(Duration::from_secs);
+                ModelSpec { idle_unload, ..model(name, workers, &format!("threads = {threads}")) }
+            })
         };
         let some = |name| proptest::option::of(one(name));
         (some("a"), some("b"), some("c")).prop_map(|(a, b, c)| [a, b, c].into_iter().flatten().collect())
@@ -307,6 +323,11 @@ mod tests {
                 SpecChange::WorkerSettings { model, copies, .. } => {
                     let at = of(&model);
                     running[at].copies = copies;
+                }
+                SpecChange::IdleUnload { model, from, to, .. } => {
+                    let at = of(&model);
+                    assert_eq!(running[at].idle_unload, from);
+                    running[at].idle_unload = to;
                 }
                 SpecChange::WorkerCount { .. }
                 | SpecChange::RouterSettings { .. }

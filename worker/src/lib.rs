@@ -24,6 +24,7 @@
 //! | `grammar_constraint` | computes the next token bitmask while the engine steps |
 //! | `worker_pool`, `panic_isolation` | threads whose jobs may panic or hang |
 //! | `step_watchdog` | ends a worker whose step does not end |
+//! | `use_report` | tells the supervisor that requests use this worker |
 //! | `draft_vocabulary` | whether one model can draft for another |
 //! | `memory_plan`, `workspace` | device memory of a worker, computed before its start |
 //! | `process_memory`, `startup_timeline` | private memory; duration of each startup stage |
@@ -58,6 +59,7 @@ mod run_error;
 mod startup_timeline;
 mod step_watchdog;
 mod token_channel;
+mod use_report;
 mod wire;
 mod worker_pool;
 mod workspace;

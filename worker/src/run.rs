@@ -30,6 +30,7 @@ use crate::grpc::WorkerService;
 use crate::run_error::WorkerRunError;
 use crate::startup_timeline::StartupTimeline;
 use crate::step_watchdog::wait_for_hung_step;
+use crate::use_report::report_use;
 
 /// Longest attach token.
 const ATTACH_TOKEN_BYTES_MAX: u64 = 256;
@@ -155,6 +156,7 @@ async fn serve_when_ready(
             timeline.since_start().as_secs_f64() * 1e3,
         );
         let (steps, timeout) = (engine.handle.steps(), service.config.step_timeout);
+        let snapshots = engine.handle.snapshots();
         service.start_serving(engine).await;
         // A stopped supervisor reads no status.
         if let Err(error) = notify.status(&text) {
@@ -163,6 +165,8 @@ async fn serve_when_ready(
         tokio::select! {
             lost = futures::future::try_join_all(leases.into_iter().map(watch_lease)) => drop(lost?),
             () = wait_for_hung_step(steps, timeout) => return Err(WorkerRunError::StepHangs { timeout }),
+            // The end of the engine's thread says why it ended.
+            () = report_use(snapshots, notify) => {}
         }
     }
     std::future::pending().await

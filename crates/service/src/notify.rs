@@ -174,10 +174,12 @@ impl Notify {
 
     /// Without effect if the parent has not read earlier messages: they prove as much.
     pub fn watchdog(&self) -> Result<(), NotifyError> {
-        match self.try_send("WATCHDOG=1", &[]) {
-            Err(error) if error.is_full_queue() => Ok(()),
-            sent => sent,
-        }
+        self.send_if_room("WATCHDOG=1")
+    }
+
+    /// Requests have used this worker since the last such message, or still do.
+    pub fn used(&self) -> Result<(), NotifyError> {
+        self.send_if_room("USED=1")
     }
 
     /// Requests this much more time, from now, to become ready or to stop.
@@ -250,6 +252,14 @@ impl Notify {
             outbox.has_sender = spawned.is_ok();
         }
         Ok(())
+    }
+
+    /// Sends a message that is repeated anyway.
+    fn send_if_room(&self, message: &str) -> Result<(), NotifyError> {
+        match self.try_send(message, &[]) {
+            Err(error) if error.is_full_queue() => Ok(()),
+            sent => sent,
+        }
     }
 
     /// Sends one datagram, or fails at once if the parent's queue is full. `supervision` sends its

@@ -36,6 +36,8 @@ use crate::{Notify, RunningClock, Shutdown, logging};
 pub const SUCCESSOR_WAIT: Duration = Duration::from_secs(10);
 /// How often a child without a supervisor offers itself.
 pub const OFFER_PERIOD: Duration = Duration::from_millis(100);
+/// A worker that requests use reports it this often.
+pub const USE_REPORT_PERIOD: Duration = Duration::from_secs(2);
 /// How long a successor may take to answer one offer.
 const ANSWER_WAIT: Duration = Duration::from_secs(1);
 /// A supervisor's answer to an offer that it accepts.

@@ -6,11 +6,13 @@
 //! [`ModelCopies`]: crate::model_copies::ModelCopies
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::{ManagedModel, SupervisedChild, SupervisorLoop};
 use crate::events::ResidentCopy;
 use crate::fleet::CommandSender;
 use crate::model_copies::{CopyAction, ModelCopies};
+use crate::model_use::ModelUse;
 use crate::resident_models::WeightsOnDevice;
 use crate::spec::{CopySpec, ModelSpec};
 use crate::status::{FleetEvent, ModelState, ModelStatus};
@@ -19,7 +21,15 @@ use crate::weight_server_admin::{CopyLoad, WeightServerAdmin};
 impl ManagedModel {
     pub(super) fn new(spec: ModelSpec, by_command: bool) -> Self {
         let copies = ModelCopies::loading(spec.devices());
-        Self { spec, by_command, copies, tasks: Default::default(), unloading: None, is_waking: false }
+        Self {
+            spec,
+            by_command,
+            copies,
+            tasks: Default::default(),
+            unloading: None,
+            is_waking: false,
+            model_use: ModelUse::default(),
+        }
     }
 
     pub(super) fn status(&self) -> ModelStatus {
@@ -102,9 +112,11 @@ impl SupervisorLoop {
     }
 
     pub(super) fn copy_loaded(&mut self, name: &str, device: &str, loaded: ResidentCopy) {
+        let now = self.deadlines.advance(Instant::now());
         let Some(model) = self.models.get_mut(name) else { return };
         let action = model.copies.set_loaded(device, loaded.digest);
         model.is_waking = false;
+        model.model_use.loaded(now);
         let status = model.status();
         self.publish(FleetEvent::Model(status));
         self.apply_copy_action(name, device, action, Some(loaded.generation));

@@ -3,10 +3,13 @@
 //! Models that become idle and are woken. Becoming idle is an unload whose end keeps the name and
 //! the settings; waking is a load with these.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tokio::sync::oneshot;
+
 use super::{ManagedModel, SupervisorLoop, answer};
-use crate::commands::{CommandError, CommandReply};
+use crate::commands::{CommandError, CommandReply, DRAIN_GRACE};
 use crate::idle_models::IdleModel;
 use crate::status::{FleetEvent, ModelFailure, ModelState};
 
@@ -90,10 +93,53 @@ impl SupervisorLoop {
             return Err(error);
         }
         tracing::info!(model = name, "waking");
+        let now = self.deadlines.advance(Instant::now());
         if let Some(model) = self.models.get_mut(name) {
             model.is_waking = true;
+            if on_demand {
+                model.model_use.requested(now);
+            }
         }
         Ok(())
+    }
+
+    /// Requests use this worker.
+    pub(super) fn model_used(&mut self, worker: &Arc<str>) {
+        let slot = self.children.get(worker).and_then(|child| child.slot.as_ref());
+        let Some(name) = slot.map(|slot| slot.model.clone()) else { return };
+        let now = self.deadlines.advance(Instant::now());
+        let Some(model) = self.models.get_mut(&name) else { return };
+        model.model_use.requested(now);
+        // What drafts for the model is used with it.
+        let draft = model.spec.draft().map(str::to_owned);
+        if let Some(draft) = draft.and_then(|draft| self.models.get_mut(&draft)) {
+            draft.model_use.requested(now);
+        }
+    }
+
+    /// Lets models become idle that no request has used for their time.
+    pub(super) fn unload_unused(&mut self, now: Instant) {
+        let mut unused = Vec::new();
+        for (name, model) in &mut self.models {
+            let is_serving = model.unloading.is_none() && model.copies.state() == ModelState::Ready;
+            let limit = model.spec.idle_unload.filter(|_| is_serving);
+            if limit.is_some_and(|limit| model.model_use.is_over(limit, now)) {
+                unused.push(name.clone());
+            }
+        }
+        for name in unused {
+            if self.may_become_idle(&name) {
+                tracing::info!(model = name, "becomes idle: no request has used it for its `idle-unload`");
+                // No caller waits for the end.
+                self.unload_model(name, DRAIN_GRACE, true, oneshot::channel().0);
+            }
+        }
+    }
+
+    fn may_become_idle(&self, name: &str) -> bool {
+        self.check_not_stopping().is_ok()
+            && self.check_not_drafting(name).is_ok()
+            && self.check_not_swapped(name).is_ok()
     }
 
     /// No copy of the model could be loaded. If it was being woken, it is idle again.

@@ -147,6 +147,13 @@ impl SupervisorLoop {
                 self.restart_rolling(workers);
                 Ok(())
             }
+            SpecChange::IdleUnload { model, to, settings, .. } => {
+                let known = self.models.get_mut(model).map(|model| &mut model.spec);
+                if let Some(spec) = known.or_else(|| self.idle_models.spec_mut(model)) {
+                    (spec.idle_unload, spec.settings) = (*to, settings.clone());
+                }
+                Ok(())
+            }
             SpecChange::RouterSettings { router_config, .. } => {
                 self.restart_router(router_config.clone());
                 Ok(())

@@ -236,6 +236,7 @@ fn fleet_spec(behaviours: &ChildBehaviours) -> FleetSpec {
             pack: true,
             files: String::new(),
             configured_path: PathBuf::new(),
+            idle_unload: None,
             settings: toml::Table::new(),
         }],
         supervision: SupervisionConfig::default(),

@@ -64,6 +64,10 @@ impl EngineHandle {
         EngineWaker { commands: Arc::downgrade(&self.commands), is_wake_queued: self.is_wake_queued.clone() }
     }
 
+    pub(crate) fn snapshots(&self) -> watch::Receiver<EngineSnapshot> {
+        self.snapshot.clone()
+    }
+
     /// The engine's clock.
     pub(crate) fn now(&self) -> Duration {
         self.epoch.elapsed()

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! [`ModelUse`]: when requests last used a model. A plain value; time is an argument.
+
+use std::time::{Duration, Instant};
+
+use service::supervision::USE_REPORT_PERIOD;
+
+/// A model with a request is reported at least this often, if one report is late.
+const IN_USE: Duration = USE_REPORT_PERIOD.saturating_mul(2);
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ModelUse {
+    /// The idle clock counts from here. `None` before the model serves for the first time.
+    unused_since: Option<Instant>,
+    /// `None` if no request is known to have used the model.
+    last_request: Option<Instant>,
+}
+
+impl ModelUse {
+    /// The weights are there. Requests that have waited for them come now.
+    pub(crate) fn loaded(&mut self, now: Instant) {
+        if self.unused_since.is_none() {
+            self.unused_since = Some(now);
+            self.last_request = self.last_request.map(|_| now);
+        }
+    }
+
+    /// A request uses the model, or waits for it.
+    pub(crate) fn requested(&mut self, now: Instant) {
+        self.last_request = Some(now);
+        self.unused_since = self.unused_since.map(|_| now);
+    }
+
+    /// Whether the idle clock has passed `limit`. It starts again then, so that an unload which
+    /// fails is not repeated at once.
+    pub(crate) fn is_over(&mut self, limit: Duration, now: Instant) -> bool {
+        let is_over = self.unused_since.is_some_and(|since| now.saturating_duration_since(since) >= limit);
+        if is_over {
+            self.unused_since = Some(now);
+        }
+        is_over
+    }
+
+    /// Whether a request uses the model now, as far as reports tell.
+    pub(crate) fn is_in_use(&self, now: Instant) -> bool {
+        self.last_request.is_some_and(|last| now.saturating_duration_since(last) < IN_USE)
+    }
+}
+
+/// The model that leaves first if others need its memory: one that no request has used, then the
+/// one whose last request is oldest. Models in use stay.
+pub(crate) fn least_recently_used<'a>(
+    models: impl Iterator<Item = (&'a str, ModelUse)>,
+    now: Instant,
+) -> Option<&'a str> {
+    let unused = models.filter(|(_, model_use)| !model_use.is_in_use(now));
+    unused.min_by_key(|(name, model_use)| (model_use.last_request, *name)).map(|(name, _)| name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn the_idle_clock_starts_with_the_weights_and_again_with_each_request() {
+        let start = Instant::now();
+        let mut model_use = ModelUse::default();
+        model_use.requested(start);
+        assert!(!model_use.is_over(LIMIT, start + 10 * LIMIT), "a model that loads is not unused");
+        let loaded = start + 10 * LIMIT;
+        model_use.loaded(loaded);
+        model_use.loaded(loaded + LIMIT / 2);
+        assert!(!model_use.is_over(LIMIT, loaded + LIMIT * 99 / 100));
+        model_use.requested(loaded + LIMIT * 99 / 100);
+        assert!(!model_use.is_over(LIMIT, loaded + LIMIT));
+        assert!(model_use.is_over(LIMIT, loaded + 2 * LIMIT));
+        assert!(!model_use.is_over(LIMIT, loaded + 2 * LIMIT), "an unload is not repeated at once");
+        assert!(model_use.is_over(LIMIT, loaded + 3 * LIMIT));
+    }
+
+    #[test]
+    fn the_model_whose_last_request_is_oldest_leaves_first_and_none_in_use() {
+        let start = Instant::now();
+        let now = start + 100 * IN_USE;
+        let mut models = [("old", 5), ("older", 4), ("busy", 99), ("fresh", 100), ("never", 0)].map(
+            |(name, requested)| {
+                let mut model_use = ModelUse::default();
+                model_use.loaded(start);
+                if requested > 0 {
+                    model_use.requested(start + requested * IN_USE);
+                }
+                (name, model_use)
+            },
+        );
+        models[2].1.requested(now - IN_USE / 2);
+        let mut left: Vec<(&str, ModelUse)> = models.to_vec();
+        let mut order = Vec::new();
+        while let Some(next) = least_recently_used(left.iter().copied(), now) {
+            order.push(next);
+            left.retain(|(name, _)| *name != next);
+        }
+        assert_eq!(order, ["never", "older", "old"]);
+    }
+
+    #[test]
+    fn requests_that_waited_for_a_load_use_the_model_when_it_is_there() {
+        let start = Instant::now();
+        let (mut waited, mut initial) = (ModelUse::default(), ModelUse::default());
+        waited.requested(start);
+        let loaded = start + 10 * IN_USE;
+        waited.loaded(loaded);
+        initial.loaded(loaded);
+        assert!(waited.is_in_use(loaded) && !initial.is_in_use(loaded));
+    }
+}
