@@ -160,6 +160,7 @@ fn recorded() -> Vec<RecordedModel> {
         further_copies: Vec::new(),
         idle: false,
         idle_unload: None,
+        memory: supervisor::CopyMemory::default(),
     };
     vec![model("configured", false), model("by/command", true)]
 }

@@ -5,10 +5,16 @@
 
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use proto::weights::v1::GetStatusRequest;
+use proto::weights::v1::weight_server_client::WeightServerClient;
+use serde_json::{Value, json};
+use service::RuntimeDir;
 
 use crate::harness::api::{TestRequest, generate_all, runtime};
-use crate::harness::{ServedFleet, demo_7m, demo_22m, eventually, model_table, serve_config};
+use crate::harness::http::HttpClient;
+use crate::harness::{
+    ServedFleet, ballast, demo_7m, demo_22m, eventually, model_table, runs_on_host, serve_config,
+};
 
 /// The shortest that the configuration takes.
 const IDLE_UNLOAD: &str = "idle-unload = \"10s\"";
@@ -62,5 +68,96 @@ fn a_model_leaves_when_no_request_has_used_it_for_its_time_and_the_next_one_wake
     assert_eq!(fleet.reload(&[]).trim(), "idle-unload of model a: 10s -> 1h");
     std::thread::sleep(Duration::from_secs(13));
     await_state(&fleet, "a", "ready");
+    fleet.stop();
+}
+
+/// Bytes that `plan` counts for a model on the host: of its weights and of one worker.
+fn planned(config: &str) -> u64 {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("fleet.toml");
+    std::fs::write(&file, config).unwrap();
+    let output = ballast().args(["plan", "--json", "--config"]).arg(&file).output().unwrap();
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    report["devices"][0]["needed"].as_u64().unwrap()
+}
+
+fn reserved(fleet: &ServedFleet) -> u64 {
+    runtime().block_on(async {
+        let socket = RuntimeDir::at(fleet.runtime_dir()).weights_admin_socket();
+        let channel = service::grpc::connect(&socket).await.unwrap();
+        let status = WeightServerClient::new(channel).get_status(GetStatusRequest {}).await.unwrap();
+        status.into_inner().ledger.unwrap().reserved_bytes
+    })
+}
+
+/// Requests one after the other for 20 s. Returns how many were answered.
+fn answers_of(fleet: &ServedFleet, model: &str, expected: &[u32]) -> usize {
+    let started = Instant::now();
+    let mut answers = 0;
+    while started.elapsed() < Duration::from_secs(20) {
+        assert_eq!(generate(fleet, model), expected);
+        answers += 1;
+    }
+    answers
+}
+
+#[test]
+fn models_that_do_not_fit_together_leave_for_each_other_and_others_stay() {
+    if !runs_on_host("a budget of the host") {
+        return;
+    }
+    let (a, b) = (model_table("a", &demo_22m(), IDLE_UNLOAD), model_table("b", &demo_22m(), IDLE_UNLOAD));
+    // Another layout, so that it does not share the weights of "a".
+    let b = b.replace("threads = 1", "threads = 1\npack = false");
+    let kept = model_table("kept", &demo_7m(), "");
+    let budget = planned(&kept) + planned(&a).max(planned(&b)) + (4 << 20);
+    let config = format!("host-budget = \"{budget}\"\n{a}{b}{kept}");
+    let fleet = ServedFleet::start_config(&config);
+    await_state(&fleet, "a", "ready");
+    await_state(&fleet, "b", "idle");
+    let kept_worker = |fleet: &ServedFleet| {
+        let lines = fleet.try_ps_lines().unwrap();
+        lines.iter().find(|line| line["role"] == "worker" && line["model"] == "kept").unwrap()["pid"].clone()
+    };
+    let (expected, worker) = (generate(&fleet, "kept"), kept_worker(&fleet));
+    // No request has used "a": it leaves at once.
+    let of_b = generate(&fleet, "b");
+    await_state(&fleet, "a", "idle");
+    assert!(reserved(&fleet) <= budget);
+    // "b" has just been used: it leaves after a while. Nobody waits in vain.
+    let of_a = generate(&fleet, "a");
+    await_state(&fleet, "b", "idle");
+    assert_eq!(of_a, of_b, "it is the same file");
+    std::thread::scope(|scope| {
+        let clients = [("a", &of_a), ("b", &of_a), ("kept", &expected)]
+            .map(|(model, expected)| scope.spawn(|| answers_of(&fleet, model, expected)));
+        let answers = clients.map(|client| client.join().unwrap());
+        assert!(answers.iter().all(|answers| *answers >= 2), "{answers:?}");
+    });
+    assert_eq!(kept_worker(&fleet), worker);
+    fleet.stop();
+}
+
+#[test]
+fn a_model_for_which_no_other_can_make_room_is_refused_with_the_figures() {
+    if !runs_on_host("a budget of the host") {
+        return;
+    }
+    let kept = model_table("kept", &demo_22m(), "");
+    let large =
+        model_table("large", &demo_22m(), IDLE_UNLOAD).replace("threads = 1", "threads = 1\npack = false");
+    let budget = planned(&kept) + (4 << 20);
+    let fleet = ServedFleet::start_config(&format!("host-budget = \"{budget}\"\n{kept}{large}"));
+    await_state(&fleet, "large", "idle");
+    let body = json!({"model": "large", "prompt": "def f", "max_tokens": 4});
+    let started = Instant::now();
+    let (status, answer) = HttpClient::connect(&fleet).post("/v1/completions", &body);
+    assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
+    assert_eq!(status, 503, "{answer}");
+    let line = model_line(&fleet, "large").unwrap();
+    let failure = line["failure"].as_str().unwrap();
+    assert!(answer.contains("cannot be loaded") && answer.contains("are needed on host"), "{answer}");
+    assert!(failure.contains("are needed on host") && failure.contains("raise the budget"), "{failure}");
+    generate(&fleet, "kept");
     fleet.stop();
 }

@@ -185,9 +185,12 @@ pub(crate) fn load_request(model: ModelSpec) -> wire::LoadModelRequest {
     let copy = |copy: CopySpec| wire::FurtherCopy {
         device: copy.device,
         worker_config: copy.worker_config.to_string(),
+        weights_bytes: copy.memory.weights_bytes,
+        worker_bytes: copy.memory.worker_bytes,
     };
     let mut copies = model.copies.into_iter().map(copy);
-    let wire::FurtherCopy { device, worker_config } = copies.next().unwrap_or_default();
+    let wire::FurtherCopy { device, worker_config, weights_bytes, worker_bytes } =
+        copies.next().unwrap_or_default();
     wire::LoadModelRequest {
         name: model.name,
         path: model.path.to_string_lossy().into_owned(),
@@ -198,6 +201,8 @@ pub(crate) fn load_request(model: ModelSpec) -> wire::LoadModelRequest {
         files: model.files,
         settings: model.settings.to_string(),
         further_copies: copies.collect(),
+        weights_bytes,
+        worker_bytes,
         idle_unload_ms: model.idle_unload.map(|limit| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX)),
     }
 }

@@ -17,7 +17,7 @@ use quant::DType;
 use quant::layout::Tiles;
 use service::exit::one_line;
 use service::{ByteSize, Exit};
-use supervisor::{CopySpec, ModelSpec};
+use supervisor::{CopyMemory, CopySpec, ModelSpec};
 use worker::{ChatTemplateSetting, CheckedChatTemplate, DraftSource, MemoryPlan};
 
 use crate::cli_error::{CliError, CliResult, IoContext};
@@ -324,8 +324,10 @@ impl SizedModel {
 impl SizedCopy {
     fn plan(&self) -> CliResult<CopySpec> {
         let device = self.choice.device().to_string();
+        let memory = CopyMemory { weights_bytes: self.weights.total(), worker_bytes: self.demand.total() };
         // The supervisor names the weights.
-        Ok(CopySpec { device, weights: String::new(), worker_config: to_toml_table(&self.worker)? })
+        let weights = String::new();
+        Ok(CopySpec { device, weights, worker_config: to_toml_table(&self.worker)?, memory })
     }
 }
 

@@ -109,8 +109,11 @@ impl FleetWatch {
                 let models = status.models.iter().map(|model| (model.name.clone(), model.digest.to_vec()));
                 registry.set_fleet_models(models.collect());
             }
-            let models = status.as_ref().map(|status| next_workers(status, asked));
-            registry.set_fleet_answer(models.map(|models| FleetAnswer { asked, models }));
+            registry.set_fleet_answer(status.as_ref().map(|status| FleetAnswer {
+                asked,
+                models: next_workers(status, asked),
+                failures: failures(status),
+            }));
             let status = status.unwrap_or_default();
             let copies = status.models.iter().flat_map(|model| {
                 model.copies.iter().map(|copy| CopyReport {
@@ -153,6 +156,14 @@ async fn wake(client: &mut FleetClient<Channel>, name: String) -> bool {
 fn next_workers(status: &Status, asked: Instant) -> HashMap<String, NextWorker> {
     let models = status.models.iter();
     models.map(|model| (model.name.clone(), next_worker(model, &status.children, asked))).collect()
+}
+
+/// Why models cannot be loaded. Those whose copies are tried again are not among them.
+fn failures(status: &Status) -> HashMap<String, String> {
+    let failed = status.models.iter().filter(|model| {
+        matches!(model.state(), ModelState::Failed | ModelState::Idle) && !model.failure.is_empty()
+    });
+    failed.map(|model| (model.name.clone(), model.failure.clone())).collect()
 }
 
 fn next_worker(model: &Model, children: &[Child], asked: Instant) -> NextWorker {

@@ -333,7 +333,7 @@ impl From<ResolveError> for Status {
         match error {
             ResolveError::Unknown { .. } => Status::not_found(message),
             ResolveError::Ambiguous { .. } => Status::invalid_argument(message),
-            ResolveError::NoModel | ResolveError::NotAllKnown => {
+            ResolveError::NoModel | ResolveError::NotAllKnown | ResolveError::Failed { .. } => {
                 with_retry_after(Status::unavailable(message), Some(RETRY_AFTER))
             }
         }

@@ -129,6 +129,8 @@ pub(crate) enum ResolveError {
     Unknown { name: String, known: Vec<String> },
     #[error("`model` is missing; served models: {}", list(.known))]
     Ambiguous { known: Vec<String> },
+    #[error("the model `{name}` cannot be loaded: {why}")]
+    Failed { name: String, why: String },
     #[error("no worker serves a model yet")]
     NoModel,
     #[error("not every worker has told its model yet")]
@@ -428,8 +430,12 @@ impl WorkerRegistry {
         access: &ModelAccess,
     ) -> Result<Arc<ServedModel>, ResolveError> {
         let state = self.lock();
+        let failed = |name: &str| {
+            let why = state.outlook.failure(name).filter(|_| access.allows(name))?;
+            Some(ResolveError::Failed { name: name.to_owned(), why: why.to_owned() })
+        };
         if state.models.is_empty() {
-            return Err(ResolveError::NoModel);
+            return Err(name.and_then(failed).unwrap_or(ResolveError::NoModel));
         }
         let known = || {
             let models = state.models.iter();
@@ -451,7 +457,7 @@ impl WorkerRegistry {
             let may_be_told = !state.unidentified.is_empty() || state.outlook.lists(name);
             match may_be_told && access.allows(name) {
                 true => ResolveError::NotAllKnown,
-                false => ResolveError::unknown(name, known()),
+                false => failed(name).unwrap_or_else(|| ResolveError::unknown(name, known())),
             }
         })
     }

@@ -73,6 +73,8 @@ pub(crate) struct FleetAnswer {
     /// When the supervisor was asked.
     pub(crate) asked: Instant,
     pub(crate) models: HashMap<String, NextWorker>,
+    /// Why a model cannot be loaded, by name.
+    pub(crate) failures: HashMap<String, String>,
 }
 
 /// What is known about workers that are not ready.
@@ -97,6 +99,11 @@ impl WorkerOutlook {
     pub(crate) fn is_on_demand(&self, name: &str) -> bool {
         let next = self.answer.as_ref().and_then(|answer| answer.models.get(name));
         next == Some(&NextWorker::OnDemand)
+    }
+
+    /// Why the model of this name cannot be loaded.
+    pub(crate) fn failure(&self, name: &str) -> Option<&str> {
+        self.answer.as_ref().and_then(|answer| answer.failures.get(name)).map(String::as_str)
     }
 
     pub(crate) fn lists(&self, name: &str) -> bool {
@@ -135,7 +142,7 @@ mod tests {
 
     fn answered(asked: Instant, next: NextWorker) -> WorkerOutlook {
         let models = HashMap::from([("m".to_owned(), next)]);
-        WorkerOutlook { answer: Some(FleetAnswer { asked, models }) }
+        WorkerOutlook { answer: Some(FleetAnswer { asked, models, failures: HashMap::new() }) }
     }
 
     #[test]

@@ -79,6 +79,7 @@ impl FaultPlan {
                 device: "host".to_owned(),
                 weights: MODELS[index].to_owned(),
                 worker_config: Default::default(),
+                memory: Default::default(),
             }],
             pack: true,
             files: String::new(),

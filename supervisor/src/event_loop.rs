@@ -18,6 +18,7 @@ mod notifications;
 mod reload;
 mod residency;
 mod rolling;
+mod room;
 mod swap;
 mod takeover;
 
@@ -38,6 +39,7 @@ use tokio::sync::{broadcast, mpsc};
 use tokio::task::{AbortHandle, JoinHandle};
 
 use self::children::supervised_child;
+use self::room::RoomWait;
 use self::swap::RunningSwap;
 use self::takeover::LivingChildren;
 use crate::attach_token::AttachToken;
@@ -148,6 +150,8 @@ struct ManagedModel {
     /// The model was idle and has not been ready since.
     is_waking: bool,
     model_use: ModelUse,
+    /// It is not requested yet.
+    room_wait: Option<RoomWait>,
 }
 
 /// An unload that is in progress.
@@ -183,6 +187,8 @@ struct SupervisorLoop {
     commands: CommandSender,
     /// Compares what is resident in a new weight-server with `models`.
     sync_task: Option<AbortHandle>,
+    /// Reads the ledger for models that wait for room.
+    room_task: Option<AbortHandle>,
     stopping: bool,
     deadlines: ChildDeadlines,
 }
@@ -227,6 +233,7 @@ impl FleetHandle {
             last_swap: 0,
             commands: commands.clone(),
             sync_task: None,
+            room_task: None,
             stopping: false,
             deadlines,
         };
@@ -245,6 +252,8 @@ impl FleetHandle {
                 model
                     .copies
                     .set_served(|device| slots.values().any(|slot| is_of(slot) && slot.device == device));
+                // The weights are there already.
+                model.room_wait = None;
             }
         }
         for (spec, slot) in event_loop.spec.initial_children(&living.slots()) {
@@ -370,6 +379,7 @@ impl SupervisorLoop {
             }
             SupervisorEvent::ResidentWeights { resident } => self.unload_leftovers(resident),
             SupervisorEvent::LeftoversUnloaded => self.request_models(),
+            SupervisorEvent::LedgerRead { ledger } => self.ledger_read(&ledger),
             SupervisorEvent::CopyStateChanged { name, device, state } => {
                 self.copy_state_changed(&name, &device, state)
             }

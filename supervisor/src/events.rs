@@ -7,6 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::commands::{CommandError, CommandReply, FleetCommand};
+use crate::memory_room::DeviceLedger;
 use crate::model_swap::SwapEvent;
 use crate::notification::Notification;
 use crate::resident_models::WeightsOnDevice;
@@ -49,6 +50,10 @@ pub(crate) enum SupervisorEvent {
         resident: Vec<WeightsOnDevice>,
     },
     LeftoversUnloaded,
+    /// For the models that wait for room.
+    LedgerRead {
+        ledger: DeviceLedger,
+    },
     /// The worker of this start has drained, or did not answer.
     WorkerDrained {
         child: Arc<str>,

@@ -20,7 +20,7 @@ use tonic::{Request, Response, Status};
 
 use crate::commands::{CommandError, CommandReply, DRAIN_GRACE, FleetCommand};
 use crate::fleet::CommandSender;
-use crate::spec::{ChildRole, CopySpec, ModelSpec};
+use crate::spec::{ChildRole, CopyMemory, CopySpec, ModelSpec};
 use crate::spec_diff::SpecChange;
 use crate::state::{BackoffReason, ChildState};
 use crate::status::{ChildStatus, CopyStatus, FleetEvent, ModelFailure, ModelState, ModelStatus};
@@ -334,21 +334,27 @@ fn model_spec(request: wire::LoadModelRequest) -> Result<ModelSpec, Status> {
         settings,
         further_copies,
         idle_unload_ms,
+        weights_bytes,
+        worker_bytes,
     } = request;
     let table = |field: &str, text: &str| {
         let parsed = text.parse::<toml::Table>();
         parsed.map_err(|error| Status::invalid_argument(format!("{field}: {}", error.message())))
     };
-    let first = wire::FurtherCopy { device, worker_config };
+    let first = wire::FurtherCopy { device, worker_config, weights_bytes, worker_bytes };
     let mut copies: Vec<CopySpec> = Vec::new();
-    for wire::FurtherCopy { device, worker_config } in std::iter::once(first).chain(further_copies) {
+    for wire::FurtherCopy { device, worker_config, weights_bytes, worker_bytes } in
+        std::iter::once(first).chain(further_copies)
+    {
         let device = if device.is_empty() { HOST_DEVICE.to_owned() } else { device };
         if copies.iter().any(|copy| copy.device == device) {
             return Err(Status::invalid_argument(format!("further_copies: {device} is named twice")));
         }
         // The event loop names the weights.
         let weights = String::new();
-        copies.push(CopySpec { device, weights, worker_config: table("worker_config", &worker_config)? });
+        let worker_config = table("worker_config", &worker_config)?;
+        let memory = CopyMemory { weights_bytes, worker_bytes };
+        copies.push(CopySpec { device, weights, worker_config, memory });
     }
     Ok(ModelSpec {
         name,

@@ -119,13 +119,14 @@ mod tests {
     use service::Exit;
 
     use super::*;
-    use crate::spec::CopySpec;
+    use crate::spec::{CopyMemory, CopySpec};
 
     fn model(name: &str) -> IdleModel {
         let copy = CopySpec {
             device: "host".to_owned(),
             weights: name.to_owned(),
             worker_config: toml::Table::new(),
+            memory: CopyMemory::default(),
         };
         let spec = ModelSpec {
             name: name.to_owned(),

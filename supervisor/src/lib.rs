@@ -35,6 +35,7 @@ pub mod fd_store;
 mod fleet;
 mod grpc;
 mod idle_models;
+mod memory_room;
 mod model_copies;
 mod model_record;
 mod model_swap;
@@ -63,8 +64,8 @@ pub use event_loop::{FleetStartError, raise_descriptor_limit};
 pub use fleet::FleetHandle;
 pub use model_record::{RecordedModel, recorded_models};
 pub use spec::{
-    ChildRole, ChildSpec, CompleteWorkerConfig, CopySpec, FleetSpec, ModelSpec, ReadSpec, ReloadedSpec,
-    WorkerSlot,
+    ChildRole, ChildSpec, CompleteWorkerConfig, CopyMemory, CopySpec, FleetSpec, ModelSpec, ReadSpec,
+    ReloadedSpec, WorkerSlot,
 };
 pub use spec_diff::{SettingChange, SpecChange, diff_settings};
 pub use state::{BackoffReason, ChildState, Termination};

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use service::RuntimeDir;
 use service::config::{self, ConfigFileError};
 
-use crate::spec::{CopySpec, ModelSpec};
+use crate::spec::{CopyMemory, CopySpec, ModelSpec};
 
 /// A model that the predecessor served.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -48,6 +48,9 @@ pub struct RecordedModel {
     pub idle: bool,
     #[serde(default, with = "service::duration::optional", skip_serializing_if = "Option::is_none")]
     pub idle_unload: Option<Duration>,
+    /// Of the first copy.
+    #[serde(default)]
+    pub memory: CopyMemory,
 }
 
 /// A further copy of a model on another device.
@@ -59,6 +62,8 @@ pub struct RecordedCopy {
     #[serde(default)]
     pub weights: String,
     pub worker_config: toml::Table,
+    #[serde(default)]
+    pub memory: CopyMemory,
 }
 
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -72,10 +77,14 @@ impl RecordedModel {
     pub(crate) fn of(spec: &ModelSpec, by_command: bool) -> Self {
         let ModelSpec { name, path, workers, copies, pack, files, configured_path, idle_unload, settings } =
             spec.clone();
-        let copy =
-            |CopySpec { device, weights, worker_config }| RecordedCopy { device, weights, worker_config };
+        let copy = |CopySpec { device, weights, worker_config, memory }| RecordedCopy {
+            device,
+            weights,
+            worker_config,
+            memory,
+        };
         let mut copies = copies.into_iter().map(copy);
-        let RecordedCopy { device, weights, worker_config } =
+        let RecordedCopy { device, weights, worker_config, memory } =
             copies.next().expect("invariant: a model has a copy");
         Self {
             name,
@@ -92,6 +101,7 @@ impl RecordedModel {
             further_copies: copies.collect(),
             idle: false,
             idle_unload,
+            memory,
         }
     }
 
@@ -117,11 +127,13 @@ impl RecordedModel {
             weights: weights(&known.device),
             device: known.device,
             worker_config: known.worker_config,
+            memory: known.memory,
         };
-        let copy = |RecordedCopy { device, worker_config, .. }| CopySpec {
+        let copy = |RecordedCopy { device, worker_config, memory, .. }| CopySpec {
             weights: weights(&device),
             device,
             worker_config,
+            memory,
         };
         ModelSpec {
             name: known.name,
@@ -176,6 +188,7 @@ mod tests {
             device: device.to_owned(),
             weights: weights.to_owned(),
             worker_config: worker_config.clone(),
+            memory: CopyMemory { weights_bytes: 5, worker_bytes: 3 },
         };
         let spec = ModelSpec {
             name: "a/b \"c\"".to_owned(),

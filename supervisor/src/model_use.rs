@@ -48,14 +48,18 @@ impl ModelUse {
     }
 }
 
-/// The model that leaves first if others need its memory: one that no request has used, then the
-/// one whose last request is oldest. Models in use stay.
-pub(crate) fn least_recently_used<'a>(
+/// The order in which models leave if others need their memory: those that no request has used,
+/// then by their last request, the oldest first. Models in use stay, unless `with_used`.
+pub(crate) fn in_leaving_order<'a>(
     models: impl Iterator<Item = (&'a str, ModelUse)>,
+    with_used: bool,
     now: Instant,
-) -> Option<&'a str> {
-    let unused = models.filter(|(_, model_use)| !model_use.is_in_use(now));
-    unused.min_by_key(|(name, model_use)| (model_use.last_request, *name)).map(|(name, _)| name)
+) -> Vec<String> {
+    let may_leave = models.filter(|(_, model_use)| with_used || !model_use.is_in_use(now));
+    let mut ordered: Vec<(Option<Instant>, &str)> =
+        may_leave.map(|(name, model_use)| (model_use.last_request, name)).collect();
+    ordered.sort_unstable();
+    ordered.into_iter().map(|(_, name)| name.to_owned()).collect()
 }
 
 #[cfg(test)]
@@ -96,13 +100,10 @@ mod tests {
             },
         );
         models[2].1.requested(now - IN_USE / 2);
-        let mut left: Vec<(&str, ModelUse)> = models.to_vec();
-        let mut order = Vec::new();
-        while let Some(next) = least_recently_used(left.iter().copied(), now) {
-            order.push(next);
-            left.retain(|(name, _)| *name != next);
-        }
-        assert_eq!(order, ["never", "older", "old"]);
+        models[3].1.requested(now);
+        let order = |with_used| in_leaving_order(models.into_iter(), with_used, now);
+        assert_eq!(order(false), ["never", "older", "old"]);
+        assert_eq!(order(true), ["never", "older", "old", "busy", "fresh"]);
     }
 
     #[test]

@@ -7,6 +7,8 @@
 use bytes::Bytes;
 use proto::weights::v1 as wire;
 
+use crate::memory_room::{DeviceLedger, DeviceRow};
+
 /// Older generations of a copy.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct OlderGenerations {
@@ -85,6 +87,26 @@ pub fn older_generations(
         to_unload: named.map(|generation| generation.generation).collect(),
         readers: readers.filter_map(|lease| u32::try_from(lease.pid).ok()).collect(),
     }
+}
+
+/// What is reserved on each device, and for which weights.
+pub(crate) fn device_ledger(status: &wire::Status) -> DeviceLedger {
+    let ledger = status.ledger.clone().unwrap_or_default();
+    let row = |device: wire::DeviceCapacity| {
+        let wire::DeviceCapacity { device, capacity_bytes, reserved_bytes } = device;
+        (device, DeviceRow { capacity: capacity_bytes, reserved: reserved_bytes })
+    };
+    let reserved = |generation: &wire::Generation| {
+        let is_own = |row: &&wire::Reservation| {
+            matches!(row.kind(), wire::ReservationKind::Weights | wire::ReservationKind::Loading)
+                && row.id == generation.generation
+        };
+        ledger.reservations.iter().filter(is_own).map(|row| row.bytes).sum::<u64>()
+    };
+    let named = status.generations.iter().filter(|generation| !is_retiring(generation));
+    let weights =
+        named.map(|generation| ((generation.model.clone(), generation.device.clone()), reserved(generation)));
+    DeviceLedger { weights: weights.collect(), devices: ledger.devices.iter().cloned().map(row).collect() }
 }
 
 fn is_retiring(generation: &wire::Generation) -> bool {

@@ -67,10 +67,12 @@ pub fn name_all(models: &mut [ModelSpec], recorded: &[RecordedModel]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::spec::CopyMemory;
 
     fn copy(device: &str, weights: &str) -> CopySpec {
         let worker_config = toml::Table::new();
-        CopySpec { device: device.to_owned(), weights: weights.to_owned(), worker_config }
+        let (device, weights) = (device.to_owned(), weights.to_owned());
+        CopySpec { device, weights, worker_config, memory: CopyMemory::default() }
     }
 
     fn model(name: &str, files: &str, pack: bool) -> ModelSpec {

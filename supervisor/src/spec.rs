@@ -9,6 +9,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::config::SupervisionConfig;
 use crate::mps::MpsConfig;
 use crate::spec_diff::SettingChange;
@@ -87,6 +89,17 @@ pub struct CopySpec {
     /// The configuration that all workers of this copy share; [`FleetSpec::complete_worker_config`]
     /// adds the rest.
     pub worker_config: toml::Table,
+    pub memory: CopyMemory,
+}
+
+/// What a copy takes of its device, as the weight-server's ledger counts it. In bytes; 0 if it is
+/// unknown.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct CopyMemory {
+    pub weights_bytes: u64,
+    /// Context, KV cache and workspace of each worker.
+    pub worker_bytes: u64,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -298,6 +311,7 @@ mod tests {
             device: device.to_owned(),
             weights: weights.to_owned(),
             worker_config: toml::Table::new(),
+            memory: CopyMemory::default(),
         };
         let model = |name: &str, workers| ModelSpec {
             name: name.to_owned(),

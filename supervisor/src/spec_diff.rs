@@ -213,6 +213,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::spec::CopyMemory;
 
     fn model(name: &str, workers: u32, worker_config: &str) -> ModelSpec {
         ModelSpec {
@@ -223,6 +224,7 @@ mod tests {
                 device: "host".to_owned(),
                 weights: name.to_owned(),
                 worker_config: worker_config.parse().unwrap(),
+                memory: CopyMemory::default(),
             }],
             pack: true,
             files: String::new(),
@@ -282,6 +284,7 @@ mod tests {
             device: device.to_owned(),
             weights: "a".to_owned(),
             worker_config: settings.parse().unwrap(),
+            memory: CopyMemory::default(),
         };
         let on = |copies: Vec<CopySpec>, workers| ModelSpec { copies, ..model("a", workers, "") };
         let known = [on(vec![copy("host:0", "threads = 1"), copy("host:1", "threads = 1")], 1)];

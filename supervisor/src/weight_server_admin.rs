@@ -20,6 +20,7 @@ use tonic::{Code, Status};
 
 use crate::attach_token::AttachToken;
 use crate::events::{ResidentCopy, SupervisorEvent};
+use crate::memory_room::DeviceLedger;
 use crate::resident_models::{self, WeightsOnDevice};
 use crate::status::{ModelFailure, ModelState};
 
@@ -90,6 +91,16 @@ impl WeightServerAdmin {
         loop {
             if let Ok(status) = self.status().await {
                 return resident_models::resident_weights(&status);
+            }
+            tokio::time::sleep(LOAD_RETRY_INTERVAL).await;
+        }
+    }
+
+    /// Capacity and reservations of each device.
+    pub(crate) async fn device_ledger(mut self) -> DeviceLedger {
+        loop {
+            if let Ok(status) = self.status().await {
+                return resident_models::device_ledger(&status);
             }
             tokio::time::sleep(LOAD_RETRY_INTERVAL).await;
         }

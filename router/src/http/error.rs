@@ -212,7 +212,9 @@ impl From<ResolveError> for ApiError {
             ResolveError::Unknown { .. } => Self::invalid(Some("model"), error.to_string())
                 .with_status(StatusCode::NOT_FOUND, "model_not_found"),
             ResolveError::Ambiguous { .. } => Self::invalid(Some("model"), error.to_string()),
-            ResolveError::NoModel | ResolveError::NotAllKnown => Self::not_ready(error.to_string()),
+            ResolveError::NoModel | ResolveError::NotAllKnown | ResolveError::Failed { .. } => {
+                Self::not_ready(error.to_string())
+            }
         }
     }
 }

@@ -301,7 +301,7 @@ async fn an_alias_means_its_model_and_a_key_for_it_is_good_for_nothing_else() {
 /// What the supervisor says now: the next worker of each of these models.
 fn answer(models: &[(&str, NextWorker)]) -> Option<FleetAnswer> {
     let models = models.iter().map(|(name, next)| ((*name).to_owned(), *next)).collect();
-    Some(FleetAnswer { asked: Instant::now(), models })
+    Some(FleetAnswer { asked: Instant::now(), models, failures: HashMap::new() })
 }
 
 #[tokio::test]
@@ -369,7 +369,12 @@ async fn a_model_that_the_supervisor_lists_is_not_unknown_before_its_worker_has_
     assert!(registry.has_unheard_models() && registry.is_listed("b"));
     assert_eq!(resolve("b"), ResolveError::NotAllKnown);
     assert!(matches!(resolve("unloaded"), ResolveError::Unknown { .. }));
+    let mut failed = answer(&[("a", at), ("b", at), ("c", NextWorker::Never)]);
+    failed.as_mut().unwrap().failures.insert("c".to_owned(), "no room".to_owned());
+    registry.set_fleet_answer(failed);
+    assert_eq!(resolve("c").to_string(), "the model `c` cannot be loaded: no room");
     let only_a = ModelAccess::only(vec!["a".to_owned()]);
+    assert!(matches!(registry.resolve(Some("c"), &only_a), Err(ResolveError::Unknown { .. })));
     assert!(matches!(registry.resolve(Some("b"), &only_a), Err(ResolveError::Unknown { .. })));
     register(&registry, &model("b", 2, 2, 2));
     assert!(!registry.has_unheard_models());

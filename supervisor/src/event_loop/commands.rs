@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::children::supervised_child;
+use super::room::RoomWait;
 use super::{ManagedModel, SupervisorLoop, Unload, answer};
 use crate::commands::{CommandError, CommandReply, FleetCommand};
 use crate::events::SupervisorEvent;
@@ -186,15 +187,10 @@ impl SupervisorLoop {
             return Err(CommandError::NameTaken { name });
         }
         self.check_worker_count(spec.total_workers())?;
-        self.add_model(spec.clone(), by_command);
+        let now = self.deadlines.advance(Instant::now());
+        self.add_model(spec, by_command, RoomWait::new(true, now));
         self.record_models();
-        let model = self.models.get_mut(&spec.name).expect("invariant: the model was just added");
-        model.load(&self.admin, &self.commands);
-        for device in spec.devices() {
-            for _ in 0..spec.workers {
-                self.start_worker(&spec, device)?;
-            }
-        }
+        self.request_room(Duration::ZERO);
         Ok(())
     }
 
@@ -294,6 +290,7 @@ impl SupervisorLoop {
                 self.publish(FleetEvent::ModelRemoved(name));
             }
         }
+        self.request_room(Duration::ZERO);
         answer(reply, Ok(()));
     }
 

@@ -8,6 +8,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::room::RoomWait;
 use super::{ManagedModel, SupervisedChild, SupervisorLoop};
 use crate::events::ResidentCopy;
 use crate::fleet::CommandSender;
@@ -19,7 +20,7 @@ use crate::status::{FleetEvent, ModelState, ModelStatus};
 use crate::weight_server_admin::{CopyLoad, WeightServerAdmin};
 
 impl ManagedModel {
-    pub(super) fn new(spec: ModelSpec, by_command: bool) -> Self {
+    pub(super) fn new(spec: ModelSpec, by_command: bool, room_wait: Option<RoomWait>) -> Self {
         let copies = ModelCopies::loading(spec.devices());
         Self {
             spec,
@@ -29,6 +30,7 @@ impl ManagedModel {
             unloading: None,
             is_waking: false,
             model_use: ModelUse::default(),
+            room_wait,
         }
     }
 

@@ -52,12 +52,17 @@ impl SupervisorLoop {
         let digest = model.copies.digest().unwrap_or_default();
         let name = model.spec.name.clone();
         tracing::info!(model = name, "idle");
-        self.idle_models.insert(IdleModel::new(model.spec, model.by_command, digest));
-        self.record_models();
-        self.publish_idle(&name);
+        self.insert_idle(IdleModel::new(model.spec, model.by_command, digest));
         if wake_after && let Err(error) = self.wake(&name, true) {
             tracing::error!(model = name, %error, "cannot wake the model");
         }
+    }
+
+    pub(super) fn insert_idle(&mut self, model: IdleModel) {
+        let name = model.spec.name.clone();
+        self.idle_models.insert(model);
+        self.record_models();
+        self.publish_idle(&name);
     }
 
     fn publish_idle(&self, name: &str) {
@@ -87,9 +92,7 @@ impl SupervisorLoop {
             }
             self.remove_workers_on(name, None);
             let failure = ModelFailure { exit: service::Exit::OutOfResources, text: error.to_string() };
-            self.idle_models.insert(woken.failed(failure, Instant::now()));
-            self.record_models();
-            self.publish_idle(name);
+            self.insert_idle(woken.failed(failure, Instant::now()));
             return Err(error);
         }
         tracing::info!(model = name, "waking");
@@ -136,7 +139,7 @@ impl SupervisorLoop {
         }
     }
 
-    fn may_become_idle(&self, name: &str) -> bool {
+    pub(super) fn may_become_idle(&self, name: &str) -> bool {
         self.check_not_stopping().is_ok()
             && self.check_not_drafting(name).is_ok()
             && self.check_not_swapped(name).is_ok()
@@ -157,9 +160,7 @@ impl SupervisorLoop {
         };
         let digest = model.copies.digest().unwrap_or_default();
         let idle = IdleModel::new(model.spec, model.by_command, digest);
-        self.idle_models.insert(idle.failed(failure, Instant::now()));
-        self.record_models();
-        self.publish_idle(name);
+        self.insert_idle(idle.failed(failure, Instant::now()));
     }
 
     /// Refuses what needs workers of a model that has none.

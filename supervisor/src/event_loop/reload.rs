@@ -138,8 +138,8 @@ impl SupervisorLoop {
                 if let Some(spec) = known.or_else(|| self.idle_models.spec_mut(model)) {
                     for copy in &mut spec.copies {
                         let wanted = copies.iter().find(|wanted| wanted.device == copy.device);
-                        copy.worker_config =
-                            wanted.map_or_else(Default::default, |w| w.worker_config.clone());
+                        (copy.worker_config, copy.memory) =
+                            wanted.map_or_else(Default::default, |w| (w.worker_config.clone(), w.memory));
                     }
                     spec.settings = settings.clone();
                 }
@@ -171,7 +171,10 @@ impl SupervisorLoop {
         let spec = known.spec.clone();
         for device in spec.devices() {
             // They all start when the copy is there.
-            let waits = self.models.get(model).is_some_and(|model| model.copies.lacks_workers(device));
+            let waits = self
+                .models
+                .get(model)
+                .is_some_and(|model| model.copies.lacks_workers(device) || model.room_wait.is_some());
             let more = if waits { 0 } else { to.saturating_sub(from) };
             for _ in 0..more {
                 self.start_worker(&spec, device)?;

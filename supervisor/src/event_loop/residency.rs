@@ -17,10 +17,12 @@
 //! The weight-server compares a request with what is resident: files, device, layout and packing.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 
 use super::children::supervised_child;
+use super::room::RoomWait;
 use super::{ManagedModel, SupervisedChild, SupervisorLoop};
 use crate::events::SupervisorEvent;
 use crate::idle_models::IdleModel;
@@ -96,10 +98,13 @@ impl SupervisorLoop {
 
     pub(super) fn request_models(&mut self) {
         // What no weight-server could load waits for a command, also at the next weight-server.
-        let is_wanted = |model: &&mut ManagedModel| model.unloading.is_none() && !model.copies.has_given_up();
+        let is_wanted = |model: &&mut ManagedModel| {
+            model.unloading.is_none() && model.room_wait.is_none() && !model.copies.has_given_up()
+        };
         for model in self.models.values_mut().filter(is_wanted) {
             model.load(&self.admin, &self.commands);
         }
+        self.request_room(Duration::ZERO);
     }
 
     /// Restarts the workers with these process ids: they have older weights of their model.
@@ -146,13 +151,13 @@ impl SupervisorLoop {
                 if !by_command {
                     self.spec.models.push(spec.clone());
                 }
-                self.add_model(spec, by_command);
+                self.add_model(spec, by_command, RoomWait::new(false, self.deadlines.running_time()));
             }
         }
     }
 
-    pub(super) fn add_model(&mut self, spec: ModelSpec, by_command: bool) {
-        self.models.insert(spec.name.clone(), ManagedModel::new(spec, by_command));
+    pub(super) fn add_model(&mut self, spec: ModelSpec, by_command: bool, wait: RoomWait) {
+        self.models.insert(spec.name.clone(), ManagedModel::new(spec, by_command, Some(wait)));
     }
 
     /// Writes down which models the fleet has, for a successor.

@@ -19,7 +19,8 @@ use service::listen::InheritedFd;
 use service::runtime_dir::ClaimedRuntimeDir;
 use service::{Notify, Shutdown};
 use supervisor::{
-    BackoffReason, ChildState, CopySpec, FleetHandle, FleetSpec, ModelSpec, SupervisionConfig, WorkerSlot,
+    BackoffReason, ChildState, CopyMemory, CopySpec, FleetHandle, FleetSpec, ModelSpec, SupervisionConfig,
+    WorkerSlot,
 };
 use tonic::transport::Channel;
 
@@ -232,6 +233,7 @@ fn fleet_spec(behaviours: &ChildBehaviours) -> FleetSpec {
                 device: "host".to_owned(),
                 weights: String::new(),
                 worker_config: toml::Table::new(),
+                memory: CopyMemory::default(),
             }],
             pack: true,
             files: String::new(),
