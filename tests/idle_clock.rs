@@ -108,7 +108,7 @@ fn models_that_do_not_fit_together_leave_for_each_other_and_others_stay() {
     }
     let (a, b) = (model_table("a", &demo_22m(), IDLE_UNLOAD), model_table("b", &demo_22m(), IDLE_UNLOAD));
     // Another layout, so that it does not share the weights of "a".
-    let b = b.replace("threads = 1", "threads = 1\npack = false");
+    let b = b.replace("threads = 1", "threads = 1\npack = false\naliases = [\"other-b\"]");
     let kept = model_table("kept", &demo_7m(), "");
     let budget = planned(&kept) + planned(&a).max(planned(&b)) + (4 << 20);
     let config = format!("host-budget = \"{budget}\"\n{a}{b}{kept}");
@@ -121,7 +121,8 @@ fn models_that_do_not_fit_together_leave_for_each_other_and_others_stay() {
     };
     let (expected, worker) = (generate(&fleet, "kept"), kept_worker(&fleet));
     // No request has used "a": it leaves at once.
-    let of_b = generate(&fleet, "b");
+    // The router has heard neither "b" nor its alias.
+    let of_b = generate(&fleet, "other-b");
     await_state(&fleet, "a", "idle");
     assert!(reserved(&fleet) <= budget);
     // "b" has just been used: it leaves after a while. Nobody waits in vain.

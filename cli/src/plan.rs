@@ -50,6 +50,8 @@ struct DeviceMemoryPlan {
     workers: Vec<WorkerMemory>,
     /// On the host: what its NUMA nodes need, which are devices of their own too.
     of_nodes: u64,
+    /// What each model with `idle-unload` releases when it leaves for another.
+    releasable: Vec<u64>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,13 +66,20 @@ impl DeviceMemoryPlan {
         self.weights + self.workers.iter().map(|worker| worker.bytes).sum::<u64>() + self.of_nodes
     }
 
+    /// What is needed if models with `idle-unload` leave for each other.
+    fn needed_in_turn(&self) -> u64 {
+        let all: u64 = self.releasable.iter().sum();
+        let largest = self.releasable.iter().max().copied().unwrap_or_default();
+        self.needed() - all + largest
+    }
+
     /// Bytes that the fleet can allocate now.
     fn room(&self) -> u64 {
         self.free.map_or(self.budget, |free| free.min(self.budget))
     }
 
     fn missing(&self) -> u64 {
-        self.needed().saturating_sub(self.room())
+        self.needed_in_turn().saturating_sub(self.room())
     }
 
     /// If the fleet does not fit, says what would make it fit.
@@ -160,6 +169,14 @@ fn devices(config: &FleetConfig, copies: &[PlannedCopy<'_>]) -> Vec<DeviceMemory
         }
         let worker = WorkerMemory { bytes: copy.demand.total(), kv: copy.demand.kv };
         devices[at].workers.extend((0..model.workers).map(|_| worker));
+        if model.may_be_idle() {
+            let shares = |(other, at): (usize, &PlannedCopy<'_>)| {
+                other != index && at.model.has_same_copy(model) && at.is_beside(planned)
+            };
+            let is_shared = copies.iter().enumerate().any(shares);
+            let weights = if is_shared { 0 } else { copy.weights.total() };
+            devices[at].releasable.push(weights + worker.bytes * u64::from(model.workers));
+        }
     }
     add_nodes_to_host(config, &mut devices);
     devices
@@ -178,7 +195,16 @@ fn device_plan(config: &FleetConfig, choice: &DeviceChoice) -> DeviceMemoryPlan 
         }
         (None, None) => (id.clone(), config.host_bytes(), None),
     };
-    DeviceMemoryPlan { id, name, budget, free, weights: 0, workers: Vec::new(), of_nodes: 0 }
+    DeviceMemoryPlan {
+        id,
+        name,
+        budget,
+        free,
+        weights: 0,
+        workers: Vec::new(),
+        of_nodes: 0,
+        releasable: Vec::new(),
+    }
 }
 
 /// The memory of a NUMA node counts on the host too.
@@ -253,6 +279,7 @@ fn report(copies: &[PlannedCopy<'_>], devices: &[DeviceMemoryPlan]) -> Value {
             "budget": device.budget,
             "free": device.free,
             "needed": device.needed(),
+            "needed_in_turn": device.needed_in_turn(),
             "missing": device.missing(),
             "advice": device.advice(),
         })
@@ -309,6 +336,10 @@ fn text(copies: &[PlannedCopy<'_>], devices: &[DeviceMemoryPlan]) -> String {
     }
     for device in devices {
         let verdict = match device.missing() {
+            0 if device.needed() > device.room() => {
+                let least = rounded(device.needed_in_turn());
+                format!("fits in turn: models with idle-unload leave for each other, with {least} at most")
+            }
             0 => "fits".to_owned(),
             missing => format!("{} too much", rounded(missing)),
         };
@@ -341,6 +372,7 @@ mod tests {
             weights,
             workers,
             of_nodes: 0,
+            releasable: Vec::new(),
         }
     }
 
@@ -373,6 +405,17 @@ mod tests {
         assert!(text(&[], &[beside]).contains("10.0 GiB of 7.00 GiB that are free, 3.00 GiB too much"));
         let roomy = DeviceMemoryPlan { free: Some(70 * GIB), ..alone };
         assert!(text(&[], &[roomy]).contains("10.0 GiB of 10.0 GiB, fits"));
+    }
+
+    #[test]
+    fn models_that_leave_for_each_other_need_the_memory_of_the_largest() {
+        let mut in_turn = device(10 * GIB, 4 * GIB, &[3 * GIB, 5 * GIB]);
+        assert_eq!(in_turn.missing(), 2 * GIB);
+        in_turn.releasable = vec![5 * GIB, 6 * GIB];
+        assert_eq!((in_turn.needed_in_turn(), in_turn.missing()), (7 * GIB, 0));
+        assert!(text(&[], &[in_turn.clone()]).contains("12.0 GiB of 10.0 GiB, fits in turn"));
+        let small = DeviceMemoryPlan { budget: 6 * GIB, ..in_turn };
+        assert_eq!(small.missing(), GIB);
     }
 
     #[test]

@@ -260,6 +260,11 @@ impl SizedModel {
         }
     }
 
+    /// Whether the model may leave the memory for another one.
+    pub(crate) fn may_be_idle(&self) -> bool {
+        self.settings.idle_unload.is_some()
+    }
+
     /// Identifies the files and their versions.
     pub(crate) fn files(&self) -> &str {
         &self.files

@@ -113,6 +113,7 @@ impl FleetWatch {
                 asked,
                 models: next_workers(status, asked),
                 failures: failures(status),
+                aliases: aliases(status),
             }));
             let status = status.unwrap_or_default();
             let copies = status.models.iter().flat_map(|model| {
@@ -164,6 +165,14 @@ fn failures(status: &Status) -> HashMap<String, String> {
         matches!(model.state(), ModelState::Failed | ModelState::Idle) && !model.failure.is_empty()
     });
     failed.map(|model| (model.name.clone(), model.failure.clone())).collect()
+}
+
+fn aliases(status: &Status) -> HashMap<String, String> {
+    let of = |model: &Model| {
+        let name = model.name.clone();
+        model.aliases.clone().into_iter().map(move |alias| (alias, name.clone()))
+    };
+    status.models.iter().flat_map(of).collect()
 }
 
 fn next_worker(model: &Model, children: &[Child], asked: Instant) -> NextWorker {

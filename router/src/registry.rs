@@ -253,7 +253,8 @@ impl WorkerRegistry {
     /// A request waits for a worker of the model. If the model is idle, it is to be woken.
     pub(crate) fn want_worker(&self, name: &str) {
         let mut state = self.lock();
-        if state.outlook.is_on_demand(name) && state.wanted.insert(name.to_owned()) {
+        let name = state.outlook.full_name(name).to_owned();
+        if state.outlook.is_on_demand(&name) && state.wanted.insert(name) {
             self.wake_wanted.notify_one();
         }
     }

@@ -75,6 +75,8 @@ pub(crate) struct FleetAnswer {
     pub(crate) models: HashMap<String, NextWorker>,
     /// Why a model cannot be loaded, by name.
     pub(crate) failures: HashMap<String, String>,
+    /// The name of the model by alias.
+    pub(crate) aliases: HashMap<String, String>,
 }
 
 /// What is known about workers that are not ready.
@@ -97,16 +99,24 @@ impl WorkerOutlook {
 
     /// Whether a request has to ask for the model.
     pub(crate) fn is_on_demand(&self, name: &str) -> bool {
-        let next = self.answer.as_ref().and_then(|answer| answer.models.get(name));
+        let next = self.answer.as_ref().and_then(|answer| answer.models.get(self.full_name(name)));
         next == Some(&NextWorker::OnDemand)
+    }
+
+    /// The name of the model that may be called by an alias.
+    pub(crate) fn full_name<'a>(&'a self, name: &'a str) -> &'a str {
+        let answer = self.answer.as_ref().filter(|answer| !answer.models.contains_key(name));
+        answer.and_then(|answer| answer.aliases.get(name)).map_or(name, String::as_str)
     }
 
     /// Why the model of this name cannot be loaded.
     pub(crate) fn failure(&self, name: &str) -> Option<&str> {
-        self.answer.as_ref().and_then(|answer| answer.failures.get(name)).map(String::as_str)
+        let failures = self.answer.as_ref().map(|answer| &answer.failures);
+        failures.and_then(|failures| failures.get(self.full_name(name))).map(String::as_str)
     }
 
     pub(crate) fn lists(&self, name: &str) -> bool {
+        let name = self.full_name(name);
         self.listed().any(|listed| listed == name)
     }
 
@@ -121,7 +131,7 @@ impl WorkerOutlook {
     ) -> Option<ExpectedWorker> {
         let answer = self.answer.as_ref().filter(|answer| answer.asked > lost);
         match answer.zip(name) {
-            Some((answer, name)) => match answer.models.get(name)? {
+            Some((answer, name)) => match answer.models.get(self.full_name(name))? {
                 NextWorker::At(start) => Some(ExpectedWorker { not_before: *start, until: None }),
                 NextWorker::OnDemand => Some(ExpectedWorker { not_before: answer.asked, until: None }),
                 NextWorker::Never => None,
@@ -142,7 +152,9 @@ mod tests {
 
     fn answered(asked: Instant, next: NextWorker) -> WorkerOutlook {
         let models = HashMap::from([("m".to_owned(), next)]);
-        WorkerOutlook { answer: Some(FleetAnswer { asked, models, failures: HashMap::new() }) }
+        WorkerOutlook {
+            answer: Some(FleetAnswer { asked, models, failures: HashMap::new(), aliases: HashMap::new() }),
+        }
     }
 
     #[test]

@@ -447,6 +447,7 @@ impl From<ModelStatus> for wire::Model {
         let (state, done_bytes, total_bytes, failure) = state_parts(model.state);
         Self {
             name: model.name,
+            aliases: model.aliases,
             path: model.path.display().to_string(),
             state: state.into(),
             done_bytes,

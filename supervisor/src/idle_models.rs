@@ -55,6 +55,7 @@ impl IdleModel {
         let ModelSpec { name, path, settings, .. } = self.spec.clone();
         ModelStatus {
             name,
+            aliases: self.spec.aliases().map(str::to_owned).collect(),
             path,
             state: ModelState::Idle(self.current_failure(now).cloned()),
             copies: Vec::new(),

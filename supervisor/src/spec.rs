@@ -166,9 +166,12 @@ impl ModelSpec {
 
     /// Every name in requests, that of the model first.
     pub fn names(&self) -> impl Iterator<Item = &str> {
+        std::iter::once(self.name.as_str()).chain(self.aliases())
+    }
+
+    pub(crate) fn aliases(&self) -> impl Iterator<Item = &str> {
         let aliases = self.worker_setting("aliases").and_then(toml::Value::as_array);
-        let aliases = aliases.into_iter().flatten().filter_map(toml::Value::as_str);
-        std::iter::once(self.name.as_str()).chain(aliases)
+        aliases.into_iter().flatten().filter_map(toml::Value::as_str)
     }
 
     /// The model that drafts for this one.

@@ -128,6 +128,8 @@ pub struct CopyStatus {
 #[derive(Clone, Debug)]
 pub struct ModelStatus {
     pub name: String,
+    /// Its further names in requests.
+    pub aliases: Vec<String>,
     pub path: PathBuf,
     /// Of all copies together: ready while one of them is.
     pub state: ModelState,

@@ -301,7 +301,7 @@ async fn an_alias_means_its_model_and_a_key_for_it_is_good_for_nothing_else() {
 /// What the supervisor says now: the next worker of each of these models.
 fn answer(models: &[(&str, NextWorker)]) -> Option<FleetAnswer> {
     let models = models.iter().map(|(name, next)| ((*name).to_owned(), *next)).collect();
-    Some(FleetAnswer { asked: Instant::now(), models, failures: HashMap::new() })
+    Some(FleetAnswer { asked: Instant::now(), models, failures: HashMap::new(), aliases: HashMap::new() })
 }
 
 #[tokio::test]
@@ -371,8 +371,11 @@ async fn a_model_that_the_supervisor_lists_is_not_unknown_before_its_worker_has_
     assert!(matches!(resolve("unloaded"), ResolveError::Unknown { .. }));
     let mut failed = answer(&[("a", at), ("b", at), ("c", NextWorker::Never)]);
     failed.as_mut().unwrap().failures.insert("c".to_owned(), "no room".to_owned());
+    failed.as_mut().unwrap().aliases.insert("other-b".to_owned(), "b".to_owned());
     registry.set_fleet_answer(failed);
     assert_eq!(resolve("c").to_string(), "the model `c` cannot be loaded: no room");
+    assert_eq!(resolve("other-b"), ResolveError::NotAllKnown);
+    assert!(registry.is_listed("other-b") && !registry.is_listed("other-c"));
     let only_a = ModelAccess::only(vec!["a".to_owned()]);
     assert!(matches!(registry.resolve(Some("c"), &only_a), Err(ResolveError::Unknown { .. })));
     assert!(matches!(registry.resolve(Some("b"), &only_a), Err(ResolveError::Unknown { .. })));

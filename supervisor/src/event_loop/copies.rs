@@ -42,7 +42,19 @@ impl ManagedModel {
         let is_unloading = self.unloading.is_some();
         let becomes_idle = self.unloading.as_ref().is_some_and(|unload| unload.keep_idle);
         let wakes_after = self.unloading.as_ref().is_some_and(|unload| unload.wake_after);
-        ModelStatus { name, path, state, copies, digest, settings, is_unloading, becomes_idle, wakes_after }
+        let aliases = self.spec.aliases().map(str::to_owned).collect();
+        ModelStatus {
+            name,
+            aliases,
+            path,
+            state,
+            copies,
+            digest,
+            settings,
+            is_unloading,
+            becomes_idle,
+            wakes_after,
+        }
     }
 
     /// Requests every copy.
