@@ -24,7 +24,7 @@ use crate::model::{ChatError, Conversation, ServedModel};
 use crate::model_wait::ModelQuery;
 use crate::opening::{RETRY_AFTER, RequestRefusal};
 use crate::params::{RequestGrammar, RequestParamError, RequestParams, token_ids};
-use crate::registry::{ModelSnapshot, ResolveError};
+use crate::registry::{ModelSnapshot, ResolveError, UnheardModel};
 use crate::request_id::ClientRequestId;
 use crate::tenant::{self, TenantNameError};
 
@@ -133,8 +133,15 @@ impl inference_server::Inference for InferenceService {
             requests: u32::try_from(snapshot.requests).unwrap_or(u32::MAX),
             is_current: snapshot.is_current,
         };
-        let models = self.generator.registry.snapshot_for(&access);
-        let models = models.iter().map(entry).collect();
+        let unheard = |model: UnheardModel| wire::Model {
+            aliases: model.names.into_iter().filter(|name| *name != model.name).collect(),
+            name: model.name,
+            is_current: true,
+            ..wire::Model::default()
+        };
+        let registry = &self.generator.registry;
+        let (heard, idle) = (registry.snapshot_for(&access), registry.unheard_idle_models(&access));
+        let models = heard.iter().map(entry).chain(idle.into_iter().map(unheard)).collect();
         Ok(Response::new(wire::ListModelsReply { models }))
     }
 }

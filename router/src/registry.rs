@@ -162,6 +162,14 @@ pub(crate) struct ModelSnapshot {
     pub(crate) is_current: bool,
 }
 
+/// A model of which the router knows what the supervisor says.
+#[derive(Debug)]
+pub(crate) struct UnheardModel {
+    pub(crate) name: String,
+    /// Those that the caller may use, perhaps not the first one.
+    pub(crate) names: Vec<String>,
+}
+
 #[derive(Debug)]
 pub(crate) struct WorkerSnapshot {
     pub(crate) name: String,
@@ -431,8 +439,9 @@ impl WorkerRegistry {
         access: &ModelAccess,
     ) -> Result<Arc<ServedModel>, ResolveError> {
         let state = self.lock();
+        let may_use = |name: &str| access.allows(name) || access.allows(state.outlook.full_name(name));
         let failed = |name: &str| {
-            let why = state.outlook.failure(name).filter(|_| access.allows(name))?;
+            let why = state.outlook.failure(name).filter(|_| may_use(name))?;
             Some(ResolveError::Failed { name: name.to_owned(), why: why.to_owned() })
         };
         if state.models.is_empty() {
@@ -456,7 +465,7 @@ impl WorkerRegistry {
         let named = allowed().filter(|model| access.names_of(model).any(|known| known == name));
         state.choose_model(named.collect(), Some(name)).ok_or_else(|| {
             let may_be_told = !state.unidentified.is_empty() || state.outlook.lists(name);
-            match may_be_told && access.allows(name) {
+            match may_be_told && may_use(name) {
                 true => ResolveError::NotAllKnown,
                 false => failed(name).unwrap_or_else(|| ResolveError::unknown(name, known())),
             }
@@ -473,6 +482,24 @@ impl WorkerRegistry {
         let mut models = self.snapshot();
         models.retain(|snapshot| access.names_of(&snapshot.model).next().is_some());
         models
+    }
+
+    /// Idle models that no worker has told this router, with those of their names that the caller
+    /// may use.
+    pub(crate) fn unheard_idle_models(&self, access: &ModelAccess) -> Vec<UnheardModel> {
+        let state = self.lock();
+        let is_heard = |name: &str| state.models.iter().any(|model| model.name() == name);
+        let mut unheard: Vec<UnheardModel> = Vec::new();
+        for (name, aliases) in state.outlook.idle() {
+            let is_whole = access.allows(name);
+            let names = std::iter::once(name).chain(aliases);
+            let names = names.filter(|name| is_whole || access.allows(name));
+            let names: Vec<String> = names.map(str::to_owned).collect();
+            if !is_heard(name) && !names.is_empty() {
+                unheard.push(UnheardModel { name: name.to_owned(), names });
+            }
+        }
+        unheard
     }
 
     /// Every known model with its workers, by name.

@@ -97,6 +97,31 @@ impl WorkerOutlook {
         models.filter(|(_, next)| **next != NextWorker::Never).map(|(name, _)| name.as_str())
     }
 
+    /// The idle models with their aliases, by name. Those that cannot be woken now are among them.
+    pub(crate) fn idle(&self) -> Vec<(&str, Vec<&str>)> {
+        let Some(answer) = &self.answer else { return Vec::new() };
+        let is_idle = |name: &str| {
+            answer.models.get(name) == Some(&NextWorker::OnDemand) || answer.failures.contains_key(name)
+        };
+        let mut idle: Vec<(&str, Vec<&str>)> = answer
+            .models
+            .keys()
+            .filter(|name| is_idle(name))
+            .map(|name| {
+                let mut aliases: Vec<&str> = answer
+                    .aliases
+                    .iter()
+                    .filter(|(_, of)| *of == name)
+                    .map(|(alias, _)| alias.as_str())
+                    .collect();
+                aliases.sort_unstable();
+                (name.as_str(), aliases)
+            })
+            .collect();
+        idle.sort_unstable();
+        idle
+    }
+
     /// Whether a request has to ask for the model.
     pub(crate) fn is_on_demand(&self, name: &str) -> bool {
         let next = self.answer.as_ref().and_then(|answer| answer.models.get(self.full_name(name)));

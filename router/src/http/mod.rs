@@ -12,6 +12,7 @@ pub(crate) mod fuzzing;
 mod message_writer;
 mod messages;
 mod messages_input;
+mod models;
 mod numbers;
 mod origin;
 mod prompt_scores;
@@ -31,7 +32,7 @@ mod tool_grammar;
 mod tools;
 
 use axum::body::Body;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::http::{HeaderMap, HeaderValue, Method, Request, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -39,11 +40,8 @@ use axum::{Json, Router, middleware};
 use serde_json::{Value, json};
 use tonic::Status;
 
-use crate::access::ModelAccess;
 use crate::fleet_watch::CopyReport;
 use crate::gauges::{self, FleetGauges};
-use crate::registry::{ModelSnapshot, ResolveError};
-use crate::sampling_defaults;
 pub(crate) use error::ApiError;
 pub(crate) use fields::UnknownFields;
 pub(crate) use messages::shape_errors;
@@ -79,8 +77,8 @@ pub(crate) fn routes(app: AppState) -> Router {
         .route("/v1/responses/{id}", get(responses::get).delete(responses::delete))
         .route("/v1/messages", post(messages::post))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
-        .route("/v1/models", get(models))
-        .route("/v1/models/{*name}", get(model))
+        .route("/v1/models", get(models::models))
+        .route("/v1/models/{*name}", get(models::model))
         .route("/tokenize", post(tokenizer_routes::tokenize))
         .route("/detokenize", post(tokenizer_routes::detokenize))
         .route("/", get(server_info::root))
@@ -142,65 +140,6 @@ async fn ready(State(app): State<AppState>) -> Result<Json<Value>, ApiError> {
 fn failed_copies(copies: &[CopyReport]) -> Vec<Value> {
     let failed = copies.iter().filter(|copy| copy.is_failed);
     failed.map(|copy| json!({"model": copy.model, "device": copy.device})).collect()
-}
-
-async fn models(State(app): State<AppState>, access: ModelAccess) -> Json<Value> {
-    let models = one_for_each_content(app.generator.registry.snapshot_for(&access));
-    let entries = |snapshot: &ModelSnapshot| {
-        access.names_of(&snapshot.model).map(|name| model_entry(snapshot, name)).collect::<Vec<_>>()
-    };
-    let data: Vec<Value> = models.iter().flat_map(entries).collect();
-    Json(json!({"object": "list", "data": data}))
-}
-
-async fn model(
-    State(app): State<AppState>,
-    access: ModelAccess,
-    Path(name): Path<String>,
-) -> Result<Json<Value>, ApiError> {
-    let models = one_for_each_content(app.generator.registry.snapshot_for(&access));
-    let names = |snapshot: &ModelSnapshot| {
-        access.names_of(&snapshot.model).map(str::to_owned).collect::<Vec<String>>()
-    };
-    match models.iter().find(|snapshot| names(snapshot).contains(&name)) {
-        Some(snapshot) => Ok(Json(model_entry(snapshot, &name))),
-        None => {
-            let known = models.iter().flat_map(names).collect();
-            Err(ResolveError::unknown(&name, known).into())
-        }
-    }
-}
-
-/// Joins the workers of one content under one name, which devices may compute differently.
-fn one_for_each_content(models: Vec<ModelSnapshot>) -> Vec<ModelSnapshot> {
-    let mut joined: Vec<ModelSnapshot> = Vec::with_capacity(models.len());
-    for snapshot in models {
-        let content = |snapshot: &ModelSnapshot| {
-            (snapshot.model.name().to_owned(), snapshot.model.description.digest.clone())
-        };
-        match joined.iter_mut().find(|other| content(other) == content(&snapshot)) {
-            Some(other) => other.workers.extend(snapshot.workers),
-            None => joined.push(snapshot),
-        }
-    }
-    joined
-}
-
-/// `id` is the model's name, or an alias.
-fn model_entry(snapshot: &ModelSnapshot, id: &str) -> Value {
-    let model = &snapshot.model;
-    json!({
-        "id": id,
-        "object": "model",
-        "created": model.loaded_unix_seconds,
-        "owned_by": "ballast",
-        "root": model.name(),
-        "parent": null,
-        "max_model_len": model.description.context_tokens,
-        "digest": model.digest_hex(),
-        "sampling_defaults": sampling_defaults::to_json(&model.description.sampling_defaults),
-        "workers": snapshot.workers.len(),
-    })
 }
 
 async fn scrape(State(app): State<AppState>) -> Response {

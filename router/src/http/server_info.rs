@@ -6,9 +6,10 @@ use axum::Json;
 use axum::extract::State;
 use serde_json::{Value, json};
 
+use super::ROUTES;
 use super::fields::UnknownFields;
+use super::models::one_for_each_content;
 use super::request::AppState;
-use super::{ROUTES, one_for_each_content};
 use crate::access::ModelAccess;
 use crate::params::{N_MAX, STOP_STRINGS_MAX, TOP_LOGPROBS_MAX};
 use crate::sampling_defaults;

@@ -376,6 +376,9 @@ async fn a_model_that_the_supervisor_lists_is_not_unknown_before_its_worker_has_
     assert_eq!(resolve("c").to_string(), "the model `c` cannot be loaded: no room");
     assert_eq!(resolve("other-b"), ResolveError::NotAllKnown);
     assert!(registry.is_listed("other-b") && !registry.is_listed("other-c"));
+    let only_b = ModelAccess::only(vec!["b".to_owned()]);
+    let found = registry.resolve(Some("other-b"), &only_b).unwrap_err();
+    assert_eq!(found, ResolveError::NotAllKnown);
     let only_a = ModelAccess::only(vec!["a".to_owned()]);
     assert!(matches!(registry.resolve(Some("c"), &only_a), Err(ResolveError::Unknown { .. })));
     assert!(matches!(registry.resolve(Some("b"), &only_a), Err(ResolveError::Unknown { .. })));
