@@ -130,7 +130,7 @@ fn models_that_do_not_fit_together_leave_for_each_other_and_others_stay() {
     let of_b = generate(&fleet, "other-b");
     await_state(&fleet, "a", "idle");
     assert!(reserved(&fleet) <= budget);
-    // "b" has just been used: it leaves after a while. Nobody waits in vain.
+    // "b" has just been used: it leaves after a while. No request waits in vain.
     let of_a = generate(&fleet, "a");
     await_state(&fleet, "b", "idle");
     assert_eq!(of_a, of_b, "it is the same file");

@@ -57,7 +57,8 @@ pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duratio
     parse(&String::deserialize(deserializer)?).map_err(de::Error::custom)
 }
 
-/// The same for a key that may be absent: `#[serde(default, with = "service::duration::optional")]`.
+/// The same for a key that may be absent:
+/// `#[serde(default, with = "service::duration::optional")]`.
 pub mod optional {
     use std::time::Duration;
 
