@@ -22,6 +22,7 @@ mod devices;
 mod documents;
 mod double_death;
 mod exact;
+mod failed_models;
 mod faults;
 mod fill_in_middle;
 mod fleet_commands;

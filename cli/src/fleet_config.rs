@@ -181,6 +181,7 @@ impl FleetConfig {
             http_address: listen.map(|address| address.to_string()).unwrap_or_default(),
             log,
             models,
+            unusable: Vec::new(),
             supervision: self.supervision.clone(),
             complete_worker_config: Arc::new(worker),
             read_again: self.source.clone().map(|source| source.reader(directory.clone(), listen)),

@@ -3,11 +3,13 @@
 //! [`RunningFleet`]: a fleet that a command has started. The command waits until it serves, uses
 //! it, and stops it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
 use proto::v1::inference_client::InferenceClient;
 use service::listen::HTTP_SOCKET_NAME;
+use service::logging::print_line;
+use service::printable::printable_lines;
 use service::runtime_dir::{ClaimedRuntimeDir, remove_dead_dirs};
 use service::{Exit, Notify, RuntimeDir, Shutdown};
 use supervisor::{
@@ -54,6 +56,8 @@ pub(crate) struct RunningFleet {
     /// The devices of each model, in the order of the configuration.
     pub(crate) devices: Vec<(String, DeviceChoice)>,
     progress: LoadProgressBar,
+    /// Models whose fault was printed.
+    reported: HashSet<String>,
 }
 
 impl RunningFleet {
@@ -68,16 +72,17 @@ impl RunningFleet {
         remove_dead_dirs();
         let claimed = ClaimedRuntimeDir::claim(config.runtime_dir.as_deref())?;
         let socket = activated.pop().map(|activated| activated.fd);
-        let FleetModels { config, resident, mut sized } = tokio::select! {
+        let FleetModels { config, resident, mut sized, unusable } = tokio::select! {
             read = FleetModels::read(config, claimed.directory()) => read?,
             () = shutdown.requested() => return Err(CliError::interrupted()),
         };
-        let unusable = match claimed.directory().living_children().is_ok_and(|living| !living.is_empty()) {
+        let on_fault = match claimed.directory().living_children().is_ok_and(|living| !living.is_empty()) {
             true => UnusableTemplate::KeepPresent,
             false => UnusableTemplate::Refuse,
         };
-        read_chat_templates(&mut sized, &recorded_models(claimed.directory()), unusable).await?;
-        let plan = config.plan(claimed.directory(), socket, log, &sized, &resident)?;
+        read_chat_templates(&mut sized, &recorded_models(claimed.directory()), on_fault).await?;
+        let mut plan = config.plan(claimed.directory(), socket, log, &sized, &resident)?;
+        plan.unusable = unusable;
         let of_model = |model: SizedModel| {
             let name = model.name;
             model.copies.into_iter().map(move |copy| (name.clone(), copy.choice))
@@ -85,7 +90,14 @@ impl RunningFleet {
         let devices = sized.into_iter().flat_map(of_model).collect();
         let models = plan.models.iter().map(|m| (m.name.clone(), m.workers)).collect();
         let fleet = FleetHandle::start(plan, claimed, notify, kept).await?;
-        Ok(Self { fleet, shutdown, models, devices, progress: LoadProgressBar::start() })
+        Ok(Self {
+            fleet,
+            shutdown,
+            models,
+            devices,
+            progress: LoadProgressBar::start(),
+            reported: HashSet::new(),
+        })
     }
 
     pub(crate) fn directory(&self) -> &RuntimeDir {
@@ -187,7 +199,11 @@ impl RunningFleet {
         let Ok(reply) = client.list_models(proto::v1::ListModelsRequest {}).await else { return false };
         let served = served_workers(reply.into_inner());
         let Ok(status) = self.fleet.status().await else { return false };
+        let faults = model_faults(&status);
         let is_served = |(name, workers): (&String, &u32)| {
+            if faults.iter().any(|(faulty, _)| faulty == name) {
+                return true;
+            }
             let Some(model) = status.models.iter().find(|model| model.name == *name) else { return false };
             // The others serve without a copy that cannot be loaded.
             let copies = model.copies.len() - model.failed_copies().count();
@@ -198,23 +214,26 @@ impl RunningFleet {
         status.models.iter().all(is_settled) && self.models.iter().all(is_served)
     }
 
-    /// Fails if a model or a child has an error that waiting cannot cure. A model that cannot be
-    /// loaded is reported first, because its workers fail as a consequence.
-    async fn check_all(&self) -> CliResult {
+    /// Fails if a child has an error that waiting cannot cure, or all models that are to have
+    /// workers. The fault of one of several models is printed: the others serve.
+    async fn check_all(&mut self) -> CliResult {
         let status = self.status().await?;
-        for model in &status.models {
-            if let ModelState::Failed(failure) = &model.state {
-                let text = format!("cannot load {}: {}", model.path.display(), failure.text);
-                return Err(CliError::new(failure.exit, text));
+        let serves_no_model = |child: &&ChildStatus| child.model.is_none();
+        status.children.iter().filter(serves_no_model).try_for_each(check_child)?;
+        let faults = model_faults(&status);
+        let is_faulty = |name: &String| faults.iter().any(|(faulty, _)| faulty == name);
+        let mut expected = self.models.iter().filter(|(_, workers)| **workers > 0);
+        let all_fail = expected.all(|(name, _)| is_faulty(name));
+        for (name, failure) in faults {
+            if all_fail {
+                return Err(failure);
+            }
+            if self.reported.insert(name.clone()) {
+                let text = format!("model {name}: {}; the other models are served", failure.message());
+                print_line(&printable_lines(&text));
             }
         }
-        let is_ready = |child: &ChildStatus, name: &String| {
-            let model = status.models.iter().find(|model| model.name == *name);
-            let mut copies = model.into_iter().flat_map(|model| &model.copies);
-            copies.any(|copy| Some(&copy.device) == child.device.as_ref() && copy.state == ModelState::Ready)
-        };
-        let may_fail = |child: &&ChildStatus| child.model.as_ref().is_none_or(|name| is_ready(child, name));
-        status.children.iter().filter(may_fail).try_for_each(check_child)
+        Ok(())
     }
 
     async fn stalled(&self) -> CliError {
@@ -236,6 +255,37 @@ impl RunningFleet {
             ),
         )
     }
+}
+
+/// The models with an error that waiting cannot cure, each with the first of its errors. One that
+/// cannot be loaded is named for that, because its workers fail as a consequence.
+fn model_faults(status: &FleetStatus) -> Vec<(String, CliError)> {
+    let failed = |model: &ModelStatus| match &model.state {
+        ModelState::Failed(failure) => Some((
+            model.name.clone(),
+            CliError::new(failure.exit, format!("cannot load {}: {}", model.path.display(), failure.text)),
+        )),
+        ModelState::Loading { .. } | ModelState::Ready | ModelState::Idle(_) => None,
+    };
+    let mut faults: Vec<(String, CliError)> = status.models.iter().filter_map(failed).collect();
+    let is_ready = |child: &ChildStatus, model: &ModelStatus| {
+        let mut copies = model.copies.iter();
+        copies.any(|copy| Some(&copy.device) == child.device.as_ref() && copy.state == ModelState::Ready)
+    };
+    for model in &status.models {
+        if faults.iter().any(|(faulty, _)| *faulty == model.name) {
+            continue;
+        }
+        let draft = model.settings.get("draft").and_then(toml::Value::as_str);
+        let of_draft = faults.iter().find(|(faulty, _)| Some(faulty.as_str()) == draft);
+        let of_draft = of_draft.map(|(_, failure)| CliError::new(failure.exit, failure.message()));
+        let workers = status.children.iter().filter(|child| child.model.as_ref() == Some(&model.name));
+        let mut workers = workers.filter(|child| is_ready(child, model));
+        if let Some(failure) = of_draft.or_else(|| workers.find_map(|child| check_child(child).err())) {
+            faults.push((model.name.clone(), failure));
+        }
+    }
+    faults
 }
 
 /// Fails if a child cannot start, unless a restart may help.

@@ -158,6 +158,9 @@ struct FailedCopies(HashSet<(String, String)>);
 impl FailedCopies {
     /// Prints one line when a copy fails, and one when it has come nevertheless.
     fn report(&mut self, model: &ModelStatus) {
+        if matches!(model.state, ModelState::Failed(_)) {
+            return;
+        }
         for copy in &model.copies {
             let (name, device) = (&model.name, &copy.device);
             let key = (name.clone(), device.clone());

@@ -47,6 +47,7 @@ struct FleetReports {
     processes: Vec<ProcessReport>,
     copies: Vec<CopyReport>,
     idle: Vec<String>,
+    failed_models: Vec<String>,
 }
 
 /// The latest reports. Cheap to clone.
@@ -69,6 +70,11 @@ impl FleetWatch {
     /// The models that a request would wake.
     pub(crate) fn idle(&self) -> Vec<String> {
         self.lock().idle.clone()
+    }
+
+    /// The models that cannot be loaded.
+    pub(crate) fn failed_models(&self) -> Vec<String> {
+        self.lock().failed_models.clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, FleetReports> {
@@ -127,8 +133,10 @@ impl FleetWatch {
             let copies = copies.collect();
             let is_idle = |model: &&Model| next_worker(model, &[], asked) == NextWorker::OnDemand;
             let idle = status.models.iter().filter(is_idle).map(|model| model.name.clone()).collect();
+            let mut failed_models: Vec<String> = failures(&status).into_keys().collect();
+            failed_models.sort_unstable();
             let processes = status.children.into_iter().map(ProcessReport::from).collect();
-            *self.lock() = FleetReports { processes, copies, idle };
+            *self.lock() = FleetReports { processes, copies, idle, failed_models };
         }
     }
 }

@@ -95,6 +95,7 @@ impl FaultPlan {
             http_address: String::new(),
             log: tracing::Level::INFO,
             models: models.collect(),
+            unusable: Vec::new(),
             supervision: SupervisionConfig::default(),
             complete_worker_config: Arc::new(|slot, config| {
                 config.insert("model".to_owned(), toml::Value::String(slot.model.clone()));

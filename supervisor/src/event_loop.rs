@@ -58,7 +58,7 @@ use crate::notify_server::Checkpoint;
 use crate::parent_fd_store::ParentFdStore;
 use crate::process::ChildProcess;
 use crate::rolling_restart::{RollingEvent, RollingRestart};
-use crate::spec::{ChildSpec, FleetSpec, ModelSpec, WorkerSlot};
+use crate::spec::{ChildSpec, FleetSpec, ModelSpec, UnusableModel, WorkerSlot};
 use crate::state::{ChildEvent, ChildState, ChildStateMachine};
 use crate::status::{ChildStatus, FleetEvent, LastTermination};
 use crate::weight_server_admin::WeightServerAdmin;
@@ -171,6 +171,9 @@ struct SupervisorLoop {
     children: BTreeMap<Arc<str>, SupervisedChild>,
     models: BTreeMap<String, ManagedModel>,
     idle_models: IdleModels,
+    /// Models of the configuration without a usable file, by name, until a reload or a command loads
+    /// them.
+    unusable: BTreeMap<String, UnusableModel>,
     fd_store: FdStore,
     /// The second copy of the FD store, if the parent is systemd.
     parent_fds: ParentFdStore,
@@ -197,7 +200,7 @@ impl FleetHandle {
     /// Starts the fleet in a claimed runtime directory. If a dead supervisor left running children
     /// there, they are adopted. `stored` holds the descriptors that systemd's FD store returned.
     pub async fn start(
-        spec: FleetSpec,
+        mut spec: FleetSpec,
         directory: ClaimedRuntimeDir,
         parent: Notify,
         stored: Vec<InheritedFd>,
@@ -213,6 +216,7 @@ impl FleetHandle {
         let crash_reports = CrashReports::start(spec.supervision.crash_reports.as_deref(), &admin)
             .map_err(|error| FleetStartError::Thread(StartError(error)))?;
         let deadlines = ChildDeadlines::new(Instant::now(), spec.supervision.watchdog);
+        let unusable = spec.unusable.drain(..).map(|model| (model.name.clone(), model)).collect();
         let mut event_loop = SupervisorLoop {
             spec,
             directory,
@@ -221,6 +225,7 @@ impl FleetHandle {
             children: BTreeMap::new(),
             models: BTreeMap::new(),
             idle_models: IdleModels::default(),
+            unusable,
             fd_store: FdStore::default(),
             parent_fds: ParentFdStore::start(parent.clone())
                 .map_err(|error| FleetStartError::Thread(StartError(error)))?,

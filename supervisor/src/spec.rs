@@ -15,6 +15,7 @@ use crate::config::SupervisionConfig;
 use crate::mps::MpsConfig;
 use crate::spec_diff::SettingChange;
 use crate::state::RestartPolicy;
+use crate::status::ModelFailure;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ChildRole {
@@ -214,6 +215,14 @@ pub struct ReloadedSpec {
 /// Reads the configuration again and checks all of it. The error says what is wrong, and where.
 pub type ReadSpec = Arc<dyn Fn() -> Result<ReloadedSpec, String> + Send + Sync>;
 
+/// A model of the configuration whose file cannot be used. The fleet lists it as failed.
+#[derive(Clone, Debug)]
+pub struct UnusableModel {
+    pub name: String,
+    pub path: PathBuf,
+    pub failure: ModelFailure,
+}
+
 /// The whole fleet.
 pub struct FleetSpec {
     pub weight_server: toml::Table,
@@ -228,6 +237,7 @@ pub struct FleetSpec {
     /// The log level of the children, unless BALLAST_LOG sets another.
     pub log: tracing::Level,
     pub models: Vec<ModelSpec>,
+    pub unusable: Vec<UnusableModel>,
     pub supervision: SupervisionConfig,
     /// Called for every worker, also for those that are added while the fleet runs.
     pub complete_worker_config: CompleteWorkerConfig,

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use service::Exit;
 use tonic::{Code, Status};
 
-use crate::spec::ChildRole;
+use crate::spec::{ChildRole, UnusableModel};
 use crate::state::{BackoffReason, ChildState, Termination};
 
 #[derive(Clone, Debug)]
@@ -143,6 +143,24 @@ pub struct ModelStatus {
     pub becomes_idle: bool,
     /// It was woken meanwhile, and is loaded again then.
     pub wakes_after: bool,
+}
+
+impl UnusableModel {
+    pub(crate) fn status(&self) -> ModelStatus {
+        let UnusableModel { name, path, failure } = self.clone();
+        ModelStatus {
+            name,
+            aliases: Vec::new(),
+            path,
+            state: ModelState::Failed(failure),
+            copies: Vec::new(),
+            digest: Bytes::new(),
+            settings: toml::Table::new(),
+            is_unloading: false,
+            becomes_idle: false,
+            wakes_after: false,
+        }
+    }
 }
 
 impl ModelStatus {

@@ -122,7 +122,7 @@ async fn ready(State(app): State<AppState>) -> Result<Json<Value>, ApiError> {
             let failed_copies = failed_copies(&app.fleet.copies());
             let ready = json!({
                 "status": "ready", "workers": workers, "failed": failed, "failed_copies": failed_copies,
-                "idle": idle,
+                "idle": idle, "failed_models": app.fleet.failed_models(),
             });
             Ok(Json(ready))
         }

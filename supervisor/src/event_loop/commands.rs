@@ -12,7 +12,7 @@ use crate::commands::{CommandError, CommandReply, FleetCommand};
 use crate::events::SupervisorEvent;
 use crate::process::ChildProcess;
 use crate::shared_weights;
-use crate::spec::{ChildRole, ChildSpec, CopySpec, ModelSpec, WorkerSlot};
+use crate::spec::{ChildRole, ChildSpec, CopySpec, ModelSpec, UnusableModel, WorkerSlot};
 use crate::state::{AfterExit, ChildEvent, ChildState};
 use crate::status::{FleetEvent, FleetStatus, ModelState};
 use service::runtime_dir::WORKERS_MAX;
@@ -62,6 +62,7 @@ impl SupervisorLoop {
                 .values()
                 .map(ManagedModel::status)
                 .chain(self.idle_models.statuses(Instant::now()))
+                .chain(self.unusable.values().map(UnusableModel::status))
                 .collect(),
             stored_fds: self.fd_store.len(),
             http_address: self.spec.http_address.clone(),
@@ -188,6 +189,7 @@ impl SupervisorLoop {
         }
         self.check_worker_count(spec.total_workers())?;
         let now = self.deadlines.advance(Instant::now());
+        self.unusable.remove(&spec.name);
         self.add_model(spec, by_command, RoomWait::new(true, now));
         self.record_models();
         self.request_room(Duration::ZERO);

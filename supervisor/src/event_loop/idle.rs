@@ -16,6 +16,10 @@ use crate::status::{FleetEvent, ModelFailure, ModelState};
 impl SupervisorLoop {
     /// Unloads a model, or takes an idle one out of the fleet.
     pub(super) fn unload(&mut self, name: String, grace: Duration, keep_idle: bool, reply: CommandReply<()>) {
+        if !keep_idle && self.unusable.remove(&name).is_some() {
+            self.publish(FleetEvent::ModelRemoved(name));
+            return answer(reply, Ok(()));
+        }
         if !self.idle_models.contains(&name) {
             if keep_idle && let Err(error) = self.check_not_drafting(&name) {
                 return answer(reply, Err(error));

@@ -50,6 +50,7 @@ impl SupervisorLoop {
                 return Ok(changes);
             }
             self.check_no_swap()?;
+            self.unusable.retain(|name, _| wanted.models.iter().any(|model| model.name == *name));
             for model in wanted.models {
                 let known = self.models.get_mut(&model.name).map(|known| &mut known.spec);
                 if let Some(known) = known.or_else(|| self.idle_models.spec_mut(&model.name)) {

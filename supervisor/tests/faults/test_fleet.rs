@@ -225,6 +225,7 @@ fn fleet_spec(behaviours: &ChildBehaviours) -> FleetSpec {
         router_socket: None,
         http_address: "127.0.0.1:0".to_owned(),
         log: tracing::Level::ERROR,
+        unusable: Vec::new(),
         models: vec![ModelSpec {
             name: "m".to_owned(),
             path: "/m.gguf".into(),
