@@ -183,6 +183,8 @@ impl RunningFleet {
                 },
                 _ = poll.tick() => {
                     if self.is_served(&mut client).await {
+                        // Perhaps no model can be served at all.
+                        self.check_all().await?;
                         self.progress.clear();
                         return Ok(());
                     }

@@ -174,8 +174,9 @@ impl SupervisorLoop {
         }
     }
 
-    /// At the start of the fleet, a model that may be idle is. Others fail. If a fleet has one model,
-    /// its load begins nevertheless, because the weight-server says what would fit.
+    /// At the start of the fleet, a model that may be idle is. Others fail, with two exceptions, which
+    /// are loaded nevertheless: the copies of a model on several devices fail alone, and if a fleet
+    /// has one model, the weight-server says what would fit.
     fn no_room(&mut self, name: &str, why: &str) {
         let Some(model) = self.models.get(name) else { return };
         let is_at_start = model.room_wait.is_some_and(|wait| !wait.may_replace);
@@ -185,10 +186,10 @@ impl SupervisorLoop {
             let Some(model) = self.models.remove(name) else { return };
             let digest = model.copies.digest().unwrap_or_default();
             self.insert_idle(IdleModel::new(model.spec, model.by_command, digest));
-        } else if self.models.len() > 1 {
-            self.load_failed(name, why);
-        } else {
+        } else if model.spec.copies.len() > 1 || self.models.len() == 1 {
             self.begin_load(name);
+        } else {
+            self.load_failed(name, why);
         }
     }
 
