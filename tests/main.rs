@@ -40,6 +40,7 @@ mod kv_types;
 mod logs;
 mod model_sampling;
 mod model_text;
+mod models_directory;
 mod mps;
 mod one_copy;
 mod one_copy_per_device;

@@ -5,22 +5,25 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use service::RuntimeDir;
-use supervisor::{ReadSpec, ReloadedSpec, diff_settings, recorded_models};
+use supervisor::{ReadSpec, ReloadScope, ReloadedSpec, diff_settings, recorded_models};
 use toml::Table;
 
 use crate::chat_templates::{UnusableTemplate, read_chat_templates};
-use crate::cli_error::{CliResult, IoContext};
+use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::fleet_config::FleetConfig;
+use crate::fleet_models::take_unusable;
 use crate::model_config::to_toml_table;
+use crate::models_directory::add_models;
 use crate::resident_models::ResidentModels;
 use crate::swapped_files::with_swapped_files;
 
 /// Keys that only a restart of the supervisor applies: its sockets and directory, the memory of the
-/// weight-server, and what all processes get at their start.
-const FIXED: [&str; 6] = ["runtime-dir", "listen", "host-budget", "gpu-budget", "gpu", "supervision"];
+/// weight-server, what all processes get at their start, and the directory that it watches.
+const FIXED: [&str; 7] =
+    ["runtime-dir", "listen", "host-budget", "gpu-budget", "gpu", "supervision", "models-directory"];
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ConfigSource {
@@ -36,27 +39,61 @@ impl ConfigSource {
         Ok(Self { path, fixed: fixed_settings(read)? })
     }
 
-    /// What the supervisor calls to reload. `listen` is the address on which the router listens.
-    pub(crate) fn reader(self, directory: RuntimeDir, listen: Option<SocketAddr>) -> ReadSpec {
-        Arc::new(move || self.read(&directory, listen).map_err(|failure| failure.message().to_owned()))
-    }
-
-    fn read(&self, directory: &RuntimeDir, listen: Option<SocketAddr>) -> CliResult<ReloadedSpec> {
-        let config = with_swapped_files(&FleetConfig::load(&self.path, None)?, directory);
-        let resident = ResidentModels::find(&config, directory);
-        let mut sized = config.sized_without(&resident)?;
-        // A task of the supervisor that may block runs this.
-        tokio::runtime::Handle::current().block_on(read_chat_templates(
-            &mut sized,
-            &recorded_models(directory),
-            UnusableTemplate::Refuse,
-        ))?;
-        Ok(ReloadedSpec {
-            router: to_toml_table(&config.router_config(directory, listen))?,
-            models: config.model_specs(&sized, &resident)?,
-            not_applied: diff_settings(&self.fixed, &fixed_settings(&config)?),
+    /// What the supervisor calls to read the configuration again. `applied` is the present one,
+    /// `listen` the address on which the router listens.
+    pub(crate) fn reader(
+        self,
+        applied: FleetConfig,
+        directory: RuntimeDir,
+        listen: Option<SocketAddr>,
+    ) -> ReadSpec {
+        let watched = applied.models_directory.clone();
+        let applied = Mutex::new(applied);
+        Arc::new(move |scope| {
+            let read = || {
+                let (mut config, mut not_applied) = (FleetConfig::clone(&lock(&applied)), Vec::new());
+                if scope != ReloadScope::ModelsDirectory {
+                    config = FleetConfig::load(&self.path, None)?;
+                    not_applied = diff_settings(&self.fixed, &fixed_settings(&config)?);
+                    config.models_directory.clone_from(&watched);
+                }
+                let spec = spec(&config, &directory, listen)?;
+                if scope == ReloadScope::All {
+                    *lock(&applied) = config;
+                }
+                Ok(ReloadedSpec { not_applied, ..spec })
+            };
+            read().map_err(|failure: CliError| failure.message().to_owned())
         })
     }
+}
+
+fn lock(config: &Mutex<FleetConfig>) -> MutexGuard<'_, FleetConfig> {
+    config.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Reads the heads of the model files, those of the models directory among them.
+fn spec(config: &FleetConfig, directory: &RuntimeDir, listen: Option<SocketAddr>) -> CliResult<ReloadedSpec> {
+    let mut config = with_swapped_files(config, directory);
+    config.models.retain(|model| !model.is_from_directory);
+    let found = config.models_directory.as_ref().map_or(Ok(Vec::new()), |from| from.scan())?;
+    add_models(&mut config, &found);
+    let resident = ResidentModels::find(&config, directory);
+    // What is wrong with an entry of the configuration is an error.
+    let unusable = take_unusable(&mut config, &resident, |model| model.is_from_directory);
+    let mut sized = config.sized_without(&resident)?;
+    // A task of the supervisor that may block runs this.
+    tokio::runtime::Handle::current().block_on(read_chat_templates(
+        &mut sized,
+        &recorded_models(directory),
+        UnusableTemplate::Refuse,
+    ))?;
+    Ok(ReloadedSpec {
+        router: to_toml_table(&config.router_config(directory, listen))?,
+        models: config.model_specs(&sized, &resident)?,
+        unusable,
+        not_applied: Vec::new(),
+    })
 }
 
 fn fixed_settings(config: &FleetConfig) -> CliResult<Table> {

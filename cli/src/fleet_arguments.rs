@@ -10,7 +10,6 @@ use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use ops::KvTypes;
 use router::{RoutingConfig, RoutingMode};
-use sampling_params::SamplingDefaults;
 use service::ByteSize;
 use service::runtime_dir::WORKERS_MAX;
 
@@ -120,12 +119,6 @@ impl WorkerArguments {
 
     pub(crate) fn model(&self, path: &Path, workers: u32) -> FleetModelConfig {
         FleetModelConfig {
-            name: model_name(path),
-            aliases: Vec::new(),
-            path: path.to_owned(),
-            configured_path: None,
-            chat_template: None,
-            sampling: SamplingDefaults::default(),
             device: self.device.clone(),
             workers,
             threads: self.threads,
@@ -134,13 +127,9 @@ impl WorkerArguments {
             kv_tokens: self.kv_tokens,
             kv_type: self.kv_type.clone(),
             step_tokens: self.step_tokens,
-            running_max: None,
-            queue_max: None,
             draft: self.draft.as_deref().map(model_name),
-            draft_depth: None,
-            step_timeout: worker::step_timeout(),
-            idle_unload: None,
             pack: !self.no_pack,
+            ..FleetModelConfig::new(model_name(path), path.to_owned())
         }
     }
 }
@@ -163,6 +152,7 @@ impl FleetArguments {
                 .chain(self.worker.draft_model())
                 .collect(),
             runtime_dir: self.runtime_dir,
+            models_directory: None,
             source: None,
         }
     }

@@ -20,9 +20,11 @@ use toml::{Table, Value};
 
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::config_source::ConfigSource;
+use crate::device_choice::DeviceChoice;
 use crate::device_selection::DeviceSelection;
 use crate::devices::{self, GpuInfo, GpuInventory};
 use crate::model_config::{FleetModelConfig, to_toml_table};
+use crate::models_directory::ModelsDirectoryConfig;
 use crate::resident_models::ResidentModels;
 use crate::sized_model::SizedModel;
 
@@ -61,6 +63,8 @@ pub(crate) struct FleetConfig {
     pub(crate) supervision: SupervisionConfig,
     #[serde(default)]
     pub(crate) models: Vec<FleetModelConfig>,
+    /// A directory whose files are models too.
+    pub(crate) models_directory: Option<ModelsDirectoryConfig>,
     /// The file that this was read from.
     #[serde(skip)]
     pub(crate) source: Option<ConfigSource>,
@@ -93,6 +97,9 @@ impl FleetConfig {
             model.path = base.join(&model.path);
             model.chat_template = model.chat_template.take().map(|file| base.join(file));
         }
+        if let Some(directory) = &mut config.models_directory {
+            directory.path = base.join(&directory.path);
+        }
         config.access.keys = config.access.keys.take().map(|keys| base.join(keys));
         config.access.usage_log = config.access.usage_log.take().map(|file| base.join(file));
         let reports = &mut config.supervision.crash_reports;
@@ -107,8 +114,11 @@ impl FleetConfig {
         config.tls.as_ref().map_or(Ok(()), router::TlsConfig::check)?;
         config.supervision.check().map_err(|error| invalid(&error))?;
         config.models.iter().try_for_each(FleetModelConfig::check).map_err(|text| invalid(&text))?;
+        let directory = config.models_directory.as_ref().map_or(Ok(()), ModelsDirectoryConfig::check);
+        directory.map_err(|text| invalid(&text))?;
         let total = |model: &FleetModelConfig| u64::from(model.workers) * u64::from(model.device.count_min());
-        check_worker_count(config.models.iter().map(total).sum()).map_err(|text| invalid(&text))?;
+        let at_start = config.models.iter().filter(|model| !model.on_demand);
+        check_worker_count(at_start.map(total).sum()).map_err(|text| invalid(&text))?;
         check_names(&config.models).map_err(|text| invalid(&text))?;
         config.source = Some(ConfigSource::new(path, &config)?);
         if let Some(runtime_dir) = runtime_dir {
@@ -145,7 +155,8 @@ impl FleetConfig {
     ) -> CliResult<FleetSpec> {
         let models = self.model_specs(sized, resident)?;
         // With `device = "all"`, the number of devices is known only here.
-        check_worker_count(models.iter().map(|model| u64::from(model.total_workers())).sum())
+        let at_start = models.iter().filter(|model| !model.on_demand);
+        check_worker_count(at_start.map(|model| u64::from(model.total_workers())).sum())
             .map_err(|text| CliError::new(Exit::Usage, text))?;
         let (of_workers, sharing) = (directory.clone(), self.gpu);
         let worker = move |slot: &WorkerSlot, table: &mut Table| {
@@ -168,7 +179,9 @@ impl FleetConfig {
             }
         };
         let (listen, router_socket) = self.listen(directory, socket)?;
-        let gpus = sized.iter().flat_map(|model| &model.copies).filter_map(|copy| copy.choice.gpu.as_ref());
+        let of_directory = self.directory_devices()?;
+        let choices = sized.iter().flat_map(|model| &model.copies).map(|copy| &copy.choice);
+        let gpus = choices.chain(&of_directory).filter_map(|choice| choice.gpu.as_ref());
         let mut weight_server = self.weight_server(directory, gpus);
         resident.add_devices(&mut weight_server);
         let mps = (self.gpu.mps && weight_server.contains_key("devices"))
@@ -184,8 +197,18 @@ impl FleetConfig {
             unusable: Vec::new(),
             supervision: self.supervision.clone(),
             complete_worker_config: Arc::new(worker),
-            read_again: self.source.clone().map(|source| source.reader(directory.clone(), listen)),
+            read_again: self
+                .source
+                .clone()
+                .map(|source| source.reader(self.clone(), directory.clone(), listen)),
         })
+    }
+
+    /// Where models come that are not in the models directory yet.
+    fn directory_devices(&self) -> CliResult<Vec<DeviceChoice>> {
+        let Some(directory) = &self.models_directory else { return Ok(Vec::new()) };
+        let seen = devices_for([&directory.device])?;
+        directory.device.choose("models-directory", &seen, None)
     }
 
     /// The specification of every model, from its sizes or from its predecessor's record.
@@ -433,6 +456,7 @@ mod tests {
             tls: None,
             supervision: SupervisionConfig::default(),
             models: Vec::new(),
+            models_directory: None,
             source: None,
         };
         let id = |table: &Table| table.get("id").and_then(Value::as_str).map(str::to_owned);

@@ -9,6 +9,7 @@ use crate::cli_error::{CliError, CliResult};
 use crate::fleet_config::FleetConfig;
 use crate::gguf_file;
 use crate::model_config::FleetModelConfig;
+use crate::models_directory::{FoundFile, add_models};
 use crate::resident_models::ResidentModels;
 use crate::sized_model::SizedModel;
 use crate::swapped_files::with_swapped_files;
@@ -20,6 +21,8 @@ pub(crate) struct FleetModels {
     pub(crate) sized: Vec<SizedModel>,
     /// Models whose files are missing or refused. The fleet starts with the others.
     pub(crate) unusable: Vec<UnusableModel>,
+    /// What the models directory held.
+    pub(crate) found: Vec<FoundFile>,
 }
 
 impl FleetModels {
@@ -29,34 +32,44 @@ impl FleetModels {
         let (config, directory) = (config.clone(), directory.clone());
         let read = tokio::task::spawn_blocking(move || {
             let mut config = with_swapped_files(&config, &directory);
+            let found = config.models_directory.as_ref().map_or(Ok(Vec::new()), |from| from.scan())?;
+            add_models(&mut config, &found);
             let resident = ResidentModels::find(&config, &directory);
             let mut unusable = Vec::new();
             let sized = match config.sized_without(&resident) {
                 Err(failure) if failure.exit == Exit::ModelRefused => {
-                    unusable = take_unusable(&mut config, &resident);
-                    let has_workers = |model: &FleetModelConfig| model.workers > 0;
-                    if unusable.is_empty() || !config.models.iter().any(has_workers) {
+                    unusable = take_unusable(&mut config, &resident, |_| true);
+                    let may_serve = config.models.iter().any(|model| model.workers > 0);
+                    // Files that can be used may come into the directory.
+                    let stays_empty = !may_serve && config.models_directory.is_none();
+                    if unusable.is_empty() || stays_empty {
                         return Err(failure);
                     }
                     config.sized_without(&resident)?
                 }
                 sized => sized?,
             };
-            Ok(Self { config, resident, sized, unusable })
+            Ok(Self { config, resident, sized, unusable, found })
         });
         read.await.unwrap_or_else(|panic| Err(CliError::new(Exit::Internal, panic.to_string())))
     }
 }
 
-/// Takes the models out of the configuration whose files cannot be used, and those for which such a
-/// model drafts.
-fn take_unusable(config: &mut FleetConfig, resident: &ResidentModels) -> Vec<UnusableModel> {
+/// Takes those of the named models out of the configuration whose files cannot be used, and those for
+/// which such a model drafts.
+pub(crate) fn take_unusable(
+    config: &mut FleetConfig,
+    resident: &ResidentModels,
+    may_leave: impl Fn(&FleetModelConfig) -> bool,
+) -> Vec<UnusableModel> {
     let mut unusable: Vec<UnusableModel> = Vec::new();
     let entry = |model: &FleetModelConfig, exit, text| {
         let (name, path) = (model.name.clone(), model.path.clone());
-        UnusableModel { name, path, failure: ModelFailure { exit, text } }
+        let is_from_directory = model.is_from_directory;
+        UnusableModel { name, path, failure: ModelFailure { exit, text }, is_from_directory }
     };
-    for model in config.models.iter().filter(|model| resident.get(&model.name).is_none()) {
+    let readable = config.models.iter().filter(|model| resident.get(&model.name).is_none());
+    for model in readable.filter(|model| may_leave(model)) {
         let read = gguf_file::open(&model.path).and_then(|file| gguf_file::describe(&model.path, &file));
         if let Err(failure) = read {
             unusable.push(entry(model, failure.exit, failure.message().to_owned()));

@@ -33,6 +33,7 @@ mod gpu_support;
 mod inspect;
 mod key;
 mod model_config;
+mod models_directory;
 mod plan;
 mod process;
 mod progress_bar;

@@ -72,6 +72,12 @@ pub(crate) struct FleetModelConfig {
     /// The model becomes idle when no request has used it for this long. If absent, never.
     #[serde(default, with = "service::duration::optional", skip_serializing_if = "Option::is_none")]
     pub(crate) idle_unload: Option<Duration>,
+    /// The first request loads the model, not the start of the fleet.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) on_demand: bool,
+    /// The models directory has its file, and no entry of the configuration names it.
+    #[serde(skip)]
+    pub(crate) is_from_directory: bool,
     #[serde(default = "packed")]
     pub(crate) pack: bool,
 }
@@ -85,6 +91,35 @@ fn packed() -> bool {
 }
 
 impl FleetModelConfig {
+    /// A model with the default settings.
+    pub(crate) fn new(name: String, path: PathBuf) -> Self {
+        Self {
+            name,
+            aliases: Vec::new(),
+            path,
+            configured_path: None,
+            chat_template: None,
+            sampling: SamplingDefaults::default(),
+            device: DeviceSelection::default(),
+            workers: DEFAULT_WORKERS,
+            threads: None,
+            ctx_size: None,
+            kv_bytes: None,
+            kv_tokens: None,
+            kv_type: KvTypes::default(),
+            step_tokens: None,
+            running_max: None,
+            queue_max: None,
+            draft: None,
+            draft_depth: None,
+            step_timeout: worker::step_timeout(),
+            idle_unload: None,
+            on_demand: false,
+            is_from_directory: false,
+            pack: true,
+        }
+    }
+
     pub(crate) fn check(&self) -> Result<(), String> {
         let Self { name, step_timeout, .. } = self;
         if *step_timeout < STEP_TIMEOUT_MIN {
@@ -109,7 +144,7 @@ impl FleetModelConfig {
     }
 }
 
-fn check_idle_unload(limit: Duration) -> Result<(), String> {
+pub(crate) fn check_idle_unload(limit: Duration) -> Result<(), String> {
     match limit < IDLE_UNLOAD_MIN {
         false => Ok(()),
         true => Err(format!(

@@ -11,12 +11,17 @@ use std::path::PathBuf;
 use memory::manifest::HOST_DEVICE;
 use memory::numa::{NumaNode, node_of_device};
 use serde_json::{Value, json};
+use service::logging::print_line;
+use service::printable::printable_lines;
 use service::{ByteSize, Exit};
 
 use crate::cli_error::{CliError, CliResult};
 use crate::device_choice::DeviceChoice;
 use crate::fleet_arguments::FleetArguments;
 use crate::fleet_config::FleetConfig;
+use crate::fleet_models::take_unusable;
+use crate::models_directory::add_models;
+use crate::resident_models::ResidentModels;
 use crate::sized_model::{SizedCopy, SizedModel};
 use crate::terminal::print_stdout;
 
@@ -112,11 +117,17 @@ impl DeviceMemoryPlan {
 }
 
 pub(crate) fn run(arguments: PlanArguments) -> CliResult {
-    let config = match (&arguments.config, &arguments.model) {
+    let mut config = match (&arguments.config, &arguments.model) {
         (Some(path), _) => FleetConfig::load(path, None)?,
         (None, Some(model)) => arguments.fleet.config(model, None),
         (None, None) => return Err(CliError::new(Exit::Usage, "name a model file or --config FILE.toml")),
     };
+    if let Some(directory) = config.models_directory.clone() {
+        add_models(&mut config, &directory.scan()?);
+        for model in take_unusable(&mut config, &ResidentModels::default(), |model| model.is_from_directory) {
+            print_line(&printable_lines(&format!("model {}: {}", model.name, model.failure.text)));
+        }
+    }
     let models = config.sized()?;
     let copies: Vec<PlannedCopy<'_>> = models
         .iter()

@@ -14,7 +14,7 @@ use service::runtime_dir::{ClaimedRuntimeDir, remove_dead_dirs};
 use service::{Exit, Notify, RuntimeDir, Shutdown};
 use supervisor::{
     BackoffReason, ChildRole, ChildState, ChildStatus, FleetEvent, FleetHandle, FleetStatus, ModelState,
-    ModelStatus, Termination, recorded_models,
+    ModelStatus, ReloadScope, Termination, recorded_models,
 };
 use tokio::sync::broadcast::error::RecvError;
 use tonic::transport::Channel;
@@ -24,6 +24,7 @@ use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::DeviceChoice;
 use crate::fleet_config::FleetConfig;
 use crate::fleet_models::FleetModels;
+use crate::models_directory::watch_directory;
 use crate::progress_bar::{LoadProgressBar, LoadingModel};
 use crate::served_workers::served_workers;
 use crate::sized_model::SizedModel;
@@ -72,7 +73,7 @@ impl RunningFleet {
         remove_dead_dirs();
         let claimed = ClaimedRuntimeDir::claim(config.runtime_dir.as_deref())?;
         let socket = activated.pop().map(|activated| activated.fd);
-        let FleetModels { config, resident, mut sized, unusable } = tokio::select! {
+        let FleetModels { config, resident, mut sized, unusable, found } = tokio::select! {
             read = FleetModels::read(config, claimed.directory()) => read?,
             () = shutdown.requested() => return Err(CliError::interrupted()),
         };
@@ -90,6 +91,9 @@ impl RunningFleet {
         let devices = sized.into_iter().flat_map(of_model).collect();
         let models = plan.models.iter().map(|m| (m.name.clone(), m.workers)).collect();
         let fleet = FleetHandle::start(plan, claimed, notify, kept).await?;
+        if let Some(directory) = config.models_directory {
+            fleet.reload_on(watch_directory(directory, found)?, ReloadScope::ModelsDirectory);
+        }
         Ok(Self {
             fleet,
             shutdown,

@@ -11,7 +11,7 @@ use std::time::Duration;
 use service::logging::print_line;
 use service::printable::printable_lines;
 use service::{Exit, Notify};
-use supervisor::{ChildRole, ChildStatus, FleetEvent, ModelState, ModelStatus};
+use supervisor::{ChildRole, ChildStatus, FleetEvent, ModelState, ModelStatus, ReloadScope};
 use tokio::sync::broadcast::{self, error::RecvError};
 use tracing::Level;
 
@@ -213,7 +213,7 @@ fn foreground(
         notify.ready()?;
         let shutdown = fleet.shutdown.clone();
         if config.source.is_some() {
-            fleet.fleet.reload_on(shutdown.reloads());
+            fleet.fleet.reload_on(shutdown.reloads(), ReloadScope::All);
         }
         let outcome = fleet.finish(async |fleet| {
             started(fleet).await?;

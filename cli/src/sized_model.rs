@@ -229,11 +229,18 @@ impl SizedModel {
     ) -> CliResult<Vec<Self>> {
         let on_devices = models.iter().map(|config| ModelOnDevices::of(config, seen));
         let on_devices = on_devices.collect::<CliResult<Vec<ModelOnDevices>>>()?;
-        let of_model = |(config, model): (&FleetModelConfig, &ModelOnDevices)| {
+        let of_model = |config: &FleetModelConfig, model: &ModelOnDevices| {
             config.workers.saturating_mul(u32::try_from(model.choices.len()).unwrap_or(u32::MAX))
         };
-        let workers = models.iter().zip(&on_devices).map(of_model).fold(other_workers, u32::saturating_add);
-        let size = |(config, model)| Self::of(config, model, workers);
+        // Models that are loaded on demand are not all there at once: each shares the processors with
+        // those that are there from the start.
+        let at_start = models.iter().zip(&on_devices).filter(|(config, _)| !config.on_demand);
+        let at_start =
+            at_start.map(|(config, model)| of_model(config, model)).fold(other_workers, u32::saturating_add);
+        let size = |(config, model): (&FleetModelConfig, ModelOnDevices)| {
+            let own = if config.on_demand { of_model(config, &model) } else { 0 };
+            Self::of(config, model, at_start.saturating_add(own))
+        };
         let mut sized = models.iter().zip(on_devices).map(size).collect::<CliResult<Vec<Self>>>()?;
         for (index, config) in models.iter().enumerate() {
             let Some(name) = sized[index].drafted_by() else { continue };
@@ -321,6 +328,7 @@ impl SizedModel {
             files: self.files.clone(),
             configured_path: self.settings.configured_path.clone().unwrap_or(self.path.clone()),
             idle_unload: self.settings.idle_unload,
+            on_demand: self.settings.on_demand,
             settings: to_toml_table(&self.settings)?,
         })
     }

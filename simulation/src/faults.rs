@@ -85,6 +85,7 @@ impl FaultPlan {
             files: String::new(),
             configured_path: std::path::PathBuf::new(),
             idle_unload: None,
+            on_demand: false,
             settings: toml::Table::new(),
         });
         FleetSpec {

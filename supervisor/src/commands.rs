@@ -8,7 +8,7 @@ use std::time::Duration;
 use service::runtime_dir::WORKERS_MAX;
 use tokio::sync::oneshot;
 
-use crate::spec::ModelSpec;
+use crate::spec::{ModelSpec, ReloadScope};
 use crate::spec_diff::SpecChange;
 use crate::status::{FleetStatus, ModelFailure};
 
@@ -111,9 +111,9 @@ pub(crate) enum FleetCommand {
         grace: Duration,
         reply: CommandReply<Option<PathBuf>>,
     },
-    /// Reads the configuration again and applies what differs. `dry_run` only compares.
+    /// Reads the configuration again and applies what differs. A preview only compares.
     Reload {
-        dry_run: bool,
+        scope: ReloadScope,
         reply: CommandReply<Vec<SpecChange>>,
     },
     /// Stops every child, one role after the other.

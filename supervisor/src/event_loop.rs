@@ -152,6 +152,8 @@ struct ManagedModel {
     model_use: ModelUse,
     /// It is not requested yet.
     room_wait: Option<RoomWait>,
+    /// Its file has changed: what it is to be when it is idle.
+    replacement: Option<ModelSpec>,
 }
 
 /// An unload that is in progress.
@@ -205,7 +207,8 @@ impl FleetHandle {
         parent: Notify,
         stored: Vec<InheritedFd>,
     ) -> Result<FleetHandle, FleetStartError> {
-        check_descriptors(spec.models.iter().map(|model| u64::from(model.total_workers())).sum())?;
+        let at_start = spec.models.iter().filter(|model| !model.on_demand);
+        check_descriptors(at_start.map(|model| u64::from(model.total_workers())).sum())?;
         let names = directory.directory().clone();
         let (sender, receiver) = mpsc::channel(EVENT_QUEUE_CAPACITY);
         let commands =
@@ -396,8 +399,8 @@ impl SupervisorLoop {
                 self.roll(RollingEvent::Failed(&child))
             }
             SupervisorEvent::SwapAdvanced { number, event } => self.swap_advanced(number, event),
-            SupervisorEvent::ConfigurationRead { read, dry_run, reply } => {
-                self.configuration_read(read, dry_run, reply)
+            SupervisorEvent::ConfigurationRead { read, scope, reply } => {
+                self.configuration_read(read, scope, reply)
             }
             SupervisorEvent::Command(command) => self.handle_command(command),
         }

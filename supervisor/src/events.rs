@@ -11,7 +11,7 @@ use crate::memory_room::DeviceLedger;
 use crate::model_swap::SwapEvent;
 use crate::notification::Notification;
 use crate::resident_models::WeightsOnDevice;
-use crate::spec::ReloadedSpec;
+use crate::spec::{ReloadScope, ReloadedSpec};
 use crate::spec_diff::SpecChange;
 use crate::status::ModelState;
 
@@ -90,7 +90,7 @@ pub(crate) enum SupervisorEvent {
     /// The configuration was read again.
     ConfigurationRead {
         read: Result<ReloadedSpec, CommandError>,
-        dry_run: bool,
+        scope: ReloadScope,
         reply: CommandReply<Vec<SpecChange>>,
     },
     Command(FleetCommand),

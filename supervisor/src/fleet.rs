@@ -11,6 +11,7 @@ use tokio::task::JoinHandle;
 
 use crate::commands::{CommandError, CommandReply, FleetCommand};
 use crate::events::SupervisorEvent;
+use crate::spec::ReloadScope;
 use crate::status::{FleetEvent, FleetStatus};
 
 /// A subscriber that is this many events behind loses events, and is told how many.
@@ -93,11 +94,11 @@ impl FleetHandle {
     }
 
     /// Reloads the configuration at every change of `requests`. The log says what changed.
-    pub fn reload_on(&self, mut requests: watch::Receiver<u64>) {
+    pub fn reload_on(&self, mut requests: watch::Receiver<u64>, scope: ReloadScope) {
         let commands = self.commands.clone();
         tokio::spawn(async move {
             while requests.changed().await.is_ok() {
-                let reload = |reply| FleetCommand::Reload { dry_run: false, reply };
+                let reload = |reply| FleetCommand::Reload { scope, reply };
                 match commands.call(reload).await {
                     Ok(changes) => tracing::info!(changes = changes.len(), "the configuration was reloaded"),
                     Err(CommandError::Stopping) => return,

@@ -20,7 +20,7 @@ use tonic::{Request, Response, Status};
 
 use crate::commands::{CommandError, CommandReply, DRAIN_GRACE, FleetCommand};
 use crate::fleet::CommandSender;
-use crate::spec::{ChildRole, CopyMemory, CopySpec, ModelSpec};
+use crate::spec::{ChildRole, CopyMemory, CopySpec, ModelSpec, ReloadScope};
 use crate::spec_diff::SpecChange;
 use crate::state::{BackoffReason, ChildState};
 use crate::status::{ChildStatus, CopyStatus, FleetEvent, ModelFailure, ModelState, ModelStatus};
@@ -301,7 +301,8 @@ impl FleetService for FleetApi {
         let caller = AdminCaller::of(&request);
         let dry_run = request.into_inner().dry_run;
         let subject = if dry_run { "dry run" } else { "" };
-        let reload = |reply| FleetCommand::Reload { dry_run, reply };
+        let scope = if dry_run { ReloadScope::Preview } else { ReloadScope::All };
+        let reload = |reply| FleetCommand::Reload { scope, reply };
         let changes = self.audited(caller, ("reload", subject), reload).await?;
         let changes = changes.iter().map(SpecChange::to_string).collect();
         Ok(Response::new(wire::ReloadResponse { changes }))
@@ -365,6 +366,7 @@ fn model_spec(request: wire::LoadModelRequest) -> Result<ModelSpec, Status> {
         files,
         configured_path: PathBuf::new(),
         idle_unload: idle_unload_ms.map(Duration::from_millis),
+        on_demand: false,
         settings: table("settings", &settings)?,
     })
 }

@@ -138,6 +138,7 @@ mod tests {
             files: String::new(),
             configured_path: PathBuf::new(),
             idle_unload: None,
+            on_demand: false,
             settings: toml::Table::new(),
         };
         IdleModel::new(spec, false, Bytes::from_static(b"d"))

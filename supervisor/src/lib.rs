@@ -65,7 +65,7 @@ pub use fleet::FleetHandle;
 pub use model_record::{RecordedModel, recorded_models};
 pub use spec::{
     ChildRole, ChildSpec, CompleteWorkerConfig, CopyMemory, CopySpec, FleetSpec, ModelSpec, ReadSpec,
-    ReloadedSpec, UnusableModel, WorkerSlot,
+    ReloadScope, ReloadedSpec, UnusableModel, WorkerSlot,
 };
 pub use spec_diff::{SettingChange, SpecChange, diff_settings};
 pub use state::{BackoffReason, ChildState, Termination};

@@ -75,8 +75,18 @@ struct ModelRecord {
 
 impl RecordedModel {
     pub(crate) fn of(spec: &ModelSpec, by_command: bool) -> Self {
-        let ModelSpec { name, path, workers, copies, pack, files, configured_path, idle_unload, settings } =
-            spec.clone();
+        let ModelSpec {
+            name,
+            path,
+            workers,
+            copies,
+            pack,
+            files,
+            configured_path,
+            idle_unload,
+            settings,
+            ..
+        } = spec.clone();
         let copy = |CopySpec { device, weights, worker_config, memory }| RecordedCopy {
             device,
             weights,
@@ -144,6 +154,7 @@ impl RecordedModel {
             files: known.files,
             configured_path: known.configured_path,
             idle_unload: known.idle_unload,
+            on_demand: false,
             settings: known.settings,
         }
     }
@@ -199,6 +210,7 @@ mod tests {
             files: "1:2".to_owned(),
             configured_path: "/models/b.gguf".into(),
             idle_unload: Some(Duration::from_secs(600)),
+            on_demand: false,
             settings: "name = \"a\"".parse().unwrap(),
         };
         let models = vec![RecordedModel::of(&spec, true), RecordedModel::of(&spec, false)];

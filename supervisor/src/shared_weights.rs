@@ -85,6 +85,7 @@ mod tests {
             files: files.to_owned(),
             configured_path: std::path::PathBuf::new(),
             idle_unload: None,
+            on_demand: false,
             settings: toml::Table::new(),
         }
     }

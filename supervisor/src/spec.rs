@@ -121,6 +121,8 @@ pub struct ModelSpec {
     pub configured_path: PathBuf,
     /// The model becomes idle when no request has used it for this long. `None`: never.
     pub idle_unload: Option<Duration>,
+    /// The first request loads the model, not the start of the fleet.
+    pub on_demand: bool,
     /// The model's table in the configuration. A command that replaces the file starts from it.
     pub settings: toml::Table,
 }
@@ -208,12 +210,24 @@ pub type CompleteWorkerConfig = Arc<dyn Fn(&WorkerSlot, &mut toml::Table) + Send
 pub struct ReloadedSpec {
     pub router: toml::Table,
     pub models: Vec<ModelSpec>,
+    /// Of the models directory.
+    pub unusable: Vec<UnusableModel>,
     /// Changes since the start that only a restart of the supervisor applies.
     pub not_applied: Vec<SettingChange>,
 }
 
 /// Reads the configuration again and checks all of it. The error says what is wrong, and where.
-pub type ReadSpec = Arc<dyn Fn() -> Result<ReloadedSpec, String> + Send + Sync>;
+pub type ReadSpec = Arc<dyn Fn(ReloadScope) -> Result<ReloadedSpec, String> + Send + Sync>;
+
+/// What is read again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReloadScope {
+    /// All, to see what would change.
+    Preview,
+    All,
+    /// The models directory, and nothing of the configuration.
+    ModelsDirectory,
+}
 
 /// A model of the configuration whose file cannot be used. The fleet lists it as failed.
 #[derive(Clone, Debug)]
@@ -221,6 +235,7 @@ pub struct UnusableModel {
     pub name: String,
     pub path: PathBuf,
     pub failure: ModelFailure,
+    pub is_from_directory: bool,
 }
 
 /// The whole fleet.
@@ -335,6 +350,7 @@ mod tests {
             files: String::new(),
             configured_path: PathBuf::new(),
             idle_unload: None,
+            on_demand: false,
             settings: toml::Table::new(),
         };
         let models = [model("new", 1), model("b", 2), model("a", 2)];

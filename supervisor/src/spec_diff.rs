@@ -31,6 +31,9 @@ pub enum SpecChange {
     ModelRemoved { name: String },
     /// It is loaded and its workers start.
     ModelAdded { spec: ModelSpec },
+    /// The file of a model that is loaded on demand has other content. The model leaves after its
+    /// streams, and the next request loads the new file.
+    FileReplaced { spec: ModelSpec },
     /// On each device, the last workers drain and stop, or more start.
     WorkerCount { model: String, devices: u32, from: u32, to: u32 },
     /// The workers of the model restart with new settings, one after the other.
@@ -73,6 +76,9 @@ pub(crate) fn diff_specs(running: ComparedSpec<'_>, wanted: ComparedSpec<'_>) ->
 
 fn diff_models(known: &ModelSpec, wanted: &ModelSpec) -> Vec<SpecChange> {
     let ModelSpec { name, path, workers, copies, pack, idle_unload, settings, .. } = wanted;
+    if wanted.on_demand && known.files != wanted.files {
+        return vec![SpecChange::FileReplaced { spec: wanted.clone() }];
+    }
     let fixed = |key: &str, from: Value, to: Value| {
         let change = SettingChange { key: format!("{key} of model {name}"), from: Some(from), to: Some(to) };
         (change.from != change.to).then_some(SpecChange::NotApplied { change })
@@ -174,6 +180,12 @@ impl std::fmt::Display for SpecChange {
         };
         match self {
             SpecChange::ModelRemoved { name } => write!(f, "model {name} is removed after its streams"),
+            SpecChange::FileReplaced { spec } => {
+                write!(f, "model {} is loaded from its new file on the next request", spec.name)
+            }
+            SpecChange::ModelAdded { spec } if spec.on_demand => {
+                write!(f, "model {} is there for requests: {}", spec.name, spec.path.display())
+            }
             SpecChange::ModelAdded { spec } => {
                 let (name, path, workers) = (&spec.name, spec.path.display(), spec.workers);
                 write!(f, "model {name} is loaded from {path}, workers: {workers}")?;
@@ -230,6 +242,7 @@ mod tests {
             files: String::new(),
             configured_path: std::path::PathBuf::new(),
             idle_unload: None,
+            on_demand: false,
             settings: Table::new(),
         }
     }
@@ -333,6 +346,7 @@ mod tests {
                     running[at].idle_unload = to;
                 }
                 SpecChange::WorkerCount { .. }
+                | SpecChange::FileReplaced { .. }
                 | SpecChange::RouterSettings { .. }
                 | SpecChange::NotApplied { .. } => unreachable!(),
             }

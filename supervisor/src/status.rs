@@ -147,7 +147,7 @@ pub struct ModelStatus {
 
 impl UnusableModel {
     pub(crate) fn status(&self) -> ModelStatus {
-        let UnusableModel { name, path, failure } = self.clone();
+        let UnusableModel { name, path, failure, .. } = self.clone();
         ModelStatus {
             name,
             aliases: Vec::new(),

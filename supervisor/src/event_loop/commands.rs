@@ -47,7 +47,7 @@ impl SupervisorLoop {
             }
             FleetCommand::WakeModel { name, on_demand, reply } => answer(reply, self.wake(&name, on_demand)),
             FleetCommand::SwapModel { model, grace, reply } => self.swap_model(model, grace, reply),
-            FleetCommand::Reload { dry_run, reply } => self.reload(dry_run, reply),
+            FleetCommand::Reload { scope, reply } => self.reload(scope, reply),
             FleetCommand::Stop => self.stopping = true,
             FleetCommand::Kill => self.kill_children(),
         }

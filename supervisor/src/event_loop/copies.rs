@@ -31,6 +31,7 @@ impl ManagedModel {
             is_waking: false,
             model_use: ModelUse::default(),
             room_wait,
+            replacement: None,
         }
     }
 

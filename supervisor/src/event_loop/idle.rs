@@ -6,11 +6,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use tokio::sync::oneshot;
 
 use super::{ManagedModel, SupervisorLoop, answer};
 use crate::commands::{CommandError, CommandReply, DRAIN_GRACE};
 use crate::idle_models::IdleModel;
+use crate::spec::ModelSpec;
 use crate::status::{FleetEvent, ModelFailure, ModelState};
 
 impl SupervisorLoop {
@@ -53,10 +55,13 @@ impl SupervisorLoop {
 
     /// The weights of a model that is to be kept are gone.
     pub(super) fn become_idle(&mut self, model: ManagedModel, wake_after: bool) {
-        let digest = model.copies.digest().unwrap_or_default();
         let name = model.spec.name.clone();
+        let (spec, digest) = match model.replacement {
+            Some(spec) => (spec, Bytes::new()),
+            None => (model.spec, model.copies.digest().unwrap_or_default()),
+        };
         tracing::info!(model = name, "idle");
-        self.insert_idle(IdleModel::new(model.spec, model.by_command, digest));
+        self.insert_idle(IdleModel::new(spec, model.by_command, digest));
         if wake_after && let Err(error) = self.wake(&name, true) {
             tracing::error!(model = name, %error, "cannot wake the model");
         }
@@ -72,6 +77,21 @@ impl SupervisorLoop {
     fn publish_idle(&self, name: &str) {
         if let Some(status) = self.idle_models.status(name, Instant::now()) {
             self.publish(FleetEvent::Model(status));
+        }
+    }
+
+    /// The file of a model that is loaded on demand has changed. A model that is loaded leaves after
+    /// its streams; requests that come meanwhile wait for the new file.
+    pub(super) fn replace_file(&mut self, spec: &ModelSpec) {
+        if let Some(idle) = self.idle_models.spec_mut(&spec.name) {
+            *idle = spec.clone();
+            return self.record_models();
+        }
+        let Some(model) = self.models.get_mut(&spec.name) else { return };
+        model.replacement = Some(spec.clone());
+        if model.unloading.is_none() {
+            // No caller waits for the end.
+            self.unload_model(spec.name.clone(), DRAIN_GRACE, true, oneshot::channel().0);
         }
     }
 

@@ -8,6 +8,8 @@
 
 use std::sync::Arc;
 
+use bytes::Bytes;
+
 use tokio::sync::oneshot;
 
 use super::children::supervised_child;
@@ -15,42 +17,44 @@ use super::commands::taken_name;
 use super::{ManagedModel, SupervisorLoop, answer};
 use crate::commands::{CommandError, CommandReply, DRAIN_GRACE};
 use crate::events::SupervisorEvent;
-use crate::spec::{ChildRole, ModelSpec, ReloadedSpec};
+use crate::idle_models::IdleModel;
+use crate::spec::{ChildRole, ModelSpec, ReloadScope, ReloadedSpec};
 use crate::spec_diff::{ComparedSpec, SpecChange, diff_specs};
 use crate::state::ChildEvent;
 use service::runtime_dir::WORKERS_MAX;
 
 impl SupervisorLoop {
     /// Reads the configuration in a task: a file on a slow mount must not stop the event loop.
-    pub(super) fn reload(&mut self, dry_run: bool, reply: CommandReply<Vec<SpecChange>>) {
-        if !dry_run {
+    pub(super) fn reload(&mut self, scope: ReloadScope, reply: CommandReply<Vec<SpecChange>>) {
+        if scope == ReloadScope::All {
             self.tell_parent_of_reload(true);
         }
         let (read, event_loop) = (self.spec.read_again.clone(), self.commands.event_loop.clone());
         tokio::task::spawn_blocking(move || {
             let read = match read {
-                Some(read) => read().map_err(|why| CommandError::Configuration { why }),
+                Some(read) => read(scope).map_err(|why| CommandError::Configuration { why }),
                 None => Err(CommandError::NoConfiguration),
             };
             // Without an event loop the result is of no use.
             let _: Result<(), _> =
-                event_loop.blocking_send(SupervisorEvent::ConfigurationRead { read, dry_run, reply });
+                event_loop.blocking_send(SupervisorEvent::ConfigurationRead { read, scope, reply });
         });
     }
 
     pub(super) fn configuration_read(
         &mut self,
         read: Result<ReloadedSpec, CommandError>,
-        dry_run: bool,
+        scope: ReloadScope,
         reply: CommandReply<Vec<SpecChange>>,
     ) {
         let outcome = read.and_then(|wanted| {
             let changes = self.changes_to(&wanted)?;
-            if dry_run {
+            if scope == ReloadScope::Preview {
                 return Ok(changes);
             }
             self.check_no_swap()?;
-            self.unusable.retain(|name, _| wanted.models.iter().any(|model| model.name == *name));
+            self.unusable.retain(|_, model| scope != ReloadScope::All && !model.is_from_directory);
+            self.unusable.extend(wanted.unusable.into_iter().map(|model| (model.name.clone(), model)));
             for model in wanted.models {
                 let known = self.models.get_mut(&model.name).map(|known| &mut known.spec);
                 if let Some(known) = known.or_else(|| self.idle_models.spec_mut(&model.name)) {
@@ -59,7 +63,7 @@ impl SupervisorLoop {
             }
             self.apply_changes(changes)
         });
-        if !dry_run {
+        if scope == ReloadScope::All {
             self.tell_parent_of_reload(false);
         }
         answer(reply, outcome);
@@ -102,7 +106,7 @@ impl SupervisorLoop {
 
     fn check_worker_growth(&self, changes: &[SpecChange]) -> Result<(), CommandError> {
         let more = changes.iter().map(|change| match change {
-            SpecChange::ModelAdded { spec } => spec.total_workers(),
+            SpecChange::ModelAdded { spec } if !spec.on_demand => spec.total_workers(),
             SpecChange::WorkerCount { devices, from, to, .. } => {
                 to.saturating_sub(*from).saturating_mul(*devices)
             }
@@ -132,7 +136,16 @@ impl SupervisorLoop {
                 self.unload(name.clone(), DRAIN_GRACE, false, oneshot::channel().0);
                 Ok(())
             }
+            SpecChange::ModelAdded { spec } if spec.on_demand => {
+                self.unusable.remove(&spec.name);
+                self.insert_idle(IdleModel::new(spec.clone(), false, Bytes::new()));
+                Ok(())
+            }
             SpecChange::ModelAdded { spec } => self.load_model(spec.clone(), false),
+            SpecChange::FileReplaced { spec } => {
+                self.replace_file(spec);
+                Ok(())
+            }
             SpecChange::WorkerCount { model, from, to, .. } => self.change_worker_count(model, *from, *to),
             SpecChange::WorkerSettings { model, copies, settings, .. } => {
                 let known = self.models.get_mut(model).map(|model| &mut model.spec);

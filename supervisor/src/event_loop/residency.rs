@@ -140,7 +140,8 @@ impl SupervisorLoop {
         let configured = models.split_off(first_configured);
         // A model of the configuration whose file has changed is another one.
         let is_idle = |model: &ModelSpec| {
-            recorded.iter().any(|known| known.idle && known.name == model.name && known.path == model.path)
+            let known = recorded.iter().find(|known| known.name == model.name && known.path == model.path);
+            known.map_or(model.on_demand, |known| known.idle)
         };
         for (specs, by_command) in [(models, true), (configured, false)] {
             for spec in specs {

@@ -240,6 +240,7 @@ fn fleet_spec(behaviours: &ChildBehaviours) -> FleetSpec {
             files: String::new(),
             configured_path: PathBuf::new(),
             idle_unload: None,
+            on_demand: false,
             settings: toml::Table::new(),
         }],
         supervision: SupervisionConfig::default(),
