@@ -66,8 +66,8 @@ impl ModelsDirectoryConfig {
         check_idle_unload(self.idle_unload).map_err(|why| format!("`models-directory.idle-unload`: {why}"))
     }
 
-    /// The model files of the directory and of the folders in it, the higher ones first. A file with
-    /// several links is found once.
+    /// The model files of the directory and of the folders in it, the higher ones first. A file
+    /// with several links is found once.
     pub(crate) fn scan(&self) -> CliResult<Vec<FoundFile>> {
         let mut found = Vec::new();
         scan_folder(&self.path, DEPTH_MAX, &mut found)
@@ -106,9 +106,9 @@ fn is_model_file(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
 }
 
-/// The name of the model in a file: the file's without its extension, and without the number of the
-/// part. None for the further parts of a split model, for projectors of images, which are no models,
-/// and for names that are not UTF-8.
+/// The name of the model in a file: the file's without its extension, and without the number of
+/// the part. None for the further parts of a split model, for projectors of images, which are no
+/// models, and for names that are not UTF-8.
 fn model_name(path: &Path) -> Option<&str> {
     let stem = path.file_stem()?.to_str()?;
     if stem.starts_with("mmproj") {
@@ -154,9 +154,9 @@ pub(crate) fn add_models(config: &mut FleetConfig, found: &[FoundFile]) {
     }
 }
 
-/// Reads the directory again and again on a thread of its own, which a mount may hold up. The value
-/// counts the changes. A change is one when two readings agree about it: until then, files are being
-/// copied.
+/// Reads the directory again and again on a thread of its own, which a mount may hold up. The
+/// value counts the changes. A change is one when two readings agree about it: until then, files
+/// are being copied.
 pub(crate) fn watch_directory(
     directory: ModelsDirectoryConfig,
     mut known: Vec<FoundFile>,

@@ -232,8 +232,8 @@ impl SizedModel {
         let of_model = |config: &FleetModelConfig, model: &ModelOnDevices| {
             config.workers.saturating_mul(u32::try_from(model.choices.len()).unwrap_or(u32::MAX))
         };
-        // Models that are loaded on demand are not all there at once: each shares the processors with
-        // those that are there from the start.
+        // Models that are loaded on demand are not all there at once: each shares the processors
+        // with those that are there from the start.
         let at_start = models.iter().zip(&on_devices).filter(|(config, _)| !config.on_demand);
         let at_start =
             at_start.map(|(config, model)| of_model(config, model)).fold(other_workers, u32::saturating_add);

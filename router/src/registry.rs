@@ -249,6 +249,18 @@ impl WorkerRegistry {
         state.remove_departed_models();
     }
 
+    /// The files of these models have changed while they were idle. What this router knows of them,
+    /// the tokenizer above all, is that of the old files.
+    pub(crate) fn forget_replaced(&self, names: &[String]) {
+        let mut state = self.lock();
+        let RegistryState { models, routing, .. } = &mut *state;
+        models.retain(|model| {
+            let is_replaced = names.iter().any(|name| name == model.name());
+            !is_replaced || routing.worker_count(model.key()) > 0 || Arc::strong_count(model) > 1
+        });
+        state.forget_losses();
+    }
+
     /// Sets what the supervisor says about the next workers. `None`: it does not answer.
     pub(crate) fn set_fleet_answer(&self, answer: Option<FleetAnswer>) {
         let mut state = self.lock();

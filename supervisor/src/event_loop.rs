@@ -173,8 +173,8 @@ struct SupervisorLoop {
     children: BTreeMap<Arc<str>, SupervisedChild>,
     models: BTreeMap<String, ManagedModel>,
     idle_models: IdleModels,
-    /// Models of the configuration without a usable file, by name, until a reload or a command loads
-    /// them.
+    /// Models of the configuration without a usable file, by name, until a reload or a command
+    /// loads them.
     unusable: BTreeMap<String, UnusableModel>,
     fd_store: FdStore,
     /// The second copy of the FD store, if the parent is systemd.

@@ -450,6 +450,7 @@ impl From<ModelStatus> for wire::Model {
         Self {
             name: model.name,
             aliases: model.aliases,
+            files: model.files,
             path: model.path.display().to_string(),
             state: state.into(),
             done_bytes,

@@ -56,6 +56,7 @@ impl IdleModel {
         ModelStatus {
             name,
             aliases: self.spec.aliases().map(str::to_owned).collect(),
+            files: self.spec.files.clone(),
             path,
             state: ModelState::Idle(self.current_failure(now).cloned()),
             copies: Vec::new(),

@@ -130,6 +130,8 @@ pub struct ModelStatus {
     pub name: String,
     /// Its further names in requests.
     pub aliases: Vec<String>,
+    /// Identifies the files and their versions. Empty: unknown.
+    pub files: String,
     pub path: PathBuf,
     /// Of all copies together: ready while one of them is.
     pub state: ModelState,
@@ -151,6 +153,7 @@ impl UnusableModel {
         ModelStatus {
             name,
             aliases: Vec::new(),
+            files: String::new(),
             path,
             state: ModelState::Failed(failure),
             copies: Vec::new(),

@@ -36,7 +36,7 @@ impl ManagedModel {
     }
 
     pub(super) fn status(&self) -> ModelStatus {
-        let ModelSpec { name, path, settings, .. } = self.spec.clone();
+        let ModelSpec { name, path, files, settings, .. } = self.spec.clone();
         let digest = self.copies.digest().unwrap_or_default();
         let weights = |device: &str| self.spec.weights_on(device).unwrap_or_default().to_owned();
         let (state, copies) = (self.copies.state(), self.copies.status(weights));
@@ -46,6 +46,7 @@ impl ManagedModel {
         let aliases = self.spec.aliases().map(str::to_owned).collect();
         ModelStatus {
             name,
+            files,
             aliases,
             path,
             state,

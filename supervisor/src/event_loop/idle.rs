@@ -80,8 +80,8 @@ impl SupervisorLoop {
         }
     }
 
-    /// The file of a model that is loaded on demand has changed. A model that is loaded leaves after
-    /// its streams; requests that come meanwhile wait for the new file.
+    /// The file of a model that is loaded on demand has changed. A model that is loaded leaves
+    /// after its streams; requests that come meanwhile wait for the new file.
     pub(super) fn replace_file(&mut self, spec: &ModelSpec) {
         if let Some(idle) = self.idle_models.spec_mut(&spec.name) {
             *idle = spec.clone();

@@ -174,9 +174,9 @@ impl SupervisorLoop {
         }
     }
 
-    /// At the start of the fleet, a model that may be idle is. Others fail, with two exceptions, which
-    /// are loaded nevertheless: the copies of a model on several devices fail alone, and if a fleet
-    /// has one model, the weight-server says what would fit.
+    /// At the start of the fleet, a model that may be idle is. Others fail, with two exceptions,
+    /// which are loaded nevertheless: the copies of a model on several devices fail alone, and if a
+    /// fleet has one model, the weight-server says what would fit.
     fn no_room(&mut self, name: &str, why: &str) {
         let Some(model) = self.models.get(name) else { return };
         let is_at_start = model.room_wait.is_some_and(|wait| !wait.may_replace);
