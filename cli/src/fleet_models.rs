@@ -55,8 +55,8 @@ impl FleetModels {
     }
 }
 
-/// Takes those of the named models out of the configuration whose files cannot be used, and those for
-/// which such a model drafts.
+/// Takes those of the named models out of the configuration whose files cannot be used, and those
+/// for which such a model drafts.
 pub(crate) fn take_unusable(
     config: &mut FleetConfig,
     resident: &ResidentModels,
