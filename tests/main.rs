@@ -65,6 +65,7 @@ mod systemd_split;
 mod takeover;
 mod tls;
 mod tools;
+mod top;
 mod unload;
 mod unusable_directory;
 mod usage_log;

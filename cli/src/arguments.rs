@@ -6,7 +6,7 @@ use clap::{Parser, Subcommand};
 
 use crate::{
     bench, chat, devices, doctor, eval, file_tools, fleet_commands, generate, inspect, key, plan, process,
-    ps, serve, shell_files, swap, tokenize, worker_lifecycle,
+    ps, serve, shell_files, swap, tokenize, top, worker_lifecycle,
 };
 
 /// Serve GGUF models: one copy of the weights in shared memory, many worker processes
@@ -47,6 +47,8 @@ pub(crate) enum CliCommand {
     Bench(bench::BenchArguments),
     /// List the processes of a running fleet with their memory
     Ps(ps::PsArguments),
+    /// Show devices, models and processes of a running fleet with their rates, until q is pressed
+    Top(top::TopArguments),
     /// Load another model into a running fleet
     Load(fleet_commands::LoadArguments),
     /// Drain the workers of a model of a running fleet, remove them and unload the model

@@ -27,6 +27,7 @@ mod fleet_choice;
 mod fleet_commands;
 mod fleet_config;
 mod fleet_models;
+mod fleet_snapshot;
 mod generate;
 mod gguf_file;
 mod gpu_support;
@@ -51,6 +52,7 @@ mod swapped_files;
 mod synth;
 mod terminal;
 mod tokenize;
+mod top;
 mod worker_lifecycle;
 
 use std::process::ExitCode;
@@ -94,6 +96,7 @@ fn run(command: CliCommand) -> CliResult {
         CliCommand::Plan(arguments) => plan::run(arguments),
         CliCommand::Bench(arguments) => bench::run(arguments),
         CliCommand::Ps(arguments) => ps::run(arguments),
+        CliCommand::Top(arguments) => top::run(arguments),
         CliCommand::Load(arguments) => fleet_commands::load(arguments),
         CliCommand::Unload(arguments) => fleet_commands::unload(arguments),
         CliCommand::Wake(arguments) => fleet_commands::wake(arguments),

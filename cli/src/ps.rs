@@ -1,34 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! `ballast ps`: lists the processes of a running fleet and their memory, on the host and on GPUs.
-//!
-//! The supervisor reports the processes, each worker its device memory, and the weight-server the
-//! weights. If a process does not answer, the list lacks only its figures.
 
-use std::collections::HashMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use proto::fleet::v1::fleet_client::FleetClient;
-use proto::fleet::v1::{
-    Child, ChildState, GetStatusRequest, Memory, Model, ModelCopy, ModelState, Role, Status,
-};
-use proto::weights::v1::weight_server_client::WeightServerClient;
-use proto::weights::v1::{self as weights, Generation, GenerationIntegrity, GenerationState};
-use proto::worker::v1::worker_client::WorkerClient;
-use proto::worker::v1::{StatsReply, StatsRequest};
+use proto::fleet::v1::{Child, ChildState, Memory, Model, ModelState, Role};
+use proto::weights::v1::{Generation, GenerationIntegrity, GenerationState};
+use proto::worker::v1::StatsReply;
 use serde_json::json;
 use service::printable::printable_lines;
 use service::{ByteSize, RuntimeDir};
 use tonic::transport::Channel;
 
-use crate::cli_error::{CliError, CliResult};
+use crate::cli_error::CliResult;
 use crate::fleet_choice::find_fleet;
+use crate::fleet_snapshot::FleetSnapshot;
 use crate::running_fleet::block_on;
 use crate::terminal::print_stdout;
-
-/// How long to wait for a process's figures.
-const ANSWER_WAIT: Duration = Duration::from_secs(2);
 
 #[derive(clap::Args)]
 pub(crate) struct PsArguments {
@@ -43,17 +33,7 @@ pub(crate) struct PsArguments {
 pub(crate) fn run(arguments: PsArguments) -> CliResult {
     block_on(async {
         let directory = find_fleet(arguments.runtime_dir.as_deref()).await?;
-        let mut client = connect(&directory).await?;
-        let status = client
-            .get_status(GetStatusRequest { memory: true })
-            .await
-            .map_err(|status| CliError::from_status("the supervisor", &status))?
-            .into_inner();
-        let shown = FleetSnapshot {
-            workers: workers(&directory).await,
-            weight_server: weight_server(&directory).await,
-            status,
-        };
+        let shown = FleetSnapshot::take(&directory, true).await?;
         let text = if arguments.json { shown.json_lines() } else { printable_lines(&shown.table()) };
         print_stdout(&text)
     })
@@ -62,39 +42,6 @@ pub(crate) fn run(arguments: PsArguments) -> CliResult {
 /// Connects to the supervisor in this runtime directory.
 pub(crate) async fn connect(directory: &RuntimeDir) -> CliResult<FleetClient<Channel>> {
     Ok(FleetClient::new(service::grpc::connect(&directory.supervisor_socket()).await?))
-}
-
-/// The state of a fleet, collected from its processes.
-struct FleetSnapshot {
-    status: Status,
-    /// By name.
-    workers: HashMap<String, StatsReply>,
-    weight_server: weights::Status,
-}
-
-async fn workers(directory: &RuntimeDir) -> HashMap<String, StatsReply> {
-    let mut calls = tokio::task::JoinSet::new();
-    for (index, socket) in directory.worker_sockets().unwrap_or_default() {
-        calls.spawn(async move {
-            let answer = async {
-                let channel = service::grpc::connect(&socket).await.ok()?;
-                Some(WorkerClient::new(channel).stats(StatsRequest {}).await.ok()?.into_inner())
-            };
-            let stats = tokio::time::timeout(ANSWER_WAIT, answer).await.ok()??;
-            // Before a worker has attached, its figures are zeros.
-            (!stats.device.is_empty()).then(|| (format!("worker-{index}"), stats))
-        });
-    }
-    calls.join_all().await.into_iter().flatten().collect()
-}
-
-async fn weight_server(directory: &RuntimeDir) -> weights::Status {
-    let answer = async {
-        let channel = service::grpc::connect(&directory.weights_admin_socket()).await.ok()?;
-        let status = WeightServerClient::new(channel).get_status(weights::GetStatusRequest {}).await;
-        Some(status.ok()?.into_inner())
-    };
-    tokio::time::timeout(ANSWER_WAIT, answer).await.ok().flatten().unwrap_or_default()
 }
 
 impl FleetSnapshot {
@@ -144,26 +91,6 @@ impl FleetSnapshot {
             .chain(generations)
             .map(|line| format!("{line}\n"))
             .collect()
-    }
-
-    /// The models that use this copy of weights.
-    fn users(&self, generation: &Generation) -> Vec<&str> {
-        let uses = |model: &&Model| {
-            let is_it =
-                |copy: &ModelCopy| copy.device == generation.device && copy.weights == generation.model;
-            // A supervisor of an earlier version names no copies.
-            match model.copies.is_empty() {
-                true => model.weights == generation.model,
-                false => model.copies.iter().any(is_it),
-            }
-        };
-        self.status.models.iter().filter(uses).map(|model| model.name.as_str()).collect()
-    }
-
-    /// The device of a worker. The supervisor knows it also of one that does not run.
-    fn device<'a>(&'a self, child: &'a Child) -> Option<&'a str> {
-        let told = self.workers.get(&child.name).map(|stats| stats.device.as_str());
-        told.or((!child.device.is_empty()).then_some(child.device.as_str()))
     }
 
     /// The router reports its figure on /metrics.
@@ -386,7 +313,7 @@ fn pid(child: &Child) -> String {
     if child.pid == 0 { "-".to_owned() } else { child.pid.to_string() }
 }
 
-fn uptime(milliseconds: u64) -> String {
+pub(crate) fn uptime(milliseconds: u64) -> String {
     let seconds = Duration::from_millis(milliseconds).as_secs();
     match seconds {
         0..60 => format!("{seconds}s"),
@@ -405,7 +332,7 @@ fn role(child: &Child) -> &'static str {
     }
 }
 
-fn state(child: &Child) -> &'static str {
+pub(crate) fn state(child: &Child) -> &'static str {
     match child.state() {
         ChildState::Starting => "starting",
         ChildState::Running => "ready",
