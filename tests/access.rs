@@ -79,7 +79,11 @@ fn without_a_valid_key_nothing_but_health_is_served() {
             let status = client.post(path, &completion(1)).0;
             assert_eq!(status, if path == "/health" { 405 } else { 401 }, "{path}");
         }
-        assert_eq!((client.get("/health").0, client.get("/ready").0), (200, 200));
+        assert_eq!(client.get("/health").0, 200);
+        let (status, ready) = client.get("/ready");
+        // It names no models.
+        let ready: Value = serde_json::from_str(&ready).unwrap();
+        assert_eq!((status, &ready), (200, &json!({"status": "ready", "workers": ready["workers"]})));
     }
     // Anthropic's clients have a header and a form of errors of their own.
     let message = json!({"model": "m", "messages": [], "max_tokens": 1});

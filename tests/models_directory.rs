@@ -4,7 +4,7 @@
 //! (docs/decisions/0053-models-directory.md).
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
@@ -114,6 +114,86 @@ fn a_fleet_may_begin_with_an_empty_directory_and_a_successor_knows_what_was_load
     assert!(fleet.only_process("worker").pid == worker && proc::is_alive(worker));
     assert_eq!(complete(&fleet, "a"), expected);
     assert_eq!(complete(&fleet, "b"), expected);
+    fleet.stop();
+}
+
+/// A request that comes while the old file still serves gets the new one.
+#[test]
+fn a_file_that_is_replaced_while_it_streams_serves_the_requests_that_come_then() {
+    let folder = tempfile::tempdir().unwrap();
+    let directory = folder.path();
+    std::fs::copy(demo_22m(), directory.join("m.gguf")).unwrap();
+    let place = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let runtime_dir = place.path().join("run");
+    let always = model_table("always", &demo_7m(), "");
+    let fleet = ServedFleet::start_command(place, serve_config(&runtime_dir, &(config(directory) + &always)));
+    assert_eq!(complete(&fleet, "m").0, 200);
+    let new = directory.join("new");
+    std::fs::copy(demo_7m(), &new).unwrap();
+    std::thread::scope(|scope| {
+        // Requests one after the other: the model is never unused.
+        let client = scope.spawn(|| {
+            let (started, mut last) = (Instant::now(), (0, String::new()));
+            while started.elapsed() < Duration::from_secs(25) {
+                last = complete(&fleet, "m");
+                // Those that were in the old file's queue when it left may have to be repeated.
+                assert!([200, 503].contains(&last.0), "{last:?}");
+            }
+            last
+        });
+        std::thread::sleep(Duration::from_secs(1));
+        std::fs::rename(&new, directory.join("m.gguf")).unwrap();
+        assert_eq!(client.join().unwrap(), complete(&fleet, "always"));
+    });
+    fleet.stop();
+}
+
+/// The settings of the directory suit one file and not the other one.
+#[test]
+fn a_file_that_the_settings_do_not_suit_is_failed_and_stops_no_other_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let directory = folder.path();
+    std::fs::copy(demo_7m(), directory.join("short.gguf")).unwrap();
+    let place = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let runtime_dir = place.path().join("run");
+    let settings = config(directory).replace("ctx-size = 512", "ctx-size = 100000");
+    // No other model: the fleet waits for files that can be used.
+    let fleet = ServedFleet::start_command(place, serve_config(&runtime_dir, &settings));
+    await_states(&fleet, &[("short", "failed")]);
+    let lines = fleet.try_ps_lines().unwrap();
+    let failure = lines.iter().find(|line| line["name"] == "short").unwrap()["failure"].clone();
+    assert!(failure.as_str().unwrap().contains("--ctx-size is 100000"), "{failure}");
+    std::fs::remove_file(directory.join("short.gguf")).unwrap();
+    await_states(&fleet, &[]);
+    fleet.stop();
+}
+
+/// The file comes back while its streams still finish.
+#[test]
+fn a_file_that_goes_and_comes_back_is_a_model_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let directory = folder.path();
+    let file = directory.join("m.gguf");
+    std::fs::copy(demo_7m(), &file).unwrap();
+    let place = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let runtime_dir = place.path().join("run");
+    let fleet = ServedFleet::start_command(place, serve_config(&runtime_dir, &config(directory)));
+    let expected = complete(&fleet, "m");
+    assert_eq!(expected.0, 200);
+    std::fs::remove_file(&file).unwrap();
+    await_states(&fleet, &[]);
+    std::fs::copy(demo_7m(), &file).unwrap();
+    await_states(&fleet, &[("m", "idle")]);
+    let found = eventually("the router knows it", || {
+        Some(complete(&fleet, "m")).filter(|(status, _)| *status == 200)
+    });
+    assert_eq!(found, expected);
+    // A command may have the name first.
+    let command = fleet.run_command(&["load", demo_22m().to_str().unwrap(), "--name", "n"]);
+    assert!(command.status.success(), "{}", text(&command).1);
+    std::fs::copy(demo_7m(), directory.join("n.gguf")).unwrap();
+    std::fs::copy(demo_7m(), directory.join("o.gguf")).unwrap();
+    await_states(&fleet, &[("m", "ready"), ("n", "ready"), ("o", "idle")]);
     fleet.stop();
 }
 

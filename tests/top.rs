@@ -7,9 +7,18 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use crate::harness::{ServedFleet, demo_7m, executable, text};
+use crate::harness::{ServedFleet, demo_7m, executable, proc, text};
 
 const LEAVES_SCREEN: &str = "\u{1b}[?1049l";
+
+/// Kills a process when a test fails.
+struct KillOnDrop(u32);
+
+impl Drop for KillOnDrop {
+    fn drop(&mut self) {
+        proc::send_signal(self.0, "KILL");
+    }
+}
 
 /// Runs `top` on a terminal of 160 columns until its screen has all of `parts`, then presses q.
 /// Returns all of its output.
@@ -24,8 +33,10 @@ fn watch(fleet: &ServedFleet, parts: &[&str], meanwhile: impl FnOnce()) -> Strin
         .args(["--quiet", "--return", "--command", &command, "/dev/null"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
+        .stderr(Stdio::null())
         .spawn()
         .unwrap();
+    let killed = KillOnDrop(script.id());
     let (sender, chunks) = mpsc::channel();
     let mut stdout = script.stdout.take().unwrap();
     std::thread::spawn(move || {
@@ -46,6 +57,7 @@ fn watch(fleet: &ServedFleet, parts: &[&str], meanwhile: impl FnOnce()) -> Strin
     script.stdin.take().unwrap().write_all(b"q").unwrap();
     output.extend(chunks.iter());
     assert!(script.wait().unwrap().success(), "{output:?}");
+    std::mem::forget(killed);
     output
 }
 
@@ -55,7 +67,8 @@ fn top_shows_the_fleet_on_a_terminal_follows_it_and_leaves_the_terminal_as_it_wa
     let shown = ["pycoder-7m", "worker-0", "worker-1", "weight-server", "2/2", "KV CACHE", "tokens/s"];
     let output = watch(&fleet, &shown, || {});
     assert!(output.contains("\u{1b}[?1049h") && output.contains(LEAVES_SCREEN), "{output:?}");
-    let output = watch(&fleet, &["stopped"], || {
+    // Only what changes is drawn: "stopp" replaces "ready" or "drain".
+    let output = watch(&fleet, &["stopp"], || {
         std::thread::sleep(Duration::from_secs(1));
         assert!(fleet.run_command(&["drain", "worker-1"]).status.success());
     });

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use service::RuntimeDir;
-use supervisor::{ReadSpec, ReloadScope, ReloadedSpec, diff_settings, recorded_models};
+use supervisor::{ConfigReader, ReloadScope, ReloadedSpec, diff_settings, recorded_models};
 use toml::Table;
 
 use crate::chat_templates::{UnusableTemplate, read_chat_templates};
@@ -46,12 +46,15 @@ impl ConfigSource {
         applied: FleetConfig,
         directory: RuntimeDir,
         listen: Option<SocketAddr>,
-    ) -> ReadSpec {
+    ) -> ConfigReader {
         let watched = applied.models_directory.clone();
-        let applied = Mutex::new(applied);
-        Arc::new(move |scope| {
+        let applied = Arc::new(Mutex::new(applied));
+        // Read, and perhaps refused by the supervisor.
+        let pending = Arc::new(Mutex::new(None));
+        let (of_read, pending_of_read) = (applied.clone(), pending.clone());
+        let read = move |scope| {
             let read = || {
-                let (mut config, mut not_applied) = (FleetConfig::clone(&lock(&applied)), Vec::new());
+                let (mut config, mut not_applied) = (FleetConfig::clone(&lock(&of_read)), Vec::new());
                 if scope != ReloadScope::ModelsDirectory {
                     config = FleetConfig::load(&self.path, None)?;
                     not_applied = diff_settings(&self.fixed, &fixed_settings(&config)?);
@@ -59,29 +62,45 @@ impl ConfigSource {
                 }
                 let spec = spec(&config, &directory, listen)?;
                 if scope == ReloadScope::All {
-                    *lock(&applied) = config;
+                    *lock(&pending_of_read) = Some(config);
                 }
                 Ok(ReloadedSpec { not_applied, ..spec })
             };
             read().map_err(|failure: CliError| failure.message().to_owned())
-        })
+        };
+        let accept = move || {
+            if let Some(config) = lock(&pending).take() {
+                *lock(&applied) = config;
+            }
+        };
+        ConfigReader { read: Arc::new(read), accept: Arc::new(accept) }
     }
 }
 
-fn lock(config: &Mutex<FleetConfig>) -> MutexGuard<'_, FleetConfig> {
-    config.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
+    value.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Reads the heads of the model files, those of the models directory among them.
 fn spec(config: &FleetConfig, directory: &RuntimeDir, listen: Option<SocketAddr>) -> CliResult<ReloadedSpec> {
-    let mut config = with_swapped_files(config, directory);
+    let mut config = config.clone();
     config.models.retain(|model| !model.is_from_directory);
     let found = config.models_directory.as_ref().map_or(Ok(Vec::new()), |from| from.scan())?;
     add_models(&mut config, &found);
+    let mut config = with_swapped_files(&config, directory);
     let resident = ResidentModels::find(&config, directory);
-    // What is wrong with an entry of the configuration is an error.
-    let unusable = take_unusable(&mut config, &resident, |model| model.is_from_directory);
-    let mut sized = config.sized_without(&resident)?;
+    let mut unusable = Vec::new();
+    let mut sized = match config.sized_without(&resident) {
+        Err(failure) => {
+            // What is wrong with an entry of the configuration is an error.
+            unusable = take_unusable(&mut config, &resident, |model| model.is_from_directory);
+            if unusable.is_empty() {
+                return Err(failure);
+            }
+            config.sized_without(&resident)?
+        }
+        Ok(sized) => sized,
+    };
     // A task of the supervisor that may block runs this.
     tokio::runtime::Handle::current().block_on(read_chat_templates(
         &mut sized,

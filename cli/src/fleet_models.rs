@@ -6,7 +6,7 @@ use service::{Exit, RuntimeDir};
 use supervisor::{ModelFailure, UnusableModel};
 
 use crate::cli_error::{CliError, CliResult};
-use crate::fleet_config::FleetConfig;
+use crate::fleet_config::{FleetConfig, devices_for};
 use crate::gguf_file;
 use crate::model_config::FleetModelConfig;
 use crate::models_directory::{FoundFile, add_models};
@@ -31,13 +31,14 @@ impl FleetModels {
     pub(crate) async fn read(config: &FleetConfig, directory: &RuntimeDir) -> CliResult<Self> {
         let (config, directory) = (config.clone(), directory.clone());
         let read = tokio::task::spawn_blocking(move || {
-            let mut config = with_swapped_files(&config, &directory);
+            let mut config = config;
             let found = config.models_directory.as_ref().map_or(Ok(Vec::new()), |from| from.scan())?;
             add_models(&mut config, &found);
+            let mut config = with_swapped_files(&config, &directory);
             let resident = ResidentModels::find(&config, &directory);
             let mut unusable = Vec::new();
             let sized = match config.sized_without(&resident) {
-                Err(failure) if failure.exit == Exit::ModelRefused => {
+                Err(failure) => {
                     unusable = take_unusable(&mut config, &resident, |_| true);
                     let may_serve = config.models.iter().any(|model| model.workers > 0);
                     // Files that can be used may come into the directory.
@@ -47,7 +48,7 @@ impl FleetModels {
                     }
                     config.sized_without(&resident)?
                 }
-                sized => sized?,
+                Ok(sized) => sized,
             };
             Ok(Self { config, resident, sized, unusable, found })
         });
@@ -70,7 +71,20 @@ pub(crate) fn take_unusable(
     };
     let readable = config.models.iter().filter(|model| resident.get(&model.name).is_none());
     for model in readable.filter(|model| may_leave(model)) {
-        let read = gguf_file::open(&model.path).and_then(|file| gguf_file::describe(&model.path, &file));
+        let read = match model.is_from_directory {
+            // The settings of the directory may not suit each of its files.
+            true => devices_for([&model.device])
+                .and_then(|seen| SizedModel::all(std::slice::from_ref(model), 0, &seen))
+                .map(drop),
+            false => gguf_file::open(&model.path)
+                .and_then(|file| gguf_file::describe(&model.path, &file))
+                .map(drop)
+                .or_else(|failure| match failure.exit {
+                    Exit::ModelRefused => Err(failure),
+                    // Nothing is wrong with the file.
+                    _ => Ok(()),
+                }),
+        };
         if let Err(failure) = read {
             unusable.push(entry(model, failure.exit, failure.message().to_owned()));
         }

@@ -132,7 +132,10 @@ fn split_part(stem: &str) -> Option<(&str, u32)> {
 pub(crate) fn add_models(config: &mut FleetConfig, found: &[FoundFile]) {
     let Some(directory) = config.models_directory.clone() else { return };
     let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    let configured: BTreeSet<PathBuf> = config.models.iter().map(|model| absolute(&model.path)).collect();
+    // A swap has not made the old file a further model.
+    let configured =
+        config.models.iter().flat_map(|model| [Some(&model.path), model.configured_path.as_ref()]);
+    let configured: BTreeSet<PathBuf> = configured.flatten().map(|path| absolute(path)).collect();
     let names = config.models.iter().flat_map(|model| std::iter::once(&model.name).chain(&model.aliases));
     let mut taken: BTreeSet<String> = names.cloned().collect();
     for file in found.iter().filter(|file| !configured.contains(&absolute(&file.path))) {

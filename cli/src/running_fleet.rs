@@ -59,6 +59,8 @@ pub(crate) struct RunningFleet {
     progress: LoadProgressBar,
     /// Models whose fault was printed.
     reported: HashSet<String>,
+    /// Models may come with files of the models directory.
+    is_watching: bool,
 }
 
 impl RunningFleet {
@@ -91,6 +93,7 @@ impl RunningFleet {
         let devices = sized.into_iter().flat_map(of_model).collect();
         let models = plan.models.iter().map(|m| (m.name.clone(), m.workers)).collect();
         let fleet = FleetHandle::start(plan, claimed, notify, kept).await?;
+        let is_watching = config.models_directory.is_some();
         if let Some(directory) = config.models_directory {
             fleet.reload_on(watch_directory(directory, found)?, ReloadScope::ModelsDirectory);
         }
@@ -101,6 +104,7 @@ impl RunningFleet {
             devices,
             progress: LoadProgressBar::start(),
             reported: HashSet::new(),
+            is_watching,
         })
     }
 
@@ -210,7 +214,8 @@ impl RunningFleet {
             if faults.iter().any(|(faulty, _)| faulty == name) {
                 return true;
             }
-            let Some(model) = status.models.iter().find(|model| model.name == *name) else { return false };
+            // Its file has left the models directory.
+            let Some(model) = status.models.iter().find(|model| model.name == *name) else { return true };
             // The others serve without a copy that cannot be loaded.
             let copies = model.copies.len() - model.failed_copies().count();
             let expected = workers.saturating_mul(u32::try_from(copies).unwrap_or(u32::MAX));
@@ -229,7 +234,7 @@ impl RunningFleet {
         let faults = model_faults(&status);
         let is_faulty = |name: &String| faults.iter().any(|(faulty, _)| faulty == name);
         let mut expected = self.models.iter().filter(|(_, workers)| **workers > 0);
-        let all_fail = expected.all(|(name, _)| is_faulty(name));
+        let all_fail = !self.is_watching && expected.all(|(name, _)| is_faulty(name));
         for (name, failure) in faults {
             if all_fail {
                 return Err(failure);

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 
-use crate::registry::WorkerRegistry;
+use crate::registry::{ModelFiles, WorkerRegistry};
 use crate::worker_outlook::{FleetAnswer, NextWorker};
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -98,7 +98,6 @@ impl FleetWatch {
         let mut poll = tokio::time::interval(POLL_INTERVAL);
         poll.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut is_refused = false;
-        let mut files = IdleFiles::default();
         loop {
             tokio::select! {
                 _ = poll.tick() => {}
@@ -115,7 +114,11 @@ impl FleetWatch {
             if let Some(status) = &status {
                 let models = status.models.iter().map(|model| (model.name.clone(), model.digest.to_vec()));
                 registry.set_fleet_models(models.collect());
-                registry.forget_replaced(&files.replaced(&status.models));
+                let files = status.models.iter().map(|model| {
+                    let (name, digest) = (model.name.clone(), model.digest.to_vec());
+                    ModelFiles { name, digest, files: model.files.clone() }
+                });
+                registry.set_fleet_files(files.collect());
             }
             registry.set_fleet_answer(status.as_ref().map(|status| FleetAnswer {
                 asked,
@@ -140,23 +143,6 @@ impl FleetWatch {
             let processes = status.children.into_iter().map(ProcessReport::from).collect();
             *self.lock() = FleetReports { processes, copies, idle, failed_models };
         }
-    }
-}
-
-/// The files of the models at the last answer.
-#[derive(Debug, Default)]
-struct IdleFiles(HashMap<String, String>);
-
-impl IdleFiles {
-    /// The idle models whose files are others than at the last answer.
-    fn replaced(&mut self, models: &[Model]) -> Vec<String> {
-        let is_replaced = |model: &&Model| {
-            let before = self.0.get(&model.name).filter(|before| !before.is_empty());
-            model.state() == ModelState::Idle && before.is_some_and(|before| *before != model.files)
-        };
-        let replaced = models.iter().filter(is_replaced).map(|model| model.name.clone()).collect();
-        self.0 = models.iter().map(|model| (model.name.clone(), model.files.clone())).collect();
-        replaced
     }
 }
 
@@ -254,19 +240,6 @@ mod tests {
 
     fn worker(model: &str, state: ChildState, next_start_ms: Option<u64>) -> Child {
         Child { model: model.to_owned(), state: state.into(), next_start_ms, ..Child::default() }
-    }
-
-    #[test]
-    fn a_file_that_is_replaced_while_its_model_is_idle_is_noticed_once() {
-        let mut files = IdleFiles::default();
-        let mut replaced = |file: &str, state: ModelState| {
-            let (name, files_of) = ("m".to_owned(), file.to_owned());
-            files.replaced(&[Model { name, files: files_of, state: state.into(), ..Model::default() }]).len()
-        };
-        assert_eq!(replaced("1", ModelState::Idle), 0);
-        assert_eq!(replaced("1", ModelState::Ready), 0);
-        assert_eq!([replaced("2", ModelState::Idle), replaced("2", ModelState::Idle)], [1, 0]);
-        assert_eq!(replaced("3", ModelState::Ready), 0, "a swap: digests tell the files apart");
     }
 
     #[test]

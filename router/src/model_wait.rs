@@ -6,6 +6,8 @@
 //! Such a request waits in a queue of admission control, before its body is parsed. So the bounds
 //! of waiting requests hold, and bodies that wait keep no other request from being parsed.
 
+use std::ops::ControlFlow;
+
 use tokio::time::Instant;
 
 use crate::access::ModelAccess;
@@ -49,36 +51,50 @@ impl Generator {
     /// Waits until the router knows which model a request means. If it does not hear it in time,
     /// this returns `Ok` too: [`WorkerRegistry::resolve`] then has the error.
     pub(crate) async fn wait_for_model(&self, query: ModelQuery<'_>) -> Result<(), RequestRefusal> {
-        if !self.registry.may_hear(&query) {
-            return Ok(());
+        while self.registry.may_hear(&query) {
+            let listed = query.name.filter(|name| self.registry.is_listed(name, query.access));
+            // The supervisor may list the model only now: the request moves to the queue of its name.
+            if let ControlFlow::Break(waited) = self.wait_in_queue(listed, &query).await {
+                return waited;
+            }
         }
-        let listed = query.name.filter(|name| self.registry.is_listed(name));
+        Ok(())
+    }
+
+    /// Waits in the queue of a model that the supervisor lists, or in that of all other names.
+    async fn wait_in_queue(
+        &self,
+        listed: Option<&str>,
+        query: &ModelQuery<'_>,
+    ) -> ControlFlow<Result<(), RequestRefusal>> {
+        let name = listed.unwrap_or_default();
         let request = AdmissionRequest {
-            model: ModelKey::unheard(listed.unwrap_or_default()),
+            model: ModelKey::unheard(name),
             tenant: query.tenant.clone(),
             priority: 0,
             permits: 1,
             deadline: self.admission.uptime_at(query.deadline),
         };
+        let is_listed_now = || query.name.is_some_and(|name| self.registry.is_listed(name, query.access));
         let mut changes = self.registry.subscribe();
         // Dropping the future takes the request out of the queue.
-        let mut admitted = std::pin::pin!(self.admission.admit(listed.unwrap_or_default(), request));
+        let mut admitted = std::pin::pin!(self.admission.admit(name, request));
         loop {
             changes.borrow_and_update();
-            if !self.registry.may_hear(&query) {
-                return Ok(());
+            if !self.registry.may_hear(query) || (listed.is_none() && is_listed_now()) {
+                return ControlFlow::Continue(());
             }
             tokio::select! {
                 // The sender lives as long as the registry.
                 _ = changes.changed() => {}
-                answer = &mut admitted => return match answer {
+                answer = &mut admitted => return ControlFlow::Break(match answer {
                     Ok(_) | Err(AdmissionError::NoWorker { .. }) => Ok(()),
                     Err(error) => {
-                        let model = ModelKey::unheard(listed.unwrap_or_default());
+                        let model = ModelKey::unheard(name);
                         let forecast = self.forecast(&model);
                         Err(RequestRefusal::of_admission(error, &model.name, forecast))
                     }
-                },
+                }),
             }
         }
     }

@@ -9,6 +9,7 @@
 //!    removed when its connection ends. Workers that the router cannot serve are listed apart.
 //! 3. The registry and its routing policy hold the same workers.
 
+mod file_versions;
 mod listing;
 mod model_choice;
 #[cfg(test)]
@@ -35,6 +36,8 @@ use crate::routing::{
 };
 use crate::worker_outlook::{ExpectedWorker, FleetAnswer, WorkerOutlook};
 
+use file_versions::FileVersions;
+pub(crate) use file_versions::ModelFiles;
 pub(crate) use listing::{ModelSnapshot, UnheardModel, WorkerSnapshot};
 
 /// Maximum length of a client's text in an error.
@@ -63,6 +66,7 @@ struct RegistryState {
     /// The digest that each model of the fleet is to have, as the supervisor has last said. Empty
     /// if no weights of the model are known.
     preferred: HashMap<String, Vec<u8>>,
+    files: FileVersions,
     outlook: WorkerOutlook,
     /// Idle models that requests wait for and that the supervisor was not yet asked to wake.
     wanted: BTreeSet<String>,
@@ -222,16 +226,14 @@ impl WorkerRegistry {
         state.remove_departed_models();
     }
 
-    /// The files of these models have changed while they were idle. What this router knows of them,
-    /// the tokenizer above all, is that of the old files.
-    pub(crate) fn forget_replaced(&self, names: &[String]) {
+    /// Sets the files of each model of the fleet, as the supervisor says.
+    pub(crate) fn set_fleet_files(&self, models: Vec<ModelFiles>) {
         let mut state = self.lock();
-        let RegistryState { models, routing, .. } = &mut *state;
-        models.retain(|model| {
-            let is_replaced = names.iter().any(|name| name == model.name());
-            !is_replaced || routing.worker_count(model.key()) > 0 || Arc::strong_count(model) > 1
+        let RegistryState { models: known, files, .. } = &mut *state;
+        files.update(models, |name, digest| {
+            known.iter().any(|model| model.name() == name && model.description.digest == digest)
         });
-        state.forget_losses();
+        state.remove_departed_models();
     }
 
     /// Sets what the supervisor says about the next workers. `None`: it does not answer.
@@ -262,9 +264,12 @@ impl WorkerRegistry {
         std::mem::take(&mut self.lock().wanted)
     }
 
-    /// Whether the supervisor lists a model of this name that may get workers.
-    pub(crate) fn is_listed(&self, name: &str) -> bool {
-        self.lock().outlook.lists(name)
+    /// Whether the supervisor lists a model of this name that may get workers, and the caller may
+    /// use it.
+    pub(crate) fn is_listed(&self, name: &str, access: &ModelAccess) -> bool {
+        let state = self.lock();
+        let may_use = access.allows(name) || access.allows(state.outlook.full_name(name));
+        may_use && state.outlook.lists(name)
     }
 
     /// Whether there may be models that no worker has told yet.
@@ -430,7 +435,12 @@ impl WorkerRegistry {
             Some(ResolveError::Failed { name: name.to_owned(), why: why.to_owned() })
         };
         if state.models.is_empty() {
-            return Err(name.and_then(failed).unwrap_or(ResolveError::NoModel));
+            // Only a name that the supervisor lists is known not to be the caller's.
+            let is_refused = |name: &&str| state.outlook.lists(name) && !may_use(name);
+            return Err(match name.filter(is_refused) {
+                Some(name) => ResolveError::unknown(name, Vec::new()),
+                None => name.and_then(failed).unwrap_or(ResolveError::NoModel),
+            });
         }
         let known = || {
             let models = state.models.iter();
@@ -445,9 +455,13 @@ impl WorkerRegistry {
                 return Err(ResolveError::NotAllKnown);
             }
             let newest = state.choose_model(allowed().collect(), None);
+            if newest.as_ref().is_some_and(|newest| state.is_outdated(newest)) {
+                return Err(ResolveError::NotAllKnown);
+            }
             return newest.filter(|_| is_one()).ok_or_else(|| ResolveError::Ambiguous { known: known() });
         };
-        let named = allowed().filter(|model| access.names_of(model).any(|known| known == name));
+        let named = allowed().filter(|model| !state.is_outdated(model));
+        let named = named.filter(|model| access.names_of(model).any(|known| known == name));
         state.choose_model(named.collect(), Some(name)).ok_or_else(|| {
             let may_be_told = !state.unidentified.is_empty() || state.outlook.lists(name);
             match may_be_told && may_use(name) {
@@ -484,12 +498,21 @@ impl RegistryState {
             .filter(|model| has_workers(model))
             .map(|model| model.name().to_owned())
             .collect();
+        let files = &self.files;
         let departed = |model: &Arc<ServedModel>| match self.preferred.get(model.name()) {
             None => true,
-            Some(digest) => *digest != model.description.digest && served.contains(model.name()),
+            Some(digest) => {
+                files.is_replaced(model.name(), &model.description.digest)
+                    || (*digest != model.description.digest && served.contains(model.name()))
+            }
         };
         self.models.retain(|model| has_workers(model) || Arc::strong_count(model) > 1 || !departed(model));
         self.forget_losses();
+    }
+
+    /// The files of the model were replaced: requests for its name mean another one.
+    fn is_outdated(&self, model: &ServedModel) -> bool {
+        self.files.is_replaced(model.name(), &model.description.digest)
     }
 
     /// Whether another model serves under the name of one that has no worker. During a swap the

@@ -167,8 +167,8 @@ impl Router {
             if limits.strict_requests { UnknownFields::Refuse } else { UnknownFields::Ignore };
         let app = AppState::new(generator, metrics, budget, fleet, unknown_fields);
         let health_routes = http::health_routes(app.clone());
-        let http_routes =
-            http::routes(app).layer(middleware::from_fn_with_state(http_bodies, limit_request_body));
+        let http_routes = http::routes(AppState { is_ready_detailed: access.is_none(), ..app })
+            .layer(middleware::from_fn_with_state(http_bodies, limit_request_body));
         let grpc_server = service::grpc::server().add_routes(Routes::from(grpc.clone()));
         let on_socket = service::grpc::serve(grpc_server, socket, shutdown.requested());
         let mut all_routes = http_routes.merge(grpc);

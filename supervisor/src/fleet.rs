@@ -3,6 +3,7 @@
 //! The handle on a running fleet. It sends commands to the event loop and reads the fleet's status.
 
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use service::RuntimeDir;
 use service::runtime_dir::RuntimeDirError;
@@ -58,6 +59,10 @@ pub struct FleetHandle {
     pub(crate) tasks: Vec<JoinHandle<()>>,
 }
 
+/// The pause before a reload is tried again. It doubles with each failure.
+const RELOAD_PAUSE: Duration = Duration::from_secs(2);
+const RELOAD_PAUSE_MAX: Duration = Duration::from_secs(60);
+
 impl FleetHandle {
     pub fn directory(&self) -> &RuntimeDir {
         &self.directory
@@ -93,16 +98,28 @@ impl FleetHandle {
         self.commands.send(FleetCommand::Kill).await;
     }
 
-    /// Reloads the configuration at every change of `requests`. The log says what changed.
+    /// Reloads the configuration at every change of `requests`. The log says what changed. A change
+    /// of the models directory that cannot be applied, during a swap for example, is tried again.
     pub fn reload_on(&self, mut requests: watch::Receiver<u64>, scope: ReloadScope) {
         let commands = self.commands.clone();
         tokio::spawn(async move {
             while requests.changed().await.is_ok() {
-                let reload = |reply| FleetCommand::Reload { scope, reply };
-                match commands.call(reload).await {
-                    Ok(changes) => tracing::info!(changes = changes.len(), "the configuration was reloaded"),
-                    Err(CommandError::Stopping) => return,
-                    Err(error) => tracing::error!(%error, "cannot reload the configuration"),
+                let mut pause = RELOAD_PAUSE;
+                loop {
+                    let reload = |reply| FleetCommand::Reload { scope, reply };
+                    match commands.call(reload).await {
+                        Ok(changes) => {
+                            tracing::info!(changes = changes.len(), "the configuration was reloaded");
+                            break;
+                        }
+                        Err(CommandError::Stopping) => return,
+                        Err(error) => tracing::error!(%error, "cannot reload the configuration"),
+                    }
+                    if scope != ReloadScope::ModelsDirectory {
+                        break;
+                    }
+                    tokio::time::sleep(pause).await;
+                    pause = RELOAD_PAUSE_MAX.min(2 * pause);
                 }
             }
         });

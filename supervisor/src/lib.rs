@@ -64,7 +64,7 @@ pub use event_loop::{FleetStartError, raise_descriptor_limit};
 pub use fleet::FleetHandle;
 pub use model_record::{RecordedModel, recorded_models};
 pub use spec::{
-    ChildRole, ChildSpec, CompleteWorkerConfig, CopyMemory, CopySpec, FleetSpec, ModelSpec, ReadSpec,
+    ChildRole, ChildSpec, CompleteWorkerConfig, ConfigReader, CopyMemory, CopySpec, FleetSpec, ModelSpec,
     ReloadScope, ReloadedSpec, UnusableModel, WorkerSlot,
 };
 pub use spec_diff::{SettingChange, SpecChange, diff_settings};

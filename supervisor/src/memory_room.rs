@@ -65,16 +65,17 @@ pub(crate) enum RoomDecision {
 }
 
 impl MemoryClaim {
-    /// `workers_on` returns how many workers the model has on a device now.
-    pub(crate) fn of(spec: &ModelSpec, workers_on: impl Fn(&str) -> usize) -> Self {
-        let copies = spec.copies.iter().map(|copy| {
-            let workers = workers_on(&copy.device).max(spec.workers as usize);
-            CopyClaim {
+    /// `workers_on` returns how many workers the model has on a device now; nothing if it takes
+    /// nothing there.
+    pub(crate) fn of(spec: &ModelSpec, workers_on: impl Fn(&str) -> Option<usize>) -> Self {
+        let copies = spec.copies.iter().filter_map(|copy| {
+            let workers = workers_on(&copy.device)?.max(spec.workers as usize);
+            Some(CopyClaim {
                 device: copy.device.clone(),
                 weights: copy.weights.clone(),
                 weights_bytes: copy.memory.weights_bytes,
                 workers_bytes: copy.memory.worker_bytes.saturating_mul(workers as u64),
-            }
+            })
         });
         Self { model: spec.name.clone(), copies: copies.collect() }
     }
@@ -88,6 +89,12 @@ impl CopyClaim {
     fn counts_on(&self, device: &str) -> bool {
         self.device == device || (device == HOST && self.device.starts_with("host:"))
     }
+}
+
+/// Whether what is on one of these devices may take memory of the other one.
+pub(crate) fn share_memory(a: &str, b: &str) -> bool {
+    let is_host = |device: &str| device == HOST || device.starts_with("host:");
+    a == b || (is_host(a) && is_host(b))
 }
 
 /// The sum of the claims on a device.

@@ -83,6 +83,16 @@ impl ModelCopies {
         }
     }
 
+    /// A copy was ready before, perhaps in the fleet of a dead supervisor.
+    pub(crate) fn was_served(&self) -> bool {
+        self.copies.iter().any(|copy| copy.was_served)
+    }
+
+    /// The load of the copy has failed.
+    pub(crate) fn has_failed_on(&self, device: &str) -> bool {
+        self.find(device).is_some_and(|copy| matches!(copy.state, ModelState::Failed(_)))
+    }
+
     /// Every copy has failed and none was ever ready.
     pub(crate) fn has_given_up(&self) -> bool {
         let is_lost = |copy: &ModelCopy| matches!(copy.state, ModelState::Failed(_)) && !copy.was_served;

@@ -14,6 +14,8 @@ pub(crate) struct NotifyMessage {
     pub(crate) stopping: bool,
     pub(crate) watchdog_ping: bool,
     pub(crate) watchdog_trigger: bool,
+    /// SERVING=1: the worker begins to serve.
+    pub(crate) serving: bool,
     /// USED=1: requests have used the worker since its last such message.
     pub(crate) used: bool,
     pub(crate) status: Option<String>,
@@ -38,6 +40,7 @@ impl NotifyMessage {
                 ("STOPPING", "1") => message.stopping = true,
                 ("WATCHDOG", "1") => message.watchdog_ping = true,
                 ("WATCHDOG", "trigger") => message.watchdog_trigger = true,
+                ("SERVING", "1") => message.serving = true,
                 ("USED", "1") => message.used = true,
                 ("STATUS", text) => message.status = Some(text.to_owned()),
                 ("EXTEND_TIMEOUT_USEC", usec) => {
@@ -71,11 +74,12 @@ mod tests {
     #[test]
     fn known_lines_are_parsed_and_unknown_ones_skipped() {
         let message = NotifyMessage::parse(
-            "READY=1\nX_FUTURE=2\nSTATUS=a=b\nUSED=1\nEXTEND_TIMEOUT_USEC=5\nnonsense\nFDSTORE=0",
+            "READY=1\nX_FUTURE=2\nSTATUS=a=b\nUSED=1\nSERVING=1\nEXTEND_TIMEOUT_USEC=5\nnonsense\nFDSTORE=0",
         );
         let expected = NotifyMessage {
             ready: true,
             used: true,
+            serving: true,
             status: Some("a=b".to_owned()),
             extend_timeout: Some(Duration::from_micros(5)),
             ..NotifyMessage::default()

@@ -216,8 +216,14 @@ pub struct ReloadedSpec {
     pub not_applied: Vec<SettingChange>,
 }
 
-/// Reads the configuration again and checks all of it. The error says what is wrong, and where.
-pub type ReadSpec = Arc<dyn Fn(ReloadScope) -> Result<ReloadedSpec, String> + Send + Sync>;
+/// Reads the configuration again.
+#[derive(Clone)]
+pub struct ConfigReader {
+    /// Reads and checks all of it. The error says what is wrong, and where.
+    pub read: Arc<dyn Fn(ReloadScope) -> Result<ReloadedSpec, String> + Send + Sync>,
+    /// What was read last is applied.
+    pub accept: Arc<dyn Fn() + Send + Sync>,
+}
 
 /// What is read again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -257,7 +263,7 @@ pub struct FleetSpec {
     /// Called for every worker, also for those that are added while the fleet runs.
     pub complete_worker_config: CompleteWorkerConfig,
     /// Absent for a fleet without a configuration file.
-    pub read_again: Option<ReadSpec>,
+    pub read_again: Option<ConfigReader>,
 }
 
 impl FleetSpec {

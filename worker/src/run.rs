@@ -159,7 +159,7 @@ async fn serve_when_ready(
         let snapshots = engine.handle.snapshots();
         service.start_serving(engine).await;
         // A stopped supervisor reads no status.
-        if let Err(error) = notify.status(&text) {
+        if let Err(error) = notify.status(&text).and_then(|()| notify.serving()) {
             tracing::debug!(%error, "cannot report the status to the supervisor");
         }
         tokio::select! {

@@ -177,6 +177,11 @@ impl Notify {
         self.send_if_room("WATCHDOG=1")
     }
 
+    /// This worker begins to serve requests.
+    pub fn serving(&self) -> Result<(), NotifyError> {
+        self.post("SERVING=1")
+    }
+
     /// Requests have used this worker since the last such message, or still do.
     pub fn used(&self) -> Result<(), NotifyError> {
         self.send_if_room("USED=1")

@@ -118,6 +118,7 @@ async fn ready(State(app): State<AppState>) -> Result<Json<Value>, ApiError> {
     let idle = app.fleet.idle();
     // A request wakes an idle model.
     match (app.generator.registry.has_workers() || !idle.is_empty(), failed.is_empty()) {
+        (true, _) if !app.is_ready_detailed => Ok(Json(json!({"status": "ready", "workers": workers}))),
         (true, _) => {
             let failed_copies = failed_copies(&app.fleet.copies());
             let ready = json!({
@@ -126,8 +127,10 @@ async fn ready(State(app): State<AppState>) -> Result<Json<Value>, ApiError> {
             });
             Ok(Json(ready))
         }
-        (false, true) => Err(ApiError::not_ready("no worker is ready yet")),
-        (false, false) => {
+        (false, is_sound) if is_sound || !app.is_ready_detailed => {
+            Err(ApiError::not_ready("no worker is ready yet"))
+        }
+        (false, _) => {
             let failed = failed.join(", ");
             let text =
                 format!("no worker is ready; crashing again and again: {failed}; `ballast ps` says why");

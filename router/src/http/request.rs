@@ -51,6 +51,8 @@ pub(crate) struct AppState {
     pub(crate) parsing: Arc<Semaphore>,
     pub(crate) unknown_fields: UnknownFields,
     pub(crate) responses: ResponseStore,
+    /// `/ready` names models and processes. Not where callers need keys, and `/ready` needs none.
+    pub(crate) is_ready_detailed: bool,
 }
 
 impl AppState {
@@ -63,7 +65,8 @@ impl AppState {
     ) -> Self {
         let parsing = Arc::new(Semaphore::new(PARSED_BYTES_MAX as usize));
         let responses = ResponseStore::default();
-        Self { generator, metrics, budget, fleet, parsing, unknown_fields, responses }
+        let is_ready_detailed = true;
+        Self { generator, metrics, budget, fleet, parsing, unknown_fields, responses, is_ready_detailed }
     }
 
     /// Waits for the right to hold JSON values of this many bytes. `None` for few bytes.

@@ -366,7 +366,7 @@ async fn a_model_that_the_supervisor_lists_is_not_unknown_before_its_worker_has_
     assert!(!registry.has_unheard_models() && matches!(resolve("b"), ResolveError::Unknown { .. }));
     let at = NextWorker::At(Instant::now());
     registry.set_fleet_answer(answer(&[("a", at), ("b", at), ("unloaded", NextWorker::Never)]));
-    assert!(registry.has_unheard_models() && registry.is_listed("b"));
+    assert!(registry.has_unheard_models() && registry.is_listed("b", &ModelAccess::default()));
     assert_eq!(resolve("b"), ResolveError::NotAllKnown);
     assert!(matches!(resolve("unloaded"), ResolveError::Unknown { .. }));
     let mut failed = answer(&[("a", at), ("b", at), ("c", NextWorker::Never)]);
@@ -375,12 +375,14 @@ async fn a_model_that_the_supervisor_lists_is_not_unknown_before_its_worker_has_
     registry.set_fleet_answer(failed);
     assert_eq!(resolve("c").to_string(), "the model `c` cannot be loaded: no room");
     assert_eq!(resolve("other-b"), ResolveError::NotAllKnown);
-    assert!(registry.is_listed("other-b") && !registry.is_listed("other-c"));
+    let is_listed = |name: &str, access: &ModelAccess| registry.is_listed(name, access);
+    assert!(is_listed("other-b", &ModelAccess::default()) && !is_listed("other-c", &ModelAccess::default()));
     let only_b = ModelAccess::only(vec!["b".to_owned()]);
     let found = registry.resolve(Some("other-b"), &only_b).unwrap_err();
     assert_eq!(found, ResolveError::NotAllKnown);
     let only_a = ModelAccess::only(vec!["a".to_owned()]);
     assert!(matches!(registry.resolve(Some("c"), &only_a), Err(ResolveError::Unknown { .. })));
+    assert!(!is_listed("b", &only_a) && !is_listed("other-b", &only_a));
     assert!(matches!(registry.resolve(Some("b"), &only_a), Err(ResolveError::Unknown { .. })));
     register(&registry, &model("b", 2, 2, 2));
     assert!(!registry.has_unheard_models());
@@ -397,4 +399,42 @@ async fn models_of_the_fleet_stay_known_however_many_have_no_worker() {
     }
     register(&registry, &model("last", 99, 99, 99));
     assert_eq!(registry.model_keys().len(), names.len() + 1);
+}
+
+#[tokio::test]
+async fn a_key_for_one_model_wakes_no_other_one_of_a_fleet_of_idle_models() {
+    let registry = registry();
+    registry.set_fleet_answer(answer(&[("a", NextWorker::OnDemand), ("b", NextWorker::OnDemand)]));
+    let only_a = ModelAccess::only(vec!["a".to_owned()]);
+    let resolve = |name| registry.resolve(Some(name), &only_a).unwrap_err();
+    assert_eq!(resolve("a"), ResolveError::NoModel);
+    assert!(matches!(resolve("b"), ResolveError::Unknown { .. }));
+    assert!(registry.is_listed("a", &only_a) && !registry.is_listed("b", &only_a));
+}
+
+#[tokio::test]
+async fn requests_for_a_replaced_file_wait_for_the_new_one() {
+    let registry = registry();
+    let served = model("m", 1, 1, 1);
+    let worker = register(&registry, &served);
+    let says = |digest: &[u8], files: &str| {
+        registry.set_fleet_models(HashMap::from([("m".to_owned(), digest.to_vec())]));
+        let (name, files) = ("m".to_owned(), files.to_owned());
+        registry.set_fleet_files(vec![ModelFiles { name, digest: digest.to_vec(), files }]);
+    };
+    let resolve = |name| registry.resolve(name, &ModelAccess::default()).map(|model| model.key().clone());
+    registry.set_fleet_answer(answer(&[("m", NextWorker::OnDemand)]));
+    says(&served.description.digest, "old");
+    says(b"", "old");
+    assert_eq!(resolve(Some("m")).as_ref(), Ok(served.key()), "it is idle");
+    // Its worker still has streams.
+    says(b"", "new");
+    assert_eq!(resolve(Some("m")), Err(ResolveError::NotAllKnown));
+    assert_eq!(resolve(None), Err(ResolveError::NotAllKnown));
+    registry.remove(worker);
+    says(b"", "new");
+    let replaced = model("m", 2, 2, 2);
+    register(&registry, &replaced);
+    says(&replaced.description.digest, "new");
+    assert_eq!(resolve(Some("m")).as_ref(), Ok(replaced.key()));
 }

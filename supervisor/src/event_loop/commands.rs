@@ -55,6 +55,10 @@ impl SupervisorLoop {
 
     pub(super) fn status(&self) -> FleetStatus {
         let now = self.deadlines.running_time();
+        // The workers of a file that has just become unusable may still drain.
+        let is_listed_alone = |model: &&UnusableModel| {
+            !self.models.contains_key(&model.name) && !self.idle_models.contains(&model.name)
+        };
         FleetStatus {
             children: self.children.values().map(|child| child.status(now)).collect(),
             models: self
@@ -62,7 +66,7 @@ impl SupervisorLoop {
                 .values()
                 .map(ManagedModel::status)
                 .chain(self.idle_models.statuses(Instant::now()))
-                .chain(self.unusable.values().map(UnusableModel::status))
+                .chain(self.unusable.values().filter(is_listed_alone).map(UnusableModel::status))
                 .collect(),
             stored_fds: self.fd_store.len(),
             http_address: self.spec.http_address.clone(),
@@ -111,6 +115,7 @@ impl SupervisorLoop {
             (true, models) => return Err(CommandError::AmbiguousModel { models }),
             (false, _) => self.models.get(&model),
         };
+        let found = found.filter(|found| found.unloading.is_none());
         let Some(found) = found else { return Err(CommandError::UnknownModel { name: model }) };
         let spec = found.spec.clone();
         let device = found.copies.device_for_worker(|device| self.workers_on(&spec.name, device));
@@ -283,6 +288,7 @@ impl SupervisorLoop {
         let name = name.to_owned();
         if let Some(why) = refusal {
             tracing::error!(model = name, why, "cannot unload the model");
+            self.request_room(Duration::ZERO);
             return answer(reply, Err(CommandError::UnloadFailed { name, why }));
         }
         match self.models.remove(&name) {

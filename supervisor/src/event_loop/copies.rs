@@ -8,6 +8,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use bytes::Bytes;
+
 use super::room::RoomWait;
 use super::{ManagedModel, SupervisedChild, SupervisorLoop};
 use crate::events::ResidentCopy;
@@ -37,7 +39,11 @@ impl ManagedModel {
 
     pub(super) fn status(&self) -> ModelStatus {
         let ModelSpec { name, path, files, settings, .. } = self.spec.clone();
-        let digest = self.copies.digest().unwrap_or_default();
+        // What the next requests get.
+        let (files, digest) = match &self.replacement {
+            Some(next) => (next.files.clone(), Bytes::new()),
+            None => (files, self.copies.digest().unwrap_or_default()),
+        };
         let weights = |device: &str| self.spec.weights_on(device).unwrap_or_default().to_owned();
         let (state, copies) = (self.copies.state(), self.copies.status(weights));
         let is_unloading = self.unloading.is_some();

@@ -18,7 +18,8 @@ use crate::status::{FleetEvent, ModelFailure, ModelState};
 impl SupervisorLoop {
     /// Unloads a model, or takes an idle one out of the fleet.
     pub(super) fn unload(&mut self, name: String, grace: Duration, keep_idle: bool, reply: CommandReply<()>) {
-        if !keep_idle && self.unusable.remove(&name).is_some() {
+        let is_in_fleet = self.models.contains_key(&name) || self.idle_models.contains(&name);
+        if !keep_idle && !is_in_fleet && self.unusable.remove(&name).is_some() {
             self.publish(FleetEvent::ModelRemoved(name));
             return answer(reply, Ok(()));
         }
@@ -42,7 +43,7 @@ impl SupervisorLoop {
     }
 
     /// A model that drafts for one with workers is as busy as that one.
-    fn check_not_drafting(&self, name: &str) -> Result<(), CommandError> {
+    pub(super) fn check_not_drafting(&self, name: &str) -> Result<(), CommandError> {
         let drafts = |model: &&ManagedModel| model.spec.draft() == Some(name);
         match self.models.values().find(drafts) {
             None => Ok(()),
@@ -89,7 +90,8 @@ impl SupervisorLoop {
         }
         let Some(model) = self.models.get_mut(&spec.name) else { return };
         model.replacement = Some(spec.clone());
-        if model.unloading.is_none() {
+        // Otherwise it is replaced when it becomes idle.
+        if model.unloading.is_none() && self.may_become_idle(&spec.name) {
             // No caller waits for the end.
             self.unload_model(spec.name.clone(), DRAIN_GRACE, true, oneshot::channel().0);
         }
@@ -100,14 +102,21 @@ impl SupervisorLoop {
     pub(super) fn wake(&mut self, name: &str, on_demand: bool) -> Result<(), CommandError> {
         self.check_not_stopping()?;
         if let Some(model) = self.models.get_mut(name) {
-            if let Some(unloading) = model.unloading.as_mut().filter(|unloading| unloading.keep_idle) {
-                unloading.wake_after = true;
-            }
-            return Ok(());
+            return match (&mut model.unloading, model.copies.state()) {
+                (Some(unloading), _) if unloading.keep_idle => {
+                    unloading.wake_after = true;
+                    Ok(())
+                }
+                (Some(_), _) => Err(CommandError::UnknownModel { name: name.to_owned() }),
+                (None, ModelState::Failed(failure)) if model.copies.has_given_up() => {
+                    Err(CommandError::WakeFailed { name: name.to_owned(), failure })
+                }
+                (None, _) => Ok(()),
+            };
         }
         let woken = self.idle_models.wake(name, Instant::now(), on_demand)?;
         let Some(woken) = woken else { return Err(CommandError::UnknownModel { name: name.to_owned() }) };
-        let draft = woken.spec.draft().filter(|draft| self.idle_models.contains(draft)).map(str::to_owned);
+        let draft = self.draft_in_fleet(&woken.spec);
         let loaded = draft.map_or(Ok(()), |draft| self.wake(&draft, on_demand));
         let loaded = loaded.and_then(|()| self.load_model(woken.spec.clone(), woken.by_command));
         if let Err(error) = loaded {
@@ -128,6 +137,21 @@ impl SupervisorLoop {
             }
         }
         Ok(())
+    }
+
+    /// The model that drafts for this one. "lookup" is none.
+    pub(super) fn draft_in_fleet(&self, spec: &ModelSpec) -> Option<String> {
+        let is_model = |name: &&str| self.models.contains_key(*name) || self.idle_models.contains(name);
+        spec.draft().filter(is_model).map(str::to_owned)
+    }
+
+    /// This worker begins to serve: requests that have waited for it come now.
+    pub(super) fn worker_serves(&mut self, worker: &Arc<str>) {
+        let now = self.deadlines.advance(Instant::now());
+        let slot = self.children.get(worker).and_then(|child| child.slot.as_ref());
+        if let Some(model) = slot.and_then(|slot| self.models.get_mut(&slot.model)) {
+            model.model_use.served(now);
+        }
     }
 
     /// Requests use this worker.

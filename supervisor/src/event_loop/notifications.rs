@@ -41,6 +41,9 @@ impl SupervisorLoop {
             self.apply_event(name, ChildEvent::Ready);
             self.sync_weight_server(name);
         }
+        if message.serving {
+            self.worker_serves(name);
+        }
         if message.used {
             self.model_used(name);
         }

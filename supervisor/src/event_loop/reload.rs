@@ -32,7 +32,7 @@ impl SupervisorLoop {
         let (read, event_loop) = (self.spec.read_again.clone(), self.commands.event_loop.clone());
         tokio::task::spawn_blocking(move || {
             let read = match read {
-                Some(read) => read(scope).map_err(|why| CommandError::Configuration { why }),
+                Some(reader) => (reader.read)(scope).map_err(|why| CommandError::Configuration { why }),
                 None => Err(CommandError::NoConfiguration),
             };
             // Without an event loop the result is of no use.
@@ -47,14 +47,18 @@ impl SupervisorLoop {
         scope: ReloadScope,
         reply: CommandReply<Vec<SpecChange>>,
     ) {
-        let outcome = read.and_then(|wanted| {
+        let outcome = read.and_then(|mut wanted| {
+            self.leave_out_taken(&mut wanted);
             let changes = self.changes_to(&wanted)?;
             if scope == ReloadScope::Preview {
                 return Ok(changes);
             }
             self.check_no_swap()?;
+            if let (ReloadScope::All, Some(reader)) = (scope, &self.spec.read_again) {
+                (reader.accept)();
+            }
             self.unusable.retain(|_, model| scope != ReloadScope::All && !model.is_from_directory);
-            self.unusable.extend(wanted.unusable.into_iter().map(|model| (model.name.clone(), model)));
+            self.unusable.extend(wanted.unusable.iter().map(|model| (model.name.clone(), model.clone())));
             for model in wanted.models {
                 let known = self.models.get_mut(&model.name).map(|known| &mut known.spec);
                 if let Some(known) = known.or_else(|| self.idle_models.spec_mut(&model.name)) {
@@ -75,6 +79,42 @@ impl SupervisorLoop {
         if let Err(error) = told {
             tracing::warn!(%error, "cannot report the reload to the service manager");
         }
+    }
+
+    /// A file of the models directory that has the name of a model which a command has loaded is
+    /// left out, until that one is unloaded.
+    fn leave_out_taken(&self, wanted: &mut ReloadedSpec) {
+        let by_command = self.models.values().filter(|known| known.by_command).map(|known| &known.spec);
+        let idle = self.idle_models.iter().filter(|known| known.by_command).map(|known| &known.spec);
+        let taken: Vec<&ModelSpec> = by_command.chain(idle).collect();
+        wanted.models.retain(|model| {
+            let name = taken_name(model, taken.iter().copied()).filter(|_| model.on_demand);
+            if let Some(name) = &name {
+                tracing::warn!(name, "a model that is loaded on demand is left out: its name is taken");
+            }
+            name.is_none()
+        });
+        wanted
+            .unusable
+            .retain(|model| taken.iter().all(|known| known.names().all(|name| name != model.name)));
+    }
+
+    /// Adds a model that is loaded on demand.
+    fn add_idle(&mut self, spec: &ModelSpec) {
+        self.unusable.remove(&spec.name);
+        if let Some(model) = self.models.get_mut(&spec.name) {
+            if let Some(unloading) = &mut model.unloading {
+                // It was taken off and has come back.
+                unloading.keep_idle = true;
+                model.replacement = Some(spec.clone());
+                return;
+            }
+            // It could not be loaded.
+            model.abort();
+            self.models.remove(&spec.name);
+            self.remove_workers_on(&spec.name, None);
+        }
+        self.insert_idle(IdleModel::new(spec.clone(), false, Bytes::new()));
     }
 
     /// Compares and checks; changes nothing.
@@ -137,8 +177,7 @@ impl SupervisorLoop {
                 Ok(())
             }
             SpecChange::ModelAdded { spec } if spec.on_demand => {
-                self.unusable.remove(&spec.name);
-                self.insert_idle(IdleModel::new(spec.clone(), false, Bytes::new()));
+                self.add_idle(spec);
                 Ok(())
             }
             SpecChange::ModelAdded { spec } => self.load_model(spec.clone(), false),
@@ -185,10 +224,9 @@ impl SupervisorLoop {
         let spec = known.spec.clone();
         for device in spec.devices() {
             // They all start when the copy is there.
-            let waits = self
-                .models
-                .get(model)
-                .is_some_and(|model| model.copies.lacks_workers(device) || model.room_wait.is_some());
+            let waits = self.models.get(model).is_some_and(|model| {
+                model.copies.lacks_workers(device) || model.room_wait.is_some() || model.unloading.is_some()
+            });
             let more = if waits { 0 } else { to.saturating_sub(from) };
             for _ in 0..more {
                 self.start_worker(&spec, device)?;

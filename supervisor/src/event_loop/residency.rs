@@ -136,7 +136,9 @@ impl SupervisorLoop {
         let mut models: Vec<ModelSpec> = by_command.map(RecordedModel::spec).collect();
         let first_configured = models.len();
         models.extend(configured);
-        shared_weights::name_all(&mut models, recorded);
+        // Idle models have no weights, and get a name for them when they are loaded.
+        let loaded: Vec<RecordedModel> = recorded.iter().filter(|known| !known.idle).cloned().collect();
+        shared_weights::name_all(&mut models, &loaded);
         let configured = models.split_off(first_configured);
         // A model of the configuration whose file has changed is another one.
         let is_idle = |model: &ModelSpec| {

@@ -22,12 +22,14 @@ use super::{ManagedModel, SupervisorLoop};
 use crate::commands::DRAIN_GRACE;
 use crate::events::SupervisorEvent;
 use crate::idle_models::IdleModel;
-use crate::memory_room::{DeviceLedger, MemoryClaim, RoomDecision, find_room};
+use crate::memory_room::{DeviceLedger, MemoryClaim, RoomDecision, find_room, share_memory};
 use crate::model_use::in_leaving_order;
 use crate::status::{ModelFailure, ModelState};
 
 /// How often the ledger is read again while memory is being released.
 const RELEASE_POLL: Duration = Duration::from_millis(100);
+/// The same for a model that waits for its turn.
+const TURN_POLL: Duration = Duration::from_millis(500);
 /// How long a released model may keep its memory: its workers have exited, and the weight-server
 /// hears of that. Then the load begins nevertheless, and the weight-server decides.
 const RELEASE_WAIT: Duration = Duration::from_secs(10);
@@ -44,6 +46,17 @@ pub(super) struct RoomWait {
     since: Instant,
     /// Since when it waits only for memory that is being released.
     releasing_since: Option<Instant>,
+}
+
+/// Which models may leave for another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Leaving {
+    /// Those that no request uses now.
+    Unused,
+    /// Those that requests use too.
+    Used,
+    /// Those too that cannot leave yet: they load, a swap runs, or they draft for others.
+    Later,
 }
 
 impl RoomWait {
@@ -82,29 +95,50 @@ impl SupervisorLoop {
         let mut ordered: Vec<(bool, Instant, String)> =
             waiting.map(|(model, name, wait)| (model.spec.idle_unload.is_some(), wait.since, name)).collect();
         ordered.sort_unstable();
+        // What leaves for an earlier model is not there for a later one.
+        let mut promised = Vec::new();
         for (_, _, name) in ordered {
-            self.place(&name, ledger, now);
+            promised.extend(self.place(&name, ledger, &promised, now));
         }
     }
 
-    /// Decides about one model that waits for room.
-    fn place(&mut self, name: &str, ledger: &DeviceLedger, now: Instant) {
-        let Some(model) = self.models.get(name) else { return };
-        let Some(wait) = model.room_wait else { return };
-        let (new, present) = (self.claim(model), self.present_claims());
-        let waited = now.saturating_duration_since(wait.since);
-        let unused = if wait.may_replace { self.may_leave_for(name, false, now) } else { Vec::new() };
-        let mut decision = find_room(&new, &present, &unused, ledger);
+    /// Decides about one model that waits for room. Returns its claim if memory is being released
+    /// for it.
+    fn place(
+        &mut self,
+        name: &str,
+        ledger: &DeviceLedger,
+        promised: &[MemoryClaim],
+        now: Instant,
+    ) -> Option<MemoryClaim> {
+        let model = self.models.get(name)?;
+        let wait = model.room_wait?;
+        let new = self.claim(model);
+        let present = [self.present_claims(), promised.to_vec()].concat();
+        let without = |leaving: &[String]| find_room(&new, &present, leaving, ledger);
+        let mut decision = without(&[]);
         if wait.may_replace && matches!(decision, RoomDecision::Lacks(_)) {
-            let all = self.may_leave_for(name, true, now);
-            decision = match find_room(&new, &present, &all, ledger) {
-                RoomDecision::Replaces(_) if waited < TURN => return self.request_room(RELEASE_POLL),
-                decision => decision,
-            };
+            let may_turn = now.saturating_duration_since(wait.since) >= TURN;
+            decision = without(&self.may_leave_for(name, Leaving::Unused, now));
+            if matches!(decision, RoomDecision::Lacks(_)) && may_turn {
+                decision = without(&self.may_leave_for(name, Leaving::Used, now));
+            }
+            let later = || without(&self.may_leave_for(name, Leaving::Later, now));
+            if matches!(decision, RoomDecision::Lacks(_)) && matches!(later(), RoomDecision::Replaces(_)) {
+                self.set_releasing(name, None);
+                self.request_room(TURN_POLL);
+                return None;
+            }
+        }
+        if decision != RoomDecision::FitsSoon {
+            self.set_releasing(name, None);
         }
         match decision {
             RoomDecision::Fits => self.begin_load(name),
-            RoomDecision::FitsSoon => self.await_release(name, now),
+            RoomDecision::FitsSoon => {
+                self.await_release(name, now);
+                return Some(new);
+            }
             RoomDecision::Replaces(leaving) => {
                 for other in leaving {
                     tracing::info!(
@@ -115,13 +149,28 @@ impl SupervisorLoop {
                     // No caller waits for the end.
                     self.unload_model(other, DRAIN_GRACE, true, oneshot::channel().0);
                 }
+                return Some(new);
             }
             RoomDecision::Lacks(shortage) => self.no_room(name, &shortage.to_string()),
         }
+        None
     }
 
+    fn set_releasing(&mut self, name: &str, since: Option<Instant>) {
+        if let Some(wait) = self.models.get_mut(name).and_then(|model| model.room_wait.as_mut()) {
+            wait.releasing_since = since;
+        }
+    }
+
+    /// A copy that cannot be loaded and has no workers holds nothing.
     fn claim(&self, model: &ManagedModel) -> MemoryClaim {
-        MemoryClaim::of(&model.spec, |device| self.workers_on(&model.spec.name, device))
+        let name = &model.spec.name;
+        let workers_on =
+            |device: &str| match (self.workers_on(name, device), model.copies.has_failed_on(device)) {
+                (0, true) => None,
+                (workers, _) => Some(workers),
+            };
+        MemoryClaim::of(&model.spec, workers_on)
     }
 
     /// The claims of the models that are in memory or come into it, and do not leave.
@@ -130,26 +179,38 @@ impl SupervisorLoop {
             model.room_wait.is_none() && model.unloading.is_none() && !model.copies.has_given_up()
         };
         let present = self.models.values().filter(is_present).map(|model| self.claim(model));
-        let swapped = self.swap.iter().map(|swap| MemoryClaim::of(&swap.new, |_| 0));
+        let swapped = self.swap.iter().map(|swap| MemoryClaim::of(&swap.new, |_| Some(0)));
         present.chain(swapped).collect()
     }
 
     /// The models that may leave for this one, in that order.
-    fn may_leave_for(&self, wanted: &str, with_used: bool, now: Instant) -> Vec<String> {
+    fn may_leave_for(&self, wanted: &str, which: Leaving, now: Instant) -> Vec<String> {
         let drafts_for_it = self.models.get(wanted).and_then(|model| model.spec.draft());
         let may_leave = |(name, model): &(&String, &ManagedModel)| {
+            let can_leave = || model.copies.state() == ModelState::Ready && self.may_become_idle(name);
             model.spec.idle_unload.is_some()
                 && model.room_wait.is_none()
                 && model.unloading.is_none()
-                && model.copies.state() == ModelState::Ready
+                && name.as_str() != wanted
                 && Some(name.as_str()) != drafts_for_it
-                && self.may_become_idle(name)
+                && (which == Leaving::Later || can_leave())
         };
         let models = self.models.iter().filter(may_leave);
-        in_leaving_order(models.map(|(name, model)| (name.as_str(), model.model_use)), with_used, now)
+        let uses = models.map(|(name, model)| (name.as_str(), model.model_use));
+        in_leaving_order(uses, which != Leaving::Unused, now)
     }
 
+    /// While streams of a leaving model finish, its end is waited for. Then the memory is free in a
+    /// moment.
     fn await_release(&mut self, name: &str, now: Instant) {
+        let Some(spec) = self.models.get(name).map(|model| &model.spec) else { return };
+        let is_beside = |other: &&ManagedModel| {
+            other.spec.devices().any(|device| spec.devices().any(|own| share_memory(own, device)))
+        };
+        if self.models.values().filter(is_beside).any(|model| model.unloading.is_some()) {
+            // `model_unloaded` looks again.
+            return self.set_releasing(name, None);
+        }
         let wait = self.models.get_mut(name).and_then(|model| model.room_wait.as_mut());
         let since = wait.map_or(now, |wait| *wait.releasing_since.get_or_insert(now));
         match now.saturating_duration_since(since) < RELEASE_WAIT {
@@ -164,6 +225,12 @@ impl SupervisorLoop {
         model.room_wait = None;
         model.load(&self.admin, &self.commands);
         let spec = model.spec.clone();
+        // The workers ask for the weights of the draft model too.
+        if let Some(draft) = self.draft_in_fleet(&spec)
+            && let Err(error) = self.wake(&draft, false)
+        {
+            tracing::error!(model = name, draft, %error, "cannot wake the model that drafts for another one");
+        }
         for device in spec.devices() {
             // At the start of the fleet they run already.
             for _ in self.workers_on(name, device)..spec.workers as usize {
@@ -174,19 +241,22 @@ impl SupervisorLoop {
         }
     }
 
-    /// At the start of the fleet, a model that may be idle is. Others fail, with two exceptions,
-    /// which are loaded nevertheless: the copies of a model on several devices fail alone, and if a
-    /// fleet has one model, the weight-server says what would fit.
+    /// At the start of the fleet, a model that may be idle is. Others fail, with some exceptions,
+    /// which are loaded nevertheless: a model that was served before is tried for ever, the copies
+    /// of a model on several devices fail alone, and if a fleet has one model, the weight-server
+    /// says what would fit.
     fn no_room(&mut self, name: &str, why: &str) {
         let Some(model) = self.models.get(name) else { return };
         let is_at_start = model.room_wait.is_some_and(|wait| !wait.may_replace);
-        if is_at_start && model.spec.idle_unload.is_some() {
+        let may_be_idle = model.spec.idle_unload.is_some() && self.check_not_drafting(name).is_ok();
+        let is_only_one = self.models.len() == 1 && !model.is_waking;
+        if is_at_start && may_be_idle {
             tracing::info!(model = name, why, "idle from the start: the memory has no room for it");
             self.remove_workers_on(name, None);
             let Some(model) = self.models.remove(name) else { return };
             let digest = model.copies.digest().unwrap_or_default();
             self.insert_idle(IdleModel::new(model.spec, model.by_command, digest));
-        } else if model.spec.copies.len() > 1 || self.models.len() == 1 {
+        } else if is_only_one || model.spec.copies.len() > 1 || model.copies.was_served() {
             self.begin_load(name);
         } else {
             self.load_failed(name, why);
