@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! `ballast top`: devices, models and processes of a running fleet, with their rates, on a screen that
-//! is drawn again and again.
+//! `ballast top`: devices, models and processes of a running fleet, with their rates, on a screen
+//! that is drawn again and again.
 
 mod rates;
 mod screen;

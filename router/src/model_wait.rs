@@ -53,7 +53,8 @@ impl Generator {
     pub(crate) async fn wait_for_model(&self, query: ModelQuery<'_>) -> Result<(), RequestRefusal> {
         while self.registry.may_hear(&query) {
             let listed = query.name.filter(|name| self.registry.is_listed(name, query.access));
-            // The supervisor may list the model only now: the request moves to the queue of its name.
+            // The supervisor may list the model only now: the request moves to the queue of its
+            // name.
             if let ControlFlow::Break(waited) = self.wait_in_queue(listed, &query).await {
                 return waited;
             }

@@ -254,22 +254,7 @@ impl FleetHandle {
         event_loop.record_models();
         let living = LivingChildren::find(&names)?;
         if !living.is_empty() {
-            let slots = living.slots();
-            for model in event_loop.models.values_mut() {
-                let is_of = |slot: &WorkerSlot| slot.model == model.spec.name;
-                let is_served = slots.values().any(is_of);
-                if is_served {
-                    // The weights are there already.
-                    model.room_wait = None;
-                }
-                // What may be idle is, if its workers have died with the supervisor and there is no
-                // room, or if it has waited for room.
-                if is_served || model.spec.idle_unload.is_none() {
-                    model
-                        .copies
-                        .set_served(|device| slots.values().any(|slot| is_of(slot) && slot.device == device));
-                }
-            }
+            event_loop.set_served_models(&living);
         }
         for (spec, slot) in event_loop.spec.initial_children(&living.slots()) {
             event_loop.add_child(spec, slot)?;

@@ -9,7 +9,7 @@ use proto::worker::v1::StatsReply;
 
 /// In tokens per second.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct TokenRates {
+pub(crate) struct WorkerTokenRates {
     pub(crate) output: f64,
     /// Prompt tokens, computed or from the prefix cache.
     pub(crate) prompt: f64,
@@ -35,7 +35,7 @@ impl WorkerRates {
         &mut self,
         workers: &HashMap<String, StatsReply>,
         now: Instant,
-    ) -> HashMap<String, TokenRates> {
+    ) -> HashMap<String, WorkerTokenRates> {
         let reading = |stats: &StatsReply| Reading {
             at: now,
             output: stats.output_tokens,
@@ -47,8 +47,10 @@ impl WorkerRates {
             let old = self.last.get(name)?;
             let seconds = new.at.saturating_duration_since(old.at).as_secs_f64();
             let rate = |new: u64, old: u64| Some(new.checked_sub(old)? as f64 / seconds);
-            let rates =
-                TokenRates { output: rate(new.output, old.output)?, prompt: rate(new.prompt, old.prompt)? };
+            let rates = WorkerTokenRates {
+                output: rate(new.output, old.output)?,
+                prompt: rate(new.prompt, old.prompt)?,
+            };
             (seconds > 0.0).then(|| (name.clone(), rates))
         });
         let rates = rates.collect();
@@ -78,10 +80,10 @@ mod tests {
         let mut rates = WorkerRates::default();
         assert_eq!(rates.advance(&worker(10, 0), start), HashMap::new());
         let found = rates.advance(&worker(30, 50), start + 2 * second);
-        assert_eq!(found["worker-0"], TokenRates { output: 10.0, prompt: 25.0 });
+        assert_eq!(found["worker-0"], WorkerTokenRates { output: 10.0, prompt: 25.0 });
         assert_eq!(rates.advance(&worker(3, 0), start + 3 * second), HashMap::new(), "it was restarted");
         let found = rates.advance(&worker(4, 0), start + 4 * second);
-        assert_eq!(found["worker-0"], TokenRates { output: 1.0, prompt: 0.0 });
+        assert_eq!(found["worker-0"], WorkerTokenRates { output: 1.0, prompt: 0.0 });
         assert_eq!(rates.advance(&HashMap::new(), start + 5 * second), HashMap::new());
         assert_eq!(rates.advance(&worker(9, 0), start + 6 * second), HashMap::new(), "it did not answer");
     }

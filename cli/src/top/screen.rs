@@ -10,7 +10,7 @@ use ratatui::widgets::{Paragraph, Row, Table};
 use service::ByteSize;
 use service::printable::printable;
 
-use super::rates::TokenRates;
+use super::rates::WorkerTokenRates;
 use super::view::{DeviceLine, ModelLine, ProcessLine, TopView, WorkerFigures};
 
 const WEIGHTS: Color = Color::Blue;
@@ -47,7 +47,7 @@ pub(crate) fn skipped_max(view: &TopView) -> usize {
 }
 
 fn header(view: &TopView, trouble: Option<&str>) -> Paragraph<'static> {
-    let TokenRates { output, prompt } = view.total;
+    let WorkerTokenRates { output, prompt } = view.total;
     let first = Line::from(vec![
         Span::from("ballast ").bold(),
         Span::from(format!(

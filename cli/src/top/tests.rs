@@ -9,7 +9,7 @@ use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 
 use super::*;
-use crate::top::rates::TokenRates;
+use crate::top::rates::WorkerTokenRates;
 
 const GIB: u64 = 1 << 30;
 
@@ -80,7 +80,7 @@ fn has(lines: &[String], parts: &[&str]) {
 }
 
 fn view() -> TopView {
-    let rates = TokenRates { output: 123.4, prompt: 56.0 };
+    let rates = WorkerTokenRates { output: 123.4, prompt: 56.0 };
     TopView::new(&snapshot(), &HashMap::from([("worker-0".to_owned(), rates)]))
 }
 

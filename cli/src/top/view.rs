@@ -8,7 +8,7 @@ use proto::fleet::v1::{Child, ChildState, Model, ModelState, Role};
 use proto::weights::v1::{Ledger, ReservationKind};
 use service::ByteSize;
 
-use super::rates::TokenRates;
+use super::rates::WorkerTokenRates;
 use crate::fleet_snapshot::FleetSnapshot;
 use crate::ps::{state, uptime};
 
@@ -17,7 +17,7 @@ use crate::ps::{state, uptime};
 pub(crate) struct TopView {
     pub(crate) http_address: String,
     pub(crate) runtime_dir: String,
-    pub(crate) total: TokenRates,
+    pub(crate) total: WorkerTokenRates,
     pub(crate) running: u32,
     pub(crate) waiting: u32,
     pub(crate) devices: Vec<DeviceLine>,
@@ -46,7 +46,7 @@ pub(crate) struct ModelLine {
     pub(crate) workers: (usize, usize),
     pub(crate) running: u32,
     pub(crate) waiting: u32,
-    pub(crate) rates: TokenRates,
+    pub(crate) rates: WorkerTokenRates,
     /// Of its copies of the weights; the bytes of each once.
     pub(crate) copies: String,
 }
@@ -69,14 +69,14 @@ pub(crate) struct ProcessLine {
 pub(crate) struct WorkerFigures {
     pub(crate) running: u32,
     pub(crate) waiting: u32,
-    pub(crate) rates: TokenRates,
+    pub(crate) rates: WorkerTokenRates,
     /// Part of the KV cache that running requests hold, 0 to 1.
     pub(crate) kv_used: f64,
     pub(crate) kv_tokens: u64,
 }
 
 impl TopView {
-    pub(crate) fn new(snapshot: &FleetSnapshot, rates: &HashMap<String, TokenRates>) -> Self {
+    pub(crate) fn new(snapshot: &FleetSnapshot, rates: &HashMap<String, WorkerTokenRates>) -> Self {
         let status = &snapshot.status;
         let processes: Vec<ProcessLine> =
             status.children.iter().map(|child| process_line(snapshot, child, rates)).collect();
@@ -94,14 +94,18 @@ impl TopView {
     }
 }
 
-fn sum(rates: impl Iterator<Item = TokenRates>) -> TokenRates {
-    rates.fold(TokenRates::default(), |sum, rates| TokenRates {
+fn sum(rates: impl Iterator<Item = WorkerTokenRates>) -> WorkerTokenRates {
+    rates.fold(WorkerTokenRates::default(), |sum, rates| WorkerTokenRates {
         output: sum.output + rates.output,
         prompt: sum.prompt + rates.prompt,
     })
 }
 
-fn process_line(snapshot: &FleetSnapshot, child: &Child, rates: &HashMap<String, TokenRates>) -> ProcessLine {
+fn process_line(
+    snapshot: &FleetSnapshot,
+    child: &Child,
+    rates: &HashMap<String, WorkerTokenRates>,
+) -> ProcessLine {
     let stats = snapshot.workers.get(&child.name).filter(|_| child.role() == Role::Worker);
     let figures = |stats: &proto::worker::v1::StatsReply| WorkerFigures {
         running: stats.running,

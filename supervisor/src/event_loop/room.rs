@@ -50,7 +50,7 @@ pub(super) struct RoomWait {
 
 /// Which models may leave for another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Leaving {
+enum LeavingModels {
     /// Those that no request uses now.
     Unused,
     /// Those that requests use too.
@@ -119,11 +119,11 @@ impl SupervisorLoop {
         let mut decision = without(&[]);
         if wait.may_replace && matches!(decision, RoomDecision::Lacks(_)) {
             let may_turn = now.saturating_duration_since(wait.since) >= TURN;
-            decision = without(&self.may_leave_for(name, Leaving::Unused, now));
+            decision = without(&self.may_leave_for(name, LeavingModels::Unused, now));
             if matches!(decision, RoomDecision::Lacks(_)) && may_turn {
-                decision = without(&self.may_leave_for(name, Leaving::Used, now));
+                decision = without(&self.may_leave_for(name, LeavingModels::Used, now));
             }
-            let later = || without(&self.may_leave_for(name, Leaving::Later, now));
+            let later = || without(&self.may_leave_for(name, LeavingModels::Later, now));
             if matches!(decision, RoomDecision::Lacks(_)) && matches!(later(), RoomDecision::Replaces(_)) {
                 self.set_releasing(name, None);
                 self.request_room(TURN_POLL);
@@ -184,7 +184,7 @@ impl SupervisorLoop {
     }
 
     /// The models that may leave for this one, in that order.
-    fn may_leave_for(&self, wanted: &str, which: Leaving, now: Instant) -> Vec<String> {
+    fn may_leave_for(&self, wanted: &str, which: LeavingModels, now: Instant) -> Vec<String> {
         let drafts_for_it = self.models.get(wanted).and_then(|model| model.spec.draft());
         let may_leave = |(name, model): &(&String, &ManagedModel)| {
             let can_leave = || model.copies.state() == ModelState::Ready && self.may_become_idle(name);
@@ -193,11 +193,11 @@ impl SupervisorLoop {
                 && model.unloading.is_none()
                 && name.as_str() != wanted
                 && Some(name.as_str()) != drafts_for_it
-                && (which == Leaving::Later || can_leave())
+                && (which == LeavingModels::Later || can_leave())
         };
         let models = self.models.iter().filter(may_leave);
         let uses = models.map(|(name, model)| (name.as_str(), model.model_use));
-        in_leaving_order(uses, which != Leaving::Unused, now)
+        in_leaving_order(uses, which != LeavingModels::Unused, now)
     }
 
     /// While streams of a leaving model finish, its end is waited for. Then the memory is free in a

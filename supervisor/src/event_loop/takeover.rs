@@ -54,6 +54,24 @@ impl LivingChildren {
 }
 
 impl SupervisorLoop {
+    /// The weights of models whose workers live are there already. What may be idle waits for room
+    /// again, if its workers have died with the supervisor or if it has waited before.
+    pub(super) fn set_served_models(&mut self, living: &LivingChildren) {
+        let slots = living.slots();
+        for model in self.models.values_mut() {
+            let is_of = |slot: &WorkerSlot| slot.model == model.spec.name;
+            let is_served = slots.values().any(is_of);
+            if is_served {
+                model.room_wait = None;
+            }
+            if is_served || model.spec.idle_unload.is_none() {
+                model
+                    .copies
+                    .set_served(|device| slots.values().any(|slot| is_of(slot) && slot.device == device));
+            }
+        }
+    }
+
     pub(super) fn adopt_orphans(&mut self, living: &LivingChildren) -> Result<(), FleetStartError> {
         for (name, &pid) in &living.processes {
             let recorded = worker_index(name).and_then(|index| living.workers.get(&index));
