@@ -67,7 +67,7 @@ fn a_file_that_is_no_model_stops_no_other_one_and_unload_takes_it_off_the_list()
 
 #[test]
 fn a_model_for_which_the_memory_has_no_room_stops_no_other_one() {
-    start_with(&demo_22m(), "kv-bytes = \"4000GiB\"", "are needed on host").stop();
+    start_with(&demo_22m(), "kv-bytes = \"4000GiB\"", "are needed on ").stop();
 }
 
 #[test]

@@ -11,6 +11,7 @@ mod bad_input;
 mod copies;
 mod cycles;
 mod faults;
+mod idle;
 mod memory;
 mod sharing;
 mod start;
