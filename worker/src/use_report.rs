@@ -36,13 +36,15 @@ fn counters(snapshot: &EngineSnapshot) -> (u64, u64) {
 pub(crate) async fn report_use(mut engine: watch::Receiver<EngineSnapshot>, notify: &Notify) {
     let mut monitor = UseMonitor::new(&engine.borrow_and_update());
     loop {
-        if monitor.is_used(&engine.borrow_and_update()) {
-            // A supervisor that has not read the messages before this one counts no time either.
-            if let Err(error) = notify.used() {
-                tracing::debug!(%error, "cannot report the use to the supervisor");
+        if !monitor.is_used(&engine.borrow_and_update()) {
+            match engine.changed().await {
+                Ok(()) => continue,
+                Err(_) => return,
             }
-        } else if engine.changed().await.is_err() {
-            return;
+        }
+        // A supervisor that has not read the messages before this one counts no time either.
+        if let Err(error) = notify.used() {
+            tracing::debug!(%error, "cannot report the use to the supervisor");
         }
         tokio::time::sleep(USE_REPORT_PERIOD).await;
     }
