@@ -19,14 +19,17 @@ use crate::harness::{
 /// The shortest that the configuration takes.
 const IDLE_UNLOAD: &str = "idle-unload = \"10s\"";
 
-fn generate(fleet: &ServedFleet, model: &str) -> Vec<u32> {
-    let request = TestRequest {
+fn request(model: &str) -> TestRequest {
+    TestRequest {
         model: model.to_owned(),
         prompt: (0..20).map(|i| 10 + i * 13).collect(),
         max_tokens: 24,
         ..TestRequest::default()
-    };
-    runtime().block_on(generate_all(&fleet.grpc, &[request])).remove(0).unwrap().tokens
+    }
+}
+
+fn generate(fleet: &ServedFleet, model: &str) -> Vec<u32> {
+    runtime().block_on(generate_all(&fleet.grpc, &[request(model)])).remove(0).unwrap().tokens
 }
 
 fn model_line(fleet: &ServedFleet, name: &str) -> Option<Value> {
@@ -143,6 +146,32 @@ fn models_that_do_not_fit_together_leave_for_each_other_and_others_stay() {
         assert!(answers.iter().all(|answers| *answers >= 2), "{answers:?}");
     });
     assert_eq!(kept_worker(&fleet), worker);
+    fleet.stop();
+}
+
+/// A model waits for the room of one that is in use, and the supervisor dies.
+#[test]
+fn a_successor_goes_on_with_a_model_that_waits_for_room() {
+    if !runs_on_host("a budget of the host") {
+        return;
+    }
+    let a = model_table("a", &demo_22m(), IDLE_UNLOAD);
+    let b = model_table("b", &demo_7m(), IDLE_UNLOAD);
+    let budget = planned(&a).max(planned(&b)) + (4 << 20);
+    let config = format!("host-budget = \"{budget}\"\n{a}{b}");
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let runtime_dir = directory.path().join("run");
+    let mut fleet = ServedFleet::start_command(directory, serve_config(&runtime_dir, &config));
+    let expected = generate(&fleet, "a");
+    let grpc = fleet.grpc.clone();
+    let waiting =
+        std::thread::spawn(move || runtime().block_on(generate_all(&grpc, &[request("b")])).remove(0));
+    eventually("b waits for room", || (model_line(&fleet, "b")?["state"] == "loading").then_some(()));
+    fleet.take_over(|| {}, serve_config(&runtime_dir, &config));
+    let of_b = waiting.join().unwrap().unwrap().tokens;
+    assert_eq!(generate(&fleet, "a"), expected);
+    assert_eq!(generate(&fleet, "b"), of_b);
+    assert!(reserved(&fleet) <= budget);
     fleet.stop();
 }
 

@@ -19,6 +19,8 @@ use crate::registry::{ModelFiles, WorkerRegistry};
 use crate::worker_outlook::{FleetAnswer, NextWorker};
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// The shortest time between two questions for the sake of requests.
+const ANSWER_INTERVAL_MIN: Duration = Duration::from_millis(100);
 /// The supervisor answers from memory. One that takes longer is stopped.
 const ANSWER_WAIT: Duration = Duration::from_secs(1);
 
@@ -98,18 +100,25 @@ impl FleetWatch {
         let mut poll = tokio::time::interval(POLL_INTERVAL);
         poll.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut is_refused = false;
+        let mut asked = Instant::now();
         loop {
+            // However many requests name unknown models.
+            let answer_is_wanted = async {
+                registry.answer_is_wanted().await;
+                tokio::time::sleep_until(asked + ANSWER_INTERVAL_MIN).await;
+            };
             tokio::select! {
                 _ = poll.tick() => {}
                 // What the supervisor has refused is asked for again with the next poll.
                 () = registry.wake_is_wanted(), if !is_refused => {}
+                () = answer_is_wanted => {}
                 () = stop.cancelled() => return,
             }
             is_refused = false;
             for name in registry.models_to_wake() {
                 is_refused |= !wake(&mut client, name).await;
             }
-            let asked = Instant::now();
+            asked = Instant::now();
             let status = if socket.exists() { ask(&mut client).await } else { None };
             if let Some(status) = &status {
                 let models = status.models.iter().map(|model| (model.name.clone(), model.digest.to_vec()));

@@ -7,6 +7,7 @@
 //! of waiting requests hold, and bodies that wait keep no other request from being parsed.
 
 use std::ops::ControlFlow;
+use std::time::Duration;
 
 use tokio::time::Instant;
 
@@ -38,7 +39,16 @@ impl ModelKey {
     }
 }
 
+/// How long a request for an unknown model waits for the supervisor.
+const ANSWER_WAIT: Duration = Duration::from_secs(1);
+
 impl WorkerRegistry {
+    /// The caller could use a model of this name, and the router knows none.
+    fn is_unknown(&self, query: &ModelQuery<'_>) -> bool {
+        let is_allowed = query.name.is_some_and(|name| query.access.allows(name));
+        is_allowed && matches!(self.resolve(query.name, query.access), Err(ResolveError::Unknown { .. }))
+    }
+
     fn may_hear(&self, query: &ModelQuery<'_>) -> bool {
         matches!(
             self.resolve(query.name, query.access),
@@ -51,6 +61,9 @@ impl Generator {
     /// Waits until the router knows which model a request means. If it does not hear it in time,
     /// this returns `Ok` too: [`WorkerRegistry::resolve`] then has the error.
     pub(crate) async fn wait_for_model(&self, query: ModelQuery<'_>) -> Result<(), RequestRefusal> {
+        if self.registry.is_unknown(&query) {
+            self.await_answer().await;
+        }
         while self.registry.may_hear(&query) {
             let listed = query.name.filter(|name| self.registry.is_listed(name, query.access));
             // The supervisor may list the model only now: the request moves to the queue of its
@@ -60,6 +73,17 @@ impl Generator {
             }
         }
         Ok(())
+    }
+
+    /// Waits until the supervisor was asked for its models once more: one that a command has just
+    /// loaded, or a file that has just come, is not unknown.
+    async fn await_answer(&self) {
+        let (began, mut changes) = (Instant::now(), self.registry.subscribe());
+        self.registry.want_answer();
+        let answered =
+            async { while !self.registry.is_answered_since(began) && changes.changed().await.is_ok() {} };
+        // A supervisor that is stopped does not answer.
+        let _: Result<(), _> = service::patience::timeout(ANSWER_WAIT, answered).await;
     }
 
     /// Waits in the queue of a model that the supervisor lists, or in that of all other names.

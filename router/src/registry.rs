@@ -54,6 +54,8 @@ pub(crate) struct WorkerRegistry {
     changes: watch::Sender<u64>,
     /// A request waits for an idle model.
     wake_wanted: Notify,
+    /// A request names a model that the supervisor has not listed.
+    answer_wanted: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -162,7 +164,8 @@ impl WorkerRegistry {
     pub(crate) fn new(mode: RoutingMode) -> Arc<Self> {
         let state = RegistryState { routing: RoutingPolicy::new(mode), ..RegistryState::default() };
         let (changes, wake_wanted) = (watch::channel(0).0, Notify::new());
-        Arc::new(Self { start: Instant::now(), state: state.into(), changes, wake_wanted })
+        let (start, answer_wanted) = (Instant::now(), Notify::new());
+        Arc::new(Self { start, state: state.into(), changes, wake_wanted, answer_wanted })
     }
 
     fn now(&self) -> RouterTime {
@@ -257,6 +260,21 @@ impl WorkerRegistry {
     /// Returns when a request waits for a model that is idle.
     pub(crate) async fn wake_is_wanted(&self) {
         self.wake_wanted.notified().await;
+    }
+
+    /// A request names a model that is not known. It may be new since the supervisor was asked.
+    pub(crate) fn want_answer(&self) {
+        self.answer_wanted.notify_one();
+    }
+
+    /// Returns when [`Self::want_answer`] was called.
+    pub(crate) async fn answer_is_wanted(&self) {
+        self.answer_wanted.notified().await;
+    }
+
+    /// Whether the supervisor was asked after `time`, or does not answer.
+    pub(crate) fn is_answered_since(&self, time: Instant) -> bool {
+        self.lock().outlook.asked().is_none_or(|asked| asked > time)
     }
 
     /// The idle models that requests wait for, each once.

@@ -91,6 +91,11 @@ impl WorkerOutlook {
         self.answer = answer;
     }
 
+    /// When the supervisor was asked for its answer.
+    pub(crate) fn asked(&self) -> Option<Instant> {
+        self.answer.as_ref().map(|answer| answer.asked)
+    }
+
     /// The models that the supervisor lists and that may get workers.
     pub(crate) fn listed(&self) -> impl Iterator<Item = &str> {
         let models = self.answer.iter().flat_map(|answer| &answer.models);
