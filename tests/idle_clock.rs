@@ -5,28 +5,18 @@
 
 use std::time::{Duration, Instant};
 
-use proto::weights::v1::GetStatusRequest;
-use proto::weights::v1::weight_server_client::WeightServerClient;
 use serde_json::{Value, json};
-use service::RuntimeDir;
 
-use crate::harness::api::{TestRequest, generate_all, runtime};
+use crate::harness::admin::weight_server_status;
+use crate::harness::api::{generate_all, runtime};
 use crate::harness::http::HttpClient;
 use crate::harness::{
-    ServedFleet, ballast, demo_7m, demo_22m, eventually, model_table, runs_on_host, serve_config,
+    ServedFleet, ballast, demo_7m, demo_22m, eventually, model_table, runs_on_host, serve_config, text,
 };
+use crate::idle_models::request;
 
 /// The shortest that the configuration takes.
 const IDLE_UNLOAD: &str = "idle-unload = \"10s\"";
-
-fn request(model: &str) -> TestRequest {
-    TestRequest {
-        model: model.to_owned(),
-        prompt: (0..20).map(|i| 10 + i * 13).collect(),
-        max_tokens: 24,
-        ..TestRequest::default()
-    }
-}
 
 fn generate(fleet: &ServedFleet, model: &str) -> Vec<u32> {
     runtime().block_on(generate_all(&fleet.grpc, &[request(model)])).remove(0).unwrap().tokens
@@ -37,7 +27,7 @@ fn model_line(fleet: &ServedFleet, name: &str) -> Option<Value> {
     lines.into_iter().find(|line| line["role"] == "model" && line["name"] == name)
 }
 
-fn await_state(fleet: &ServedFleet, name: &str, state: &str) {
+pub(crate) fn await_state(fleet: &ServedFleet, name: &str, state: &str) {
     eventually(&format!("{name} is {state}"), || (model_line(fleet, name)?["state"] == state).then_some(()));
 }
 
@@ -74,23 +64,20 @@ fn a_model_leaves_when_no_request_has_used_it_for_its_time_and_the_next_one_wake
     fleet.stop();
 }
 
-/// Bytes that `plan` counts for a model on the host: of its weights and of one worker.
-fn planned(config: &str) -> u64 {
+/// Bytes that `plan` counts for all models of the configuration, which are on one device.
+pub(crate) fn planned(config: &str) -> u64 {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("fleet.toml");
     std::fs::write(&file, config).unwrap();
     let output = ballast().args(["plan", "--json", "--config"]).arg(&file).output().unwrap();
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    report["devices"][0]["needed"].as_u64().unwrap()
+    let (stdout, stderr) = text(&output);
+    let report: Value = serde_json::from_str(&stdout).unwrap_or_else(|_| panic!("{stdout}{stderr}"));
+    let used = |device: &&Value| device["needed"] != 0;
+    report["devices"].as_array().unwrap().iter().find(used).unwrap()["needed"].as_u64().unwrap()
 }
 
 fn reserved(fleet: &ServedFleet) -> u64 {
-    runtime().block_on(async {
-        let socket = RuntimeDir::at(fleet.runtime_dir()).weights_admin_socket();
-        let channel = service::grpc::connect(&socket).await.unwrap();
-        let status = WeightServerClient::new(channel).get_status(GetStatusRequest {}).await.unwrap();
-        status.into_inner().ledger.unwrap().reserved_bytes
-    })
+    runtime().block_on(weight_server_status(fleet)).ledger.unwrap().reserved_bytes
 }
 
 /// Requests one after the other for 20 s. Returns how many were answered.

@@ -12,7 +12,7 @@ use crate::harness::api::{Continuation, TestRequest, generate_all, runtime};
 use crate::harness::http::HttpClient;
 use crate::harness::{ServedFleet, demo_7m, demo_22m, eventually, model_table, proc, serve_config, text};
 
-fn request(model: &str) -> TestRequest {
+pub(crate) fn request(model: &str) -> TestRequest {
     TestRequest {
         model: model.to_owned(),
         prompt: (0..20).map(|i| 10 + i * 13).collect(),

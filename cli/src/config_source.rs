@@ -14,7 +14,7 @@ use toml::Table;
 use crate::chat_templates::{UnusableTemplate, read_chat_templates};
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::fleet_config::FleetConfig;
-use crate::fleet_models::take_unusable;
+use crate::fleet_models::sized_or_unusable;
 use crate::model_config::to_toml_table;
 use crate::models_directory::add_models;
 use crate::resident_models::ResidentModels;
@@ -85,22 +85,11 @@ fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
 fn spec(config: &FleetConfig, directory: &RuntimeDir, listen: Option<SocketAddr>) -> CliResult<ReloadedSpec> {
     let mut config = config.clone();
     config.models.retain(|model| !model.is_from_directory);
-    let found = config.models_directory.as_ref().map_or(Ok(Vec::new()), |from| from.scan())?;
-    add_models(&mut config, &found);
+    add_models(&mut config)?;
     let mut config = with_swapped_files(&config, directory);
     let resident = ResidentModels::find(&config, directory);
-    let mut unusable = Vec::new();
-    let mut sized = match config.sized_without(&resident) {
-        Err(failure) => {
-            // What is wrong with an entry of the configuration is an error.
-            unusable = take_unusable(&mut config, &resident, |model| model.is_from_directory);
-            if unusable.is_empty() {
-                return Err(failure);
-            }
-            config.sized_without(&resident)?
-        }
-        Ok(sized) => sized,
-    };
+    // What is wrong with an entry of the configuration is an error.
+    let (mut sized, unusable) = sized_or_unusable(&mut config, &resident, |model| model.is_from_directory)?;
     // A task of the supervisor that may block runs this.
     tokio::runtime::Handle::current().block_on(read_chat_templates(
         &mut sized,

@@ -127,13 +127,8 @@ impl FleetConfig {
         Ok(config)
     }
 
-    /// Reads the header of every model file and computes its memory. Lists the GPUs if a model may
-    /// use one.
-    pub(crate) fn sized(&self) -> CliResult<Vec<SizedModel>> {
-        self.sized_without(&ResidentModels::default())
-    }
-
-    /// The same for all models but those that are resident and have no readable file.
+    /// Reads the header of every model file and computes its memory, except of models that are
+    /// resident and have no readable file. Lists the GPUs if a model may use one.
     pub(crate) fn sized_without(&self, resident: &ResidentModels) -> CliResult<Vec<SizedModel>> {
         let readable = self.models.iter().filter(|model| resident.get(&model.name).is_none());
         let readable: Vec<FleetModelConfig> = readable.cloned().collect();
@@ -407,7 +402,10 @@ mod tests {
         let sized = |text: &str| {
             let path = directory.path().join("fleet.toml");
             std::fs::write(&path, text).unwrap();
-            FleetConfig::load(&path, None).unwrap().sized().map(|mut sized| sized.remove(0))
+            FleetConfig::load(&path, None)
+                .unwrap()
+                .sized_without(&ResidentModels::default())
+                .map(|mut sized| sized.remove(0))
         };
         let of = |model: &SizedModel| {
             let spec = model.plan().unwrap();

@@ -29,36 +29,41 @@ impl FleetModels {
     /// Reads the headers of the files. A file on a mount whose server is gone does not answer. If
     /// the caller then stops, the thread stays behind.
     pub(crate) async fn read(config: &FleetConfig, directory: &RuntimeDir) -> CliResult<Self> {
-        let (config, directory) = (config.clone(), directory.clone());
+        let (mut config, directory) = (config.clone(), directory.clone());
         let read = tokio::task::spawn_blocking(move || {
-            let mut config = config;
-            let found = config.models_directory.as_ref().map_or(Ok(Vec::new()), |from| from.scan())?;
-            add_models(&mut config, &found);
+            let found = add_models(&mut config)?;
             let mut config = with_swapped_files(&config, &directory);
             let resident = ResidentModels::find(&config, &directory);
-            let mut unusable = Vec::new();
-            let sized = match config.sized_without(&resident) {
-                Err(failure) => {
-                    unusable = take_unusable(&mut config, &resident, |_| true);
-                    let may_serve = config.models.iter().any(|model| model.workers > 0);
-                    // Files that can be used may come into the directory.
-                    let stays_empty = !may_serve && config.models_directory.is_none();
-                    if unusable.is_empty() || stays_empty {
-                        return Err(failure);
-                    }
-                    config.sized_without(&resident)?
-                }
-                Ok(sized) => sized,
-            };
+            let (sized, unusable) = sized_or_unusable(&mut config, &resident, |_| true)?;
             Ok(Self { config, resident, sized, unusable, found })
         });
         read.await.unwrap_or_else(|panic| Err(CliError::new(Exit::Internal, panic.to_string())))
     }
 }
 
+/// Reads the headers of the files. Models that `may_leave` and whose files cannot be used are taken
+/// out of the configuration, unless nothing would be left to serve.
+pub(crate) fn sized_or_unusable(
+    config: &mut FleetConfig,
+    resident: &ResidentModels,
+    may_leave: impl Fn(&FleetModelConfig) -> bool,
+) -> CliResult<(Vec<SizedModel>, Vec<UnusableModel>)> {
+    let failure = match config.sized_without(resident) {
+        Ok(sized) => return Ok((sized, Vec::new())),
+        Err(failure) => failure,
+    };
+    let unusable = take_unusable(config, resident, may_leave);
+    // Files that can be used may come into a models directory.
+    let may_serve = config.models_directory.is_some() || config.models.iter().any(|model| model.workers > 0);
+    match unusable.is_empty() || !may_serve {
+        true => Err(failure),
+        false => Ok((config.sized_without(resident)?, unusable)),
+    }
+}
+
 /// Takes those of the named models out of the configuration whose files cannot be used, and those
 /// for which such a model drafts.
-pub(crate) fn take_unusable(
+fn take_unusable(
     config: &mut FleetConfig,
     resident: &ResidentModels,
     may_leave: impl Fn(&FleetModelConfig) -> bool,

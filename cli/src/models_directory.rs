@@ -126,11 +126,18 @@ fn split_part(stem: &str) -> Option<(&str, u32)> {
     (is_number(part) && is_number(count)).then(|| part.parse().ok().map(|part| (name, part)))?
 }
 
-/// Adds a model for each of these files. A name that the configuration has already keeps its
-/// meaning, and a file that it names is no further model. Of two files with one name, the first one
-/// is the model.
-pub(crate) fn add_models(config: &mut FleetConfig, found: &[FoundFile]) {
-    let Some(directory) = config.models_directory.clone() else { return };
+/// Reads the models directory, if there is one, and adds a model for each of its files. Returns the
+/// files.
+pub(crate) fn add_models(config: &mut FleetConfig) -> CliResult<Vec<FoundFile>> {
+    let Some(directory) = config.models_directory.clone() else { return Ok(Vec::new()) };
+    let found = directory.scan()?;
+    add_found(config, &directory, &found);
+    Ok(found)
+}
+
+/// A name that the configuration has already keeps its meaning, and a file that it names is no
+/// further model. Of two files with one name, the first one is the model.
+fn add_found(config: &mut FleetConfig, directory: &ModelsDirectoryConfig, found: &[FoundFile]) {
     let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     // A swap has not made the old file a further model.
     let configured =
@@ -252,7 +259,7 @@ mod tests {
             bytes: 0,
             modified: SystemTime::UNIX_EPOCH,
         });
-        add_models(&mut config, &found);
+        add_found(&mut config, &directory, &found);
         let added: Vec<(&str, u32, bool)> = config.models[1..]
             .iter()
             .map(|model| (model.name.as_str(), model.workers, model.on_demand))

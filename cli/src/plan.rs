@@ -19,7 +19,7 @@ use crate::cli_error::{CliError, CliResult};
 use crate::device_choice::DeviceChoice;
 use crate::fleet_arguments::FleetArguments;
 use crate::fleet_config::FleetConfig;
-use crate::fleet_models::take_unusable;
+use crate::fleet_models::sized_or_unusable;
 use crate::models_directory::add_models;
 use crate::resident_models::ResidentModels;
 use crate::sized_model::{SizedCopy, SizedModel};
@@ -122,13 +122,12 @@ pub(crate) fn run(arguments: PlanArguments) -> CliResult {
         (None, Some(model)) => arguments.fleet.config(model, None),
         (None, None) => return Err(CliError::new(Exit::Usage, "name a model file or --config FILE.toml")),
     };
-    if let Some(directory) = config.models_directory.clone() {
-        add_models(&mut config, &directory.scan()?);
-        for model in take_unusable(&mut config, &ResidentModels::default(), |model| model.is_from_directory) {
-            print_line(&printable_lines(&format!("model {}: {}", model.name, model.failure.text)));
-        }
+    add_models(&mut config)?;
+    let resident = ResidentModels::default();
+    let (models, unusable) = sized_or_unusable(&mut config, &resident, |model| model.is_from_directory)?;
+    for model in unusable {
+        print_line(&printable_lines(&format!("model {}: {}", model.name, model.failure.text)));
     }
-    let models = config.sized()?;
     let copies: Vec<PlannedCopy<'_>> = models
         .iter()
         .flat_map(|model| model.copies.iter().map(move |copy| PlannedCopy { model, copy }))

@@ -290,10 +290,18 @@ impl WorkerRegistry {
         may_use && state.outlook.lists(name)
     }
 
+    /// Whether requests for this name get a model without asking the supervisor.
+    pub(crate) fn is_known(&self, name: &str) -> bool {
+        let state = self.lock();
+        let is_it = |model: &&Arc<ServedModel>| model.names().any(|known| known == name);
+        state.models.iter().filter(is_it).any(|model| !state.is_outdated(model))
+    }
+
     /// Whether there may be models that no worker has told yet.
     pub(crate) fn has_unheard_models(&self) -> bool {
         let state = self.lock();
-        let is_heard = |name: &str| state.models.iter().any(|model| model.name() == name);
+        let is_heard =
+            |name: &str| state.models.iter().any(|model| model.name() == name && !state.is_outdated(model));
         state.models.is_empty() || !state.unidentified.is_empty() || !state.outlook.listed().all(is_heard)
     }
 

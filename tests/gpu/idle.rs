@@ -6,12 +6,11 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
-
 use super::Gpu;
 use crate::harness::admin::weight_server_status;
 use crate::harness::api::{TestRequest, generate_all, runtime};
-use crate::harness::{ServedFleet, ballast, eventually, synth, text};
+use crate::harness::{ServedFleet, synth};
+use crate::idle_clock::{await_state, planned};
 
 const ROUNDS: usize = 3;
 /// After its last request, a model counts as in use for 4 s.
@@ -25,18 +24,6 @@ fn table(name: &str, model: &Path, gpu: &Gpu, more: &str) -> String {
     )
 }
 
-/// Bytes of the GPU that `plan` counts for all models of the configuration.
-fn planned(config: &str) -> u64 {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("fleet.toml");
-    std::fs::write(&file, config).unwrap();
-    let output = ballast().args(["plan", "--json", "--config"]).arg(&file).output().unwrap();
-    let (stdout, stderr) = text(&output);
-    let report: Value = serde_json::from_str(&stdout).unwrap_or_else(|_| panic!("{stdout}{stderr}"));
-    let devices = report["devices"].as_array().unwrap();
-    devices.iter().find(|device| device["device"] != "host").unwrap()["needed"].as_u64().unwrap()
-}
-
 /// The tokens, and how long they took.
 fn generate(fleet: &ServedFleet, model: &str) -> (Vec<u32>, Duration) {
     let request = TestRequest {
@@ -48,14 +35,6 @@ fn generate(fleet: &ServedFleet, model: &str) -> (Vec<u32>, Duration) {
     let started = Instant::now();
     let found = runtime().block_on(generate_all(&fleet.grpc, &[request])).remove(0);
     (found.unwrap().tokens, started.elapsed())
-}
-
-fn await_state(fleet: &ServedFleet, name: &str, state: &str) {
-    eventually(&format!("{name} is {state}"), || {
-        let lines = fleet.try_ps_lines()?;
-        let line = lines.iter().find(|line| line["role"] == "model" && line["name"] == name)?;
-        (line["state"] == state).then_some(())
-    });
 }
 
 fn milliseconds(mut times: Vec<Duration>) -> String {

@@ -13,6 +13,7 @@ mod message_writer;
 mod messages;
 mod messages_input;
 mod models;
+mod named_model;
 mod numbers;
 mod origin;
 mod prompt_scores;

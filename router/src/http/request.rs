@@ -21,6 +21,7 @@ use tokio::time::Instant;
 
 use super::error::ApiError;
 use super::fields::UnknownFields;
+use super::named_model::named_model;
 use crate::access::ModelAccess;
 use crate::access_control::KeyedRequest;
 use crate::fleet_watch::FleetWatch;
@@ -133,7 +134,9 @@ impl FromRequest<AppState> for ReceivedBody {
         while let Some(part) = parts.next().await {
             bytes.extend_from_slice(&part.map_err(|error| body_error(&error))?);
         }
-        if app.generator.registry.has_unheard_models() {
+        let registry = &app.generator.registry;
+        let is_unknown = || named_model(&bytes).is_some_and(|name| !registry.is_known(name));
+        if registry.has_unheard_models() || is_unknown() {
             wait_for_model(&mut head, app, &bytes).await?;
         }
         let parsing = app.reserve_json(bytes.len()).await;

@@ -81,12 +81,17 @@ impl SupervisorLoop {
         }
     }
 
+    /// The models that commands have loaded, the idle ones among them.
+    fn loaded_by_command(&self) -> impl Iterator<Item = &ModelSpec> {
+        let loaded = self.models.values().filter(|known| known.by_command).map(|known| &known.spec);
+        let idle = self.idle_models.iter().filter(|known| known.by_command).map(|known| &known.spec);
+        loaded.chain(idle)
+    }
+
     /// A file of the models directory that has the name of a model which a command has loaded is
     /// left out, until that one is unloaded.
     fn leave_out_taken(&self, wanted: &mut ReloadedSpec) {
-        let by_command = self.models.values().filter(|known| known.by_command).map(|known| &known.spec);
-        let idle = self.idle_models.iter().filter(|known| known.by_command).map(|known| &known.spec);
-        let taken: Vec<&ModelSpec> = by_command.chain(idle).collect();
+        let taken: Vec<&ModelSpec> = self.loaded_by_command().collect();
         wanted.models.retain(|model| {
             let name = taken_name(model, taken.iter().copied()).filter(|_| model.on_demand);
             if let Some(name) = &name {
@@ -121,10 +126,7 @@ impl SupervisorLoop {
     fn changes_to(&self, wanted: &ReloadedSpec) -> Result<Vec<SpecChange>, CommandError> {
         self.check_not_stopping()?;
         for model in &wanted.models {
-            let by_command = self.models.values().filter(|known| known.by_command);
-            let idle = self.idle_models.iter().filter(|known| known.by_command);
-            let known = by_command.map(|known| &known.spec).chain(idle.map(|known| &known.spec));
-            if let Some(name) = taken_name(model, known) {
+            if let Some(name) = taken_name(model, self.loaded_by_command()) {
                 return Err(CommandError::NameTaken { name });
             }
         }

@@ -57,12 +57,14 @@ impl SupervisorLoop {
     /// The weights of models whose workers live are there already. What may be idle waits for room
     /// again, if its workers have died with the supervisor or if it has waited before.
     pub(super) fn set_served_models(&mut self, living: &LivingChildren) {
-        let slots = living.slots();
+        let (slots, now) = (living.slots(), self.deadlines.running_time());
         for model in self.models.values_mut() {
             let is_of = |slot: &WorkerSlot| slot.model == model.spec.name;
             let is_served = slots.values().any(is_of);
             if is_served {
                 model.room_wait = None;
+                // Its workers told the predecessor when they began to serve.
+                model.model_use.served(now);
             }
             if is_served || model.spec.idle_unload.is_none() {
                 model
