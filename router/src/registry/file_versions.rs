@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Tells models whose files were replaced while no weights were loaded: what the router knows of
-//! them, the tokenizer above all, is that of the old files. A plain value.
+//! Finds the models whose files were replaced while their weights were not loaded. What the router
+//! knows of such a model, the tokenizer above all, is that of the old files. A plain value.
 
 use std::collections::HashMap;
 
