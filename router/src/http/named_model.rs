@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Finds the name of the model in a body of JSON without parsing it, to see whether the router knows
-//! the model.
+//! Finds the name of the model in a body of JSON without parsing it, to see whether the router
+//! knows the model.
 
 use memchr::memmem;
 
