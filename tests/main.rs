@@ -18,6 +18,8 @@ mod compatibility;
 mod crash_reports;
 mod dashboards;
 mod deployment;
+mod device_monitor;
+mod device_quarantine;
 mod devices;
 mod documents;
 mod double_death;

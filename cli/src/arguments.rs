@@ -6,7 +6,7 @@ use clap::{Parser, Subcommand};
 
 use crate::{
     bench, chat, devices, doctor, eval, file_tools, fleet_commands, generate, inspect, key, plan, process,
-    ps, serve, shell_files, swap, tokenize, top, worker_lifecycle,
+    ps, quarantine, serve, shell_files, swap, tokenize, top, worker_lifecycle,
 };
 
 /// Serve GGUF models: one copy of the weights in shared memory, many worker processes
@@ -65,6 +65,8 @@ pub(crate) enum CliCommand {
     Drain(worker_lifecycle::DrainArguments),
     /// Restart a process of a running fleet, or all workers one after the other
     Restart(worker_lifecycle::RestartArguments),
+    /// Take a device of a running fleet out of service, as a fault of the device does
+    Quarantine(quarantine::QuarantineArguments),
     /// Make an API key: print it, and add its hash to a key file
     Key(key::KeyArguments),
     /// Read the configuration file of a running fleet again and apply what differs
@@ -86,6 +88,8 @@ pub(crate) enum CliCommand {
     Router(process::ProcessArguments),
     /// Run NVIDIA's MPS for the workers (started by the supervisor)
     Mps(process::ProcessArguments),
+    /// Report figures and faults of the GPUs (started by the supervisor)
+    DeviceMonitor(process::ProcessArguments),
     /// Run a fleet from its configuration file, for systemd and other service managers
     Supervisor(serve::SupervisorArguments),
 }

@@ -23,7 +23,7 @@ pub(crate) enum DeviceSelection {
     One(DeviceOption),
     /// At least two, none of them twice, none of them `auto`.
     Several(Vec<DeviceOption>),
-    /// Every usable GPU; the host if there is none.
+    /// Every usable GPU, at least one.
     AllGpus,
 }
 
@@ -86,6 +86,15 @@ impl DeviceSelection {
         }
     }
 
+    /// The devices by their names; none on `all`.
+    pub(crate) fn named(&self) -> &[DeviceOption] {
+        match self {
+            Self::One(device) => std::slice::from_ref(device),
+            Self::Several(devices) => devices,
+            Self::AllGpus => &[],
+        }
+    }
+
     /// Whether the machine decides.
     pub(crate) fn is_open(&self) -> bool {
         matches!(self, Self::One(DeviceOption::Auto) | Self::AllGpus)
@@ -108,7 +117,7 @@ impl DeviceSelection {
     ) -> CliResult<Vec<DeviceChoice>> {
         let devices = match self {
             Self::One(device) => return Ok(vec![choose(*device, seen, without_kernel)?]),
-            Self::AllGpus => return Ok(all_gpus(seen, without_kernel)),
+            Self::AllGpus => return all_gpus(model, seen, without_kernel),
             Self::Several(devices) => devices,
         };
         let in_list = |text: &str| format!("`device` of model {model:?}: {text}");
@@ -126,17 +135,22 @@ impl DeviceSelection {
     }
 }
 
-fn all_gpus(seen: &GpuInventory, without_kernel: Option<&str>) -> Vec<DeviceChoice> {
+fn all_gpus(model: &str, seen: &GpuInventory, without_kernel: Option<&str>) -> CliResult<Vec<DeviceChoice>> {
     let usable: Vec<&GpuInfo> = seen.gpus.iter().filter(|gpu| gpu.unusable.is_none()).collect();
     if let Some(reason) = no_gpu_reason(seen, without_kernel) {
-        return vec![DeviceChoice::host(Some(reason))];
+        let exit = if without_kernel.is_some() { Exit::ModelRefused } else { Exit::Usage };
+        let text = format!(
+            "`device` of model {model:?}: \"all\" means every GPU, and none can be used: {reason}; \
+             `device = \"auto\"` uses the host then"
+        );
+        return Err(CliError::new(exit, text));
     }
     let why = match usable.len() == seen.gpus.len() {
         true => format!("one of {} GPUs", usable.len()),
         false => format!("one of {} usable GPUs among {}", usable.len(), seen.gpus.len()),
     };
     let choice = |gpu: &&GpuInfo| DeviceChoice::gpu((*gpu).clone(), Some(why.clone()));
-    usable.iter().map(choice).collect()
+    Ok(usable.iter().map(choice).collect())
 }
 
 impl FromStr for DeviceSelection {

@@ -203,6 +203,7 @@ pub(crate) fn load_request(model: ModelSpec) -> wire::LoadModelRequest {
         further_copies: copies.collect(),
         weights_bytes,
         worker_bytes,
+        fallback: model.fallback.unwrap_or_default(),
         idle_unload_ms: model.idle_unload.map(|limit| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX)),
     }
 }

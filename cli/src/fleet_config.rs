@@ -8,7 +8,9 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
+use device_monitor::MonitorConfig;
 use memory::manifest::HOST_DEVICE;
 use memory::numa::is_host_device;
 use serde::{Deserialize, Serialize};
@@ -23,6 +25,7 @@ use crate::config_source::ConfigSource;
 use crate::device_choice::DeviceChoice;
 use crate::device_selection::DeviceSelection;
 use crate::devices::{self, GpuInfo, GpuInventory};
+use crate::gpu_wait::discover_wanted;
 use crate::model_config::{FleetModelConfig, to_toml_table};
 use crate::models_directory::ModelsDirectoryConfig;
 use crate::resident_models::ResidentModels;
@@ -70,6 +73,10 @@ pub(crate) struct FleetConfig {
     pub(crate) source: Option<ConfigSource>,
 }
 
+/// A driver without persistence mode starts each GPU in seconds, and the fabric of eight GPUs is
+/// set up within half a minute. Less than the time that systemd gives a start.
+const GPU_WAIT: Duration = Duration::from_secs(45);
+
 /// How the workers of a GPU share it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
@@ -79,11 +86,14 @@ pub(crate) struct GpuSharingConfig {
     /// Workers compute at the same time, through NVIDIA's MPS. A fatal fault of one worker then
     /// ends all workers of the GPU. Turns are off.
     pub(crate) mps: bool,
+    /// How long the start waits for a GPU that the machine has and the driver cannot use yet.
+    #[serde(with = "service::duration")]
+    pub(crate) wait: Duration,
 }
 
 impl Default for GpuSharingConfig {
     fn default() -> Self {
-        Self { turns: true, mps: false }
+        Self { turns: true, mps: false, wait: GPU_WAIT }
     }
 }
 
@@ -128,11 +138,16 @@ impl FleetConfig {
     }
 
     /// Reads the header of every model file and computes its memory, except of models that are
-    /// resident and have no readable file. Lists the GPUs if a model may use one.
+    /// resident and have no readable file. Lists the GPUs if a model may use one, and waits for
+    /// those that are not ready.
     pub(crate) fn sized_without(&self, resident: &ResidentModels) -> CliResult<Vec<SizedModel>> {
         let readable = self.models.iter().filter(|model| resident.get(&model.name).is_none());
         let readable: Vec<FleetModelConfig> = readable.cloned().collect();
-        let seen = devices_for(readable.iter().map(|model| &model.device))?;
+        let wanted: Vec<&DeviceSelection> = readable.iter().map(|model| &model.device).collect();
+        let seen = match wanted.iter().all(|device| device.is_on_host()) {
+            true => GpuInventory::default(),
+            false => discover_wanted(&wanted, self.gpu.wait)?,
+        };
         let unreadable = self.models.iter().filter_map(|model| resident.get(&model.name));
         let others = unreadable.map(|recorded| recorded.spec().total_workers()).sum();
         SizedModel::all(&readable, others, &seen)
@@ -149,6 +164,11 @@ impl FleetConfig {
         resident: &ResidentModels,
     ) -> CliResult<FleetSpec> {
         let models = self.model_specs(sized, resident)?;
+        for ModelSpec { name, fallback, .. } in &models {
+            if let Some(why) = fallback {
+                tracing::error!(model = name, why, "on the host, not on a GPU");
+            }
+        }
         // With `device = "all"`, the number of devices is known only here.
         let at_start = models.iter().filter(|model| !model.on_demand);
         check_worker_count(at_start.map(|model| u64::from(model.total_workers())).sum())
@@ -181,10 +201,12 @@ impl FleetConfig {
         resident.add_devices(&mut weight_server);
         let mps = (self.gpu.mps && weight_server.contains_key("devices"))
             .then(|| MpsConfig { directory: directory.mps_directory() });
+        let device_monitor = device_monitor(directory, &weight_server)?;
         Ok(FleetSpec {
             weight_server,
             router: to_toml_table(&self.router_config(directory, listen))?,
             mps,
+            device_monitor,
             router_socket,
             http_address: listen.map(|address| address.to_string()).unwrap_or_default(),
             log,
@@ -292,6 +314,18 @@ impl FleetConfig {
         }
         table
     }
+}
+
+/// The configuration of the device monitor, if the fleet uses a GPU.
+fn device_monitor(directory: &RuntimeDir, weight_server: &Table) -> CliResult<Option<Table>> {
+    let devices = weight_server.get("devices").and_then(Value::as_array);
+    let Some(devices) = devices else { return Ok(None) };
+    let ids = devices.iter().filter_map(|device| device.get("id")?.as_str());
+    let config = MonitorConfig {
+        supervisor_socket: directory.supervisor_socket(),
+        devices: ids.map(str::to_owned).collect(),
+    };
+    to_toml_table(&config).map(Some)
 }
 
 fn check_worker_count(workers: u64) -> Result<(), String> {

@@ -31,6 +31,7 @@ mod fleet_snapshot;
 mod generate;
 mod gguf_file;
 mod gpu_support;
+mod gpu_wait;
 mod inspect;
 mod key;
 mod model_config;
@@ -40,6 +41,7 @@ mod process;
 mod progress_bar;
 mod prompts;
 mod ps;
+mod quarantine;
 mod resident_models;
 mod running_fleet;
 mod serve;
@@ -105,6 +107,7 @@ fn run(command: CliCommand) -> CliResult {
         CliCommand::RemoveWorker(arguments) => fleet_commands::remove_worker(arguments),
         CliCommand::Drain(arguments) => worker_lifecycle::drain(arguments),
         CliCommand::Restart(arguments) => worker_lifecycle::restart(arguments),
+        CliCommand::Quarantine(arguments) => quarantine::run(arguments),
         CliCommand::Key(arguments) => key::run(arguments),
         CliCommand::Reload(arguments) => fleet_commands::reload(arguments),
         CliCommand::ResetPrefixCache(place) => fleet_commands::reset_prefix_cache(place),
@@ -115,6 +118,7 @@ fn run(command: CliCommand) -> CliResult {
         CliCommand::Worker(arguments) => process::worker(arguments),
         CliCommand::Router(arguments) => process::router(arguments),
         CliCommand::Mps(arguments) => process::mps(arguments),
+        CliCommand::DeviceMonitor(arguments) => process::device_monitor(arguments),
         CliCommand::Supervisor(arguments) => serve::run_supervisor(arguments),
     }
 }

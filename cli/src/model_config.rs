@@ -66,9 +66,9 @@ pub(crate) struct FleetModelConfig {
     pub(crate) draft: Option<String>,
     /// Most draft tokens per step.
     pub(crate) draft_depth: Option<u32>,
-    /// The longest time that one step may take.
-    #[serde(default = "worker::step_timeout", with = "service::duration")]
-    pub(crate) step_timeout: Duration,
+    /// The longest time that one step may take. If absent, the worker's default for its device.
+    #[serde(default, with = "service::duration::optional", skip_serializing_if = "Option::is_none")]
+    pub(crate) step_timeout: Option<Duration>,
     /// The model becomes idle when no request has used it for this long. If absent, never.
     #[serde(default, with = "service::duration::optional", skip_serializing_if = "Option::is_none")]
     pub(crate) idle_unload: Option<Duration>,
@@ -112,7 +112,7 @@ impl FleetModelConfig {
             queue_max: None,
             draft: None,
             draft_depth: None,
-            step_timeout: worker::step_timeout(),
+            step_timeout: None,
             idle_unload: None,
             on_demand: false,
             is_from_directory: false,
@@ -122,9 +122,9 @@ impl FleetModelConfig {
 
     pub(crate) fn check(&self) -> Result<(), String> {
         let Self { name, step_timeout, .. } = self;
-        if *step_timeout < STEP_TIMEOUT_MIN {
+        if let Some(timeout) = step_timeout.filter(|timeout| *timeout < STEP_TIMEOUT_MIN) {
             return Err(format!(
-                "`step-timeout` of {name:?} is {step_timeout:?}, it must be at least {STEP_TIMEOUT_MIN:?}"
+                "`step-timeout` of {name:?} is {timeout:?}, it must be at least {STEP_TIMEOUT_MIN:?}"
             ));
         }
         let idle_unload = self.idle_unload.map_or(Ok(()), check_idle_unload);

@@ -7,6 +7,7 @@
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use memory::manifest::HOST_DEVICE;
 use memory::numa::{NumaNode, node_of_device};
@@ -122,6 +123,8 @@ pub(crate) fn run(arguments: PlanArguments) -> CliResult {
         (None, Some(model)) => arguments.fleet.config(model, None),
         (None, None) => return Err(CliError::new(Exit::Usage, "name a model file or --config FILE.toml")),
     };
+    // The plan is for the machine as it is now.
+    config.gpu.wait = Duration::ZERO;
     add_models(&mut config)?;
     let resident = ResidentModels::default();
     let (models, unusable) = sized_or_unusable(&mut config, &resident, |model| model.is_from_directory)?;

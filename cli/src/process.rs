@@ -41,6 +41,10 @@ pub(crate) fn mps(arguments: ProcessArguments) -> CliResult {
     run(arguments, supervisor::mps::run)
 }
 
+pub(crate) fn device_monitor(arguments: ProcessArguments) -> CliResult {
+    run(arguments, device_monitor::run)
+}
+
 /// Runs the loader. It gets its job on standard input, a socket to the weight-server, and reports
 /// errors there.
 pub(crate) fn loader() -> CliResult {

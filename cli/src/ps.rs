@@ -6,7 +6,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use proto::fleet::v1::fleet_client::FleetClient;
-use proto::fleet::v1::{Child, ChildState, Memory, Model, ModelState, Role};
+use proto::fleet::v1::{
+    Child, ChildState, Device, DeviceFigures, Memory, Model, ModelState, Quarantine, Role,
+};
 use proto::weights::v1::{Generation, GenerationIntegrity, GenerationState};
 use proto::worker::v1::StatsReply;
 use serde_json::json;
@@ -88,6 +90,7 @@ impl FleetSnapshot {
         std::iter::once(supervisor)
             .chain(children)
             .chain(models)
+            .chain(status.devices.iter().map(device_json))
             .chain(generations)
             .map(|line| format!("{line}\n"))
             .collect()
@@ -98,7 +101,7 @@ impl FleetSnapshot {
         match child.role() {
             Role::Worker => self.workers.get(&child.name).map(|stats| stats.log_lines_lost),
             Role::WeightServer => Some(self.weight_server.log_lines_lost),
-            Role::Router | Role::Mps | Role::Unspecified => None,
+            Role::Router | Role::Mps | Role::DeviceMonitor | Role::Unspecified => None,
         }
     }
 
@@ -130,6 +133,9 @@ impl FleetSnapshot {
         for model in &status.models {
             let state = load_state(model.state(), (model.done_bytes, model.total_bytes), &model.failure);
             text += &format!("model {}: {state}, {}\n", model.name, model.path);
+            if !model.fallback.is_empty() {
+                text += &format!("  on the host, not on a GPU: {}\n", model.fallback);
+            }
             // The copy of a model on one device has the state of the model.
             for copy in model.copies.iter().filter(|_| model.copies.len() > 1) {
                 let state = load_state(copy.state(), (copy.done_bytes, copy.total_bytes), &copy.failure);
@@ -153,6 +159,9 @@ impl FleetSnapshot {
                 generation_state(generation),
                 integrity(generation)
             );
+        }
+        for device in &status.devices {
+            text += &device_line(device);
         }
         text += &format!(
             "supervisor {} in {}, {} descriptors in the FD store\n",
@@ -221,6 +230,66 @@ fn memory_json(memory: Memory) -> serde_json::Value {
 /// Bytes that the ledger reserves for a worker on its device.
 fn reserved(stats: &StatsReply) -> u64 {
     stats.context_bytes + stats.kv_reserved_bytes + stats.workspace_bytes
+}
+
+/// Empty for a device of which nothing is known.
+fn device_line(device: &Device) -> String {
+    let mut facts = device.figures.as_ref().map(figure_texts).unwrap_or_default();
+    let xids = device.xids.iter().map(|xid| format!("Xid {} {} times", xid.xid, xid.count));
+    facts.extend(xids);
+    facts.extend(device.quarantine.as_ref().map(quarantine_text));
+    match facts.is_empty() {
+        true => String::new(),
+        false => format!("device {}: {}\n", device.device, facts.join(", ")),
+    }
+}
+
+pub(crate) fn figure_texts(figures: &DeviceFigures) -> Vec<String> {
+    let temperature = figures.temperature_celsius.map(|celsius| format!("{celsius} °C"));
+    let power = figures.power_milliwatts.map(|power| format!("{} W", power / 1000));
+    let busy = figures.utilization_percent.map(|percent| format!("{percent}% busy"));
+    let memory = figures
+        .memory_used_bytes
+        .zip(figures.memory_total_bytes)
+        .map(|(used, total)| format!("{} of {} used", ByteSize(used).rounded(), ByteSize(total).rounded()));
+    let errors = figures.uncorrected_ecc_errors.filter(|errors| *errors > 0);
+    let errors = errors.map(|errors| format!("{errors} ECC errors that cannot be corrected"));
+    [temperature, power, busy, memory, errors].into_iter().flatten().collect()
+}
+
+pub(crate) fn quarantine_text(quarantine: &Quarantine) -> String {
+    let end = match quarantine.ends_in_ms {
+        Some(0) => "until the driver is content".to_owned(),
+        Some(left) => format!("tried again in {} s", left.div_ceil(1000)),
+        None => "until a command ends it".to_owned(),
+    };
+    format!("quarantined for {} ({end}): {}", uptime(quarantine.since_ms), quarantine.reason)
+}
+
+fn device_json(device: &Device) -> serde_json::Value {
+    let figures = device.figures.unwrap_or_default();
+    let xids = device.xids.iter().map(|xid| (xid.xid.to_string(), json!(xid.count)));
+    let quarantine = device.quarantine.as_ref().map(|quarantine| {
+        json!({
+            "reason": quarantine.reason,
+            "since_ms": quarantine.since_ms,
+            "ends_in_ms": quarantine.ends_in_ms,
+        })
+    });
+    json!({
+        "name": format!("device:{}", device.device),
+        "role": "device",
+        "device": device.device,
+        "temperature_celsius": figures.temperature_celsius,
+        "power_milliwatts": figures.power_milliwatts,
+        "utilization_percent": figures.utilization_percent,
+        "memory_used_bytes": figures.memory_used_bytes,
+        "memory_total_bytes": figures.memory_total_bytes,
+        "corrected_ecc_errors": figures.corrected_ecc_errors,
+        "uncorrected_ecc_errors": figures.uncorrected_ecc_errors,
+        "xids": xids.collect::<serde_json::Map<_, _>>(),
+        "quarantine": quarantine,
+    })
 }
 
 /// Shortens a UUID; "host" stays as it is.
@@ -328,6 +397,7 @@ fn role(child: &Child) -> &'static str {
         Role::Worker => "worker",
         Role::Router => "router",
         Role::Mps => "mps",
+        Role::DeviceMonitor => "device-monitor",
         Role::Unspecified => "unknown",
     }
 }

@@ -24,6 +24,7 @@ use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::device_choice::{DeviceChoice, without_kernel};
 use crate::devices::{GpuInfo, GpuInventory};
 use crate::gguf_file;
+use crate::gpu_support;
 use crate::model_config::{FleetModelConfig, to_toml_table};
 
 /// Default size of the KV cache on the host: four sequences of full length, but at most this many
@@ -329,8 +330,19 @@ impl SizedModel {
             configured_path: self.settings.configured_path.clone().unwrap_or(self.path.clone()),
             idle_unload: self.settings.idle_unload,
             on_demand: self.settings.on_demand,
+            fallback: self.fallback(),
             settings: to_toml_table(&self.settings)?,
         })
+    }
+}
+
+impl SizedModel {
+    /// Why the model is on the host, if GPUs were to be tried first and this executable can use
+    /// them.
+    pub(crate) fn fallback(&self) -> Option<String> {
+        let [copy] = &self.copies[..] else { return None };
+        let is_open = self.settings.device.is_open() && gpu_support::IS_BUILT_IN;
+        copy.choice.why.clone().filter(|_| is_open && copy.choice.gpu.is_none())
     }
 }
 

@@ -9,7 +9,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use proto::fleet::v1::fleet_client::FleetClient;
-use proto::fleet::v1::{Child, ChildState, GetStatusRequest, Model, ModelState, Status, WakeModelRequest};
+use proto::fleet::v1::{
+    Child, ChildState, Device, GetStatusRequest, Model, ModelState, Status, WakeModelRequest,
+};
 use service::RuntimeDir;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -50,6 +52,8 @@ struct FleetReports {
     copies: Vec<CopyReport>,
     idle: Vec<String>,
     failed_models: Vec<String>,
+    devices: Vec<Device>,
+    on_fallback: Vec<String>,
 }
 
 /// The latest reports. Cheap to clone.
@@ -77,6 +81,16 @@ impl FleetWatch {
     /// The models that cannot be loaded.
     pub(crate) fn failed_models(&self) -> Vec<String> {
         self.lock().failed_models.clone()
+    }
+
+    /// Figures and quarantines.
+    pub(crate) fn devices(&self) -> Vec<Device> {
+        self.lock().devices.clone()
+    }
+
+    /// The models that are on the host although GPUs were to be tried first.
+    pub(crate) fn on_fallback(&self) -> Vec<String> {
+        self.lock().on_fallback.clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, FleetReports> {
@@ -150,7 +164,10 @@ impl FleetWatch {
             let mut failed_models: Vec<String> = failures(&status).into_keys().collect();
             failed_models.sort_unstable();
             let processes = status.children.into_iter().map(ProcessReport::from).collect();
-            *self.lock() = FleetReports { processes, copies, idle, failed_models };
+            let on_fallback = status.models.iter().filter(|model| !model.fallback.is_empty());
+            let on_fallback = on_fallback.map(|model| model.name.clone()).collect();
+            let devices = status.devices;
+            *self.lock() = FleetReports { processes, copies, idle, failed_models, devices, on_fallback };
         }
     }
 }

@@ -244,7 +244,7 @@ const PROCESS_METRICS: [(&str, &str, ProcessValue); 3] = [
 ];
 
 /// Escapes a label value of the Prometheus text format.
-fn escape(value: &str) -> String {
+pub(crate) fn escape(value: &str) -> String {
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 

@@ -41,6 +41,7 @@ mod admission_control;
 mod chat_syntax;
 mod choice;
 mod config;
+mod device_gauges;
 mod discovery;
 mod dispatch;
 mod dry_breakers;

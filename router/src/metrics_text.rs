@@ -8,7 +8,7 @@ use std::collections::HashSet;
 const PREFIX: &str = "ballast:";
 
 /// Names without prefix, and what they measure.
-const HELP: [(&str, &str); 48] = [
+const HELP: [(&str, &str); 57] = [
     ("num_streams", "Streams that run or wait, of all models."),
     ("request_bytes", "Bytes that requests hold."),
     ("num_contents_quarantined", "Contents of requests that are refused because they crashed workers."),
@@ -36,6 +36,15 @@ const HELP: [(&str, &str); 48] = [
     ("num_preemptions_total", "Sequences that were preempted."),
     ("spec_decode_num_draft_tokens_total", "Draft tokens that were verified."),
     ("spec_decode_num_accepted_tokens_total", "Draft tokens that were accepted."),
+    ("device_temperature_celsius", "Temperature of the GPU."),
+    ("device_power_watts", "Power that the GPU draws."),
+    ("device_utilization_ratio", "Part of the last sample period in which a kernel ran, from 0 to 1."),
+    ("device_memory_used_bytes", "Memory of the GPU that any process of the machine uses."),
+    ("device_memory_total_bytes", "Memory of the GPU."),
+    ("device_ecc_errors_total", "Memory errors of the GPU since its driver was loaded."),
+    ("device_xid_errors_total", "Faults of the GPU that its driver has reported, by Xid."),
+    ("model_on_fallback", "1 if the model is on the host although GPUs were to be tried first."),
+    ("device_quarantined", "1 while the device is out of service."),
     ("log_lines_lost_total", "Log lines that stderr did not take."),
     ("process_up", "1 while the process runs."),
     ("process_failed", "1 if the process crashes again and again."),

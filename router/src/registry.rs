@@ -305,6 +305,11 @@ impl WorkerRegistry {
         state.models.is_empty() || !state.unidentified.is_empty() || !state.outlook.listed().all(is_heard)
     }
 
+    /// Why the supervisor cannot load the model of this name.
+    pub(crate) fn load_failure(&self, name: &str) -> Option<String> {
+        self.lock().outlook.failure(name).map(str::to_owned)
+    }
+
     /// When a worker of a model that has none is expected. Without a supervisor, one is expected
     /// for `wait` after the last one was lost.
     pub(crate) fn next_worker(&self, model: &ModelKey, wait: Duration) -> Option<ExpectedWorker> {

@@ -31,7 +31,13 @@ impl Generator {
     /// What a client is told of the next worker of a model that has none.
     pub(crate) fn forecast(&self, model: &ModelKey) -> WorkerForecast {
         let expected = self.registry.next_worker(model, self.admission.worker_wait());
-        WorkerForecast::of(expected, Instant::now())
+        match WorkerForecast::of(expected, Instant::now()) {
+            WorkerForecast::NoneExpected => self
+                .registry
+                .load_failure(&model.name)
+                .map_or(WorkerForecast::NoneExpected, WorkerForecast::CannotLoad),
+            forecast => forecast,
+        }
     }
 
     pub(crate) fn worker_attempts<'a>(

@@ -44,7 +44,7 @@ pub(crate) struct ExpectedWorker {
 }
 
 /// What a client is told of the workers of a model of which none is ready.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WorkerForecast {
     #[error("its workers were lost, drain, or do not answer")]
     NoneAnswered,
@@ -55,6 +55,9 @@ pub enum WorkerForecast {
     StartsIn(Duration),
     #[error("none is going to start; `ballast ps` says why")]
     NoneExpected,
+    /// With the reason of the supervisor.
+    #[error("it cannot be loaded: {0}")]
+    CannotLoad(String),
 }
 
 impl WorkerForecast {

@@ -86,12 +86,14 @@ impl FaultPlan {
             configured_path: std::path::PathBuf::new(),
             idle_unload: None,
             on_demand: false,
+            fallback: None,
             settings: toml::Table::new(),
         });
         FleetSpec {
             weight_server: toml::Table::new(),
             router: toml::Table::new(),
             mps: None,
+            device_monitor: None,
             router_socket: None,
             http_address: String::new(),
             log: tracing::Level::INFO,

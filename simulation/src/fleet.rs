@@ -144,7 +144,9 @@ impl Fleet {
             None => return pid,
             Some(ChildRole::WeightServer) => Message::WeightServer(ToWeightServer::Ready),
             Some(ChildRole::Router) => Message::Router(ToRouter::Ready),
-            Some(ChildRole::Worker | ChildRole::Mps) => Message::Worker(ToWorker::Ready),
+            Some(ChildRole::Worker | ChildRole::Mps | ChildRole::DeviceMonitor) => {
+                Message::Worker(ToWorker::Ready)
+            }
         };
         self.net.timer(pid, start, ready);
         self.net.timer(pid, PING_PERIOD, Message::Child(ToChild::Ping));
@@ -281,7 +283,7 @@ impl Fleet {
             None => self.lose_supervisor(pid),
             Some(ChildRole::WeightServer) => self.lose_weight_server(),
             Some(ChildRole::Router) => self.lose_router(pid),
-            Some(ChildRole::Worker | ChildRole::Mps) => self.lose_worker(pid),
+            Some(ChildRole::Worker | ChildRole::Mps | ChildRole::DeviceMonitor) => self.lose_worker(pid),
         }
         let child = process.name;
         if let Some(supervisor) = &self.supervisor

@@ -53,6 +53,12 @@ pub enum CommandError {
     SwapRefused { name: String, why: String },
     #[error("{}; {} goes on", .failure.text, .old.display())]
     SwapFailed { old: PathBuf, failure: ModelFailure },
+    #[error("no model of this fleet uses the device {device:?}; `ballast ps` lists those in use")]
+    UnknownDevice { device: String },
+    #[error("{device} is not quarantined")]
+    NotQuarantined { device: String },
+    #[error("{device} is quarantined: {reason}; `ballast quarantine {device} --end` ends that")]
+    DeviceQuarantined { device: String, reason: String },
     #[error("the fleet is stopping")]
     Stopping,
 }
@@ -115,6 +121,15 @@ pub(crate) enum FleetCommand {
     Reload {
         scope: ReloadScope,
         reply: CommandReply<Vec<SpecChange>>,
+    },
+    QuarantineDevice {
+        device: String,
+        reason: String,
+        reply: CommandReply<()>,
+    },
+    EndQuarantine {
+        device: String,
+        reply: CommandReply<()>,
     },
     /// Stops every child, one role after the other.
     Stop,

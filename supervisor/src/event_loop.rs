@@ -13,6 +13,7 @@ mod children;
 mod commands;
 mod copies;
 mod crashes;
+mod devices;
 mod idle;
 mod notifications;
 mod reload;
@@ -46,6 +47,7 @@ use crate::attach_token::AttachToken;
 use crate::commands::{CommandError, CommandReply};
 use crate::crash_reports::CrashReports;
 use crate::deadlines::ChildDeadlines;
+use crate::device_health::DeviceHealth;
 use crate::events::SupervisorEvent;
 use crate::fd_store::FdStore;
 use crate::fleet::{CommandSender, EVENT_BROADCAST_CAPACITY, FleetHandle, FleetLoss};
@@ -194,6 +196,9 @@ struct SupervisorLoop {
     sync_task: Option<AbortHandle>,
     /// Reads the ledger for models that wait for room.
     room_task: Option<AbortHandle>,
+    health: DeviceHealth,
+    /// Unloads of what quarantined devices held, by device.
+    quarantine_unloads: BTreeMap<String, AbortHandle>,
     stopping: bool,
     deadlines: ChildDeadlines,
 }
@@ -242,6 +247,8 @@ impl FleetHandle {
             commands: commands.clone(),
             sync_task: None,
             room_task: None,
+            health: DeviceHealth::default(),
+            quarantine_unloads: BTreeMap::new(),
             stopping: false,
             deadlines,
         };
@@ -260,6 +267,7 @@ impl FleetHandle {
             event_loop.add_child(spec, slot)?;
         }
         event_loop.adopt_orphans(&living)?;
+        event_loop.restore_quarantines();
         let wanted = event_loop.children.iter().filter(|(_, child)| child.removed.is_none());
         let wanted: Vec<Arc<str>> = wanted.map(|(name, _)| name.clone()).collect();
         for name in wanted {
@@ -347,6 +355,7 @@ impl SupervisorLoop {
         }
         self.check_directory();
         self.unload_unused(self.deadlines.running_time());
+        self.return_due_devices(self.deadlines.running_time());
         for name in passed {
             let child = supervised_child(&mut self.children, &name);
             if child.checkpoints.try_send(Checkpoint::DeadlinePassed).is_err() {
@@ -394,6 +403,7 @@ impl SupervisorLoop {
             SupervisorEvent::ConfigurationRead { read, scope, reply } => {
                 self.configuration_read(read, scope, reply)
             }
+            SupervisorEvent::DevicesReported { reports } => self.devices_reported(reports),
             SupervisorEvent::Command(command) => self.handle_command(command),
         }
     }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::commands::{CommandError, CommandReply, FleetCommand};
+use crate::device_health::DeviceReport;
 use crate::memory_room::DeviceLedger;
 use crate::model_swap::SwapEvent;
 use crate::notification::Notification;
@@ -92,6 +93,10 @@ pub(crate) enum SupervisorEvent {
         read: Result<ReloadedSpec, CommandError>,
         scope: ReloadScope,
         reply: CommandReply<Vec<SpecChange>>,
+    },
+    /// From the device monitor.
+    DevicesReported {
+        reports: Vec<DeviceReport>,
     },
     Command(FleetCommand),
 }

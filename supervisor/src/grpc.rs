@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! The gRPC service ballast.fleet.v1 on supervisor.sock: commands and status for `ballast ps` and
-//! other clients. No other file of this crate uses its messages.
+//! other clients. Only this module uses its messages.
+
+mod device_messages;
 
 use std::path::PathBuf;
 use std::pin::Pin;
@@ -19,6 +21,8 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status};
 
 use crate::commands::{CommandError, CommandReply, DRAIN_GRACE, FleetCommand};
+use crate::device_health::DeviceReport;
+use crate::events::SupervisorEvent;
 use crate::fleet::CommandSender;
 use crate::spec::{ChildRole, CopyMemory, CopySpec, ModelSpec, ReloadScope};
 use crate::spec_diff::SpecChange;
@@ -110,6 +114,7 @@ impl FleetService for FleetApi {
             log_lines_lost: service::logging::lost_lines(),
             latest_crash_report: latest.unwrap_or_default(),
             crash_reports_lost: status.crash_reports.lost,
+            devices: status.devices.into_iter().map(wire::Device::from).collect(),
         }))
     }
 
@@ -308,6 +313,40 @@ impl FleetService for FleetApi {
         Ok(Response::new(wire::ReloadResponse { changes }))
     }
 
+    async fn quarantine_device(
+        &self,
+        request: Request<wire::QuarantineDeviceRequest>,
+    ) -> Result<Response<wire::QuarantineDeviceResponse>, Status> {
+        let caller = AdminCaller::of(&request);
+        let wire::QuarantineDeviceRequest { device, reason } = request.into_inner();
+        let subject = device.clone();
+        let quarantine = |reply| FleetCommand::QuarantineDevice { device, reason, reply };
+        self.audited(caller, ("quarantine", &subject), quarantine).await?;
+        Ok(Response::new(wire::QuarantineDeviceResponse {}))
+    }
+
+    async fn end_quarantine(
+        &self,
+        request: Request<wire::EndQuarantineRequest>,
+    ) -> Result<Response<wire::EndQuarantineResponse>, Status> {
+        let caller = AdminCaller::of(&request);
+        let device = request.into_inner().device;
+        let subject = device.clone();
+        let end = |reply| FleetCommand::EndQuarantine { device, reply };
+        self.audited(caller, ("end-quarantine", &subject), end).await?;
+        Ok(Response::new(wire::EndQuarantineResponse {}))
+    }
+
+    async fn report_devices(
+        &self,
+        request: Request<wire::ReportDevicesRequest>,
+    ) -> Result<Response<wire::ReportDevicesResponse>, Status> {
+        let reports = request.into_inner().devices.into_iter().map(DeviceReport::from).collect();
+        let sent = self.commands.event_loop.send(SupervisorEvent::DevicesReported { reports }).await;
+        sent.map_err(|_| Status::from(CommandError::Stopping))?;
+        Ok(Response::new(wire::ReportDevicesResponse {}))
+    }
+
     async fn stop_fleet(
         &self,
         request: Request<wire::StopFleetRequest>,
@@ -337,6 +376,7 @@ fn model_spec(request: wire::LoadModelRequest) -> Result<ModelSpec, Status> {
         idle_unload_ms,
         weights_bytes,
         worker_bytes,
+        fallback,
     } = request;
     let table = |field: &str, text: &str| {
         let parsed = text.parse::<toml::Table>();
@@ -367,6 +407,7 @@ fn model_spec(request: wire::LoadModelRequest) -> Result<ModelSpec, Status> {
         configured_path: PathBuf::new(),
         idle_unload: idle_unload_ms.map(Duration::from_millis),
         on_demand: false,
+        fallback: (!fallback.is_empty()).then_some(fallback),
         settings: table("settings", &settings)?,
     })
 }
@@ -425,6 +466,7 @@ impl From<ChildRole> for wire::Role {
             ChildRole::Worker => wire::Role::Worker,
             ChildRole::Router => wire::Role::Router,
             ChildRole::Mps => wire::Role::Mps,
+            ChildRole::DeviceMonitor => wire::Role::DeviceMonitor,
         }
     }
 }
@@ -462,6 +504,7 @@ impl From<ModelStatus> for wire::Model {
             is_unloading: model.is_unloading,
             becomes_idle: model.becomes_idle,
             wakes_after: model.wakes_after,
+            fallback: model.fallback.unwrap_or_default(),
             copies: model.copies.into_iter().map(wire::ModelCopy::from).collect(),
         }
     }
@@ -504,7 +547,9 @@ impl From<CommandError> for Status {
     fn from(error: CommandError) -> Self {
         let text = error.to_string();
         match error {
-            CommandError::UnknownChild { .. } | CommandError::UnknownModel { .. } => Status::not_found(text),
+            CommandError::UnknownChild { .. }
+            | CommandError::UnknownModel { .. }
+            | CommandError::UnknownDevice { .. } => Status::not_found(text),
             CommandError::NotAWorker { .. }
             | CommandError::AmbiguousModel { .. }
             | CommandError::NoConfiguration
@@ -515,7 +560,9 @@ impl From<CommandError> for Status {
             }
             CommandError::UnloadFailed { .. }
             | CommandError::SwapRefused { .. }
-            | CommandError::ModelIsIdle { .. } => Status::failed_precondition(text),
+            | CommandError::ModelIsIdle { .. }
+            | CommandError::NotQuarantined { .. }
+            | CommandError::DeviceQuarantined { .. } => Status::failed_precondition(text),
             CommandError::SwapRuns { .. } => Status::aborted(text),
             CommandError::WakeFailed { failure, .. } => ModelFailure { text, ..failure }.to_status(),
             CommandError::SwapFailed { failure, .. } => ModelFailure { text, ..failure }.to_status(),

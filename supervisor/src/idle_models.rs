@@ -52,7 +52,7 @@ impl IdleModel {
     }
 
     fn status(&self, now: Instant) -> ModelStatus {
-        let ModelSpec { name, path, settings, .. } = self.spec.clone();
+        let ModelSpec { name, path, settings, fallback, .. } = self.spec.clone();
         ModelStatus {
             name,
             aliases: self.spec.aliases().map(str::to_owned).collect(),
@@ -65,6 +65,7 @@ impl IdleModel {
             is_unloading: false,
             becomes_idle: false,
             wakes_after: false,
+            fallback,
         }
     }
 }
@@ -140,6 +141,7 @@ mod tests {
             configured_path: PathBuf::new(),
             idle_unload: None,
             on_demand: false,
+            fallback: None,
             settings: toml::Table::new(),
         };
         IdleModel::new(spec, false, Bytes::from_static(b"d"))

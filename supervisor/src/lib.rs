@@ -29,6 +29,8 @@ mod commands;
 mod config;
 mod crash_reports;
 pub mod deadlines;
+mod device_health;
+mod device_record;
 mod event_loop;
 mod events;
 pub mod fd_store;
@@ -60,6 +62,7 @@ mod worker_drain;
 
 pub use commands::CommandError;
 pub use config::{SupervisionConfig, SupervisionConfigError};
+pub use device_health::{DeviceFigures, DeviceStatus, QuarantineStatus};
 pub use event_loop::{FleetStartError, raise_descriptor_limit};
 pub use fleet::FleetHandle;
 pub use model_record::{RecordedModel, recorded_models};

@@ -138,13 +138,21 @@ impl ModelCopies {
         Some(if self.has_given_up() { CopyAction::GiveUp } else { CopyAction::RemoveWorkers })
     }
 
+    /// The device of the copy is quarantined: its workers leave, and the copy is unloaded until the
+    /// device is in service again.
+    pub(crate) fn set_quarantined(&mut self, device: &str, failure: ModelFailure) {
+        if let Some(copy) = self.find_mut(device) {
+            copy.state = ModelState::Failed(failure);
+            (copy.is_confirmed, copy.lacks_workers) = (false, true);
+        }
+    }
+
     /// The copy is resident.
     pub(crate) fn set_loaded(&mut self, device: &str, digest: Bytes) -> Option<CopyAction> {
         let differs = |other: &&ModelCopy| {
             other.is_confirmed && other.device != device && other.digest.as_ref() != Some(&digest)
         };
         let other = self.copies.iter().find(differs).map(|other| other.device.clone());
-        let count = self.copies.len();
         let copy = self.find_mut(device)?;
         if let Some(other) = other {
             let text = format!(
@@ -158,7 +166,7 @@ impl ModelCopies {
         }
         (copy.state, copy.digest) = (ModelState::Ready, Some(digest));
         (copy.is_confirmed, copy.was_served) = (true, true);
-        let starts = std::mem::take(&mut copy.lacks_workers) && count > 1;
+        let starts = std::mem::take(&mut copy.lacks_workers);
         starts.then_some(CopyAction::StartWorkers)
     }
 

@@ -155,6 +155,7 @@ impl RecordedModel {
             configured_path: known.configured_path,
             idle_unload: known.idle_unload,
             on_demand: false,
+            fallback: None,
             settings: known.settings,
         }
     }
@@ -211,6 +212,7 @@ mod tests {
             configured_path: "/models/b.gguf".into(),
             idle_unload: Some(Duration::from_secs(600)),
             on_demand: false,
+            fallback: None,
             settings: "name = \"a\"".parse().unwrap(),
         };
         let models = vec![RecordedModel::of(&spec, true), RecordedModel::of(&spec, false)];

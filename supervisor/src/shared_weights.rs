@@ -86,6 +86,7 @@ mod tests {
             configured_path: std::path::PathBuf::new(),
             idle_unload: None,
             on_demand: false,
+            fallback: None,
             settings: toml::Table::new(),
         }
     }

@@ -24,6 +24,8 @@ pub enum ChildRole {
     Router,
     /// NVIDIA's MPS for the workers.
     Mps,
+    /// Reports figures and faults of the GPUs.
+    DeviceMonitor,
 }
 
 impl ChildRole {
@@ -35,6 +37,7 @@ impl ChildRole {
             ChildRole::Worker => "worker",
             ChildRole::Router => "router",
             ChildRole::Mps => "mps",
+            ChildRole::DeviceMonitor => "device-monitor",
         }
     }
 
@@ -44,14 +47,19 @@ impl ChildRole {
             // Without MPS, all workers lose their contexts.
             ChildRole::WeightServer | ChildRole::Mps => 0,
             ChildRole::Router => 100,
-            ChildRole::Worker => 500,
+            ChildRole::Worker | ChildRole::DeviceMonitor => 500,
         }
     }
 
     /// The order in which roles stop: first the router, which accepts requests; last the
     /// weight-server.
-    pub(crate) const STOP_ORDER: [ChildRole; 4] =
-        [ChildRole::Router, ChildRole::Worker, ChildRole::Mps, ChildRole::WeightServer];
+    pub(crate) const STOP_ORDER: [ChildRole; 5] = [
+        ChildRole::Router,
+        ChildRole::Worker,
+        ChildRole::Mps,
+        ChildRole::DeviceMonitor,
+        ChildRole::WeightServer,
+    ];
 
     pub fn policy(self, supervision: &SupervisionConfig) -> RestartPolicy {
         let stop_grace = match self {
@@ -59,11 +67,15 @@ impl ChildRole {
             ChildRole::Router => Duration::from_secs(20),
             ChildRole::Worker => Duration::from_secs(10),
             ChildRole::WeightServer | ChildRole::Mps => Duration::from_secs(5),
+            // It has nothing to finish.
+            ChildRole::DeviceMonitor => Duration::from_secs(1),
         };
         let max_backoff = match self {
             // No worker can attach without it.
             ChildRole::WeightServer => Duration::from_secs(5),
-            ChildRole::Router | ChildRole::Worker | ChildRole::Mps => RestartPolicy::DEFAULT.max_backoff,
+            ChildRole::Router | ChildRole::Worker | ChildRole::Mps | ChildRole::DeviceMonitor => {
+                RestartPolicy::DEFAULT.max_backoff
+            }
         };
         let watchdog = supervision.watchdog;
         RestartPolicy { stop_grace, max_backoff, watchdog, ..RestartPolicy::DEFAULT }
@@ -123,6 +135,8 @@ pub struct ModelSpec {
     pub idle_unload: Option<Duration>,
     /// The first request loads the model, not the start of the fleet.
     pub on_demand: bool,
+    /// Why the model is on the host although GPUs were to be tried first.
+    pub fallback: Option<String>,
     /// The model's table in the configuration. A command that replaces the file starts from it.
     pub settings: toml::Table,
 }
@@ -250,6 +264,8 @@ pub struct FleetSpec {
     pub router: toml::Table,
     /// The workers of GPUs share them through MPS.
     pub mps: Option<MpsConfig>,
+    /// The configuration of the device monitor, if the fleet uses a GPU.
+    pub device_monitor: Option<toml::Table>,
     /// Every process of the router inherits it. Connections that arrive during a restart wait in
     /// the socket's queue.
     pub router_socket: Option<OwnedFd>,
@@ -282,6 +298,9 @@ impl FleetSpec {
             let directory = toml::Value::String(mps.directory.display().to_string());
             let config = toml::Table::from_iter([("directory".to_owned(), directory)]);
             children.push(fixed(ChildRole::Mps, &config));
+        }
+        if let Some(config) = &self.device_monitor {
+            children.push(fixed(ChildRole::DeviceMonitor, config));
         }
         let weights_of = |name: &str, device: &str| {
             let model = self.models.iter().find(|model| model.name == name)?;
@@ -357,6 +376,7 @@ mod tests {
             configured_path: PathBuf::new(),
             idle_unload: None,
             on_demand: false,
+            fallback: None,
             settings: toml::Table::new(),
         };
         let models = [model("new", 1), model("b", 2), model("a", 2)];

@@ -243,6 +243,7 @@ mod tests {
             configured_path: std::path::PathBuf::new(),
             idle_unload: None,
             on_demand: false,
+            fallback: None,
             settings: Table::new(),
         }
     }

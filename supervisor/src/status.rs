@@ -9,6 +9,7 @@ use bytes::Bytes;
 use service::Exit;
 use tonic::{Code, Status};
 
+use crate::device_health::DeviceStatus;
 use crate::spec::{ChildRole, UnusableModel};
 use crate::state::{BackoffReason, ChildState, Termination};
 
@@ -145,6 +146,8 @@ pub struct ModelStatus {
     pub becomes_idle: bool,
     /// It was woken meanwhile, and is loaded again then.
     pub wakes_after: bool,
+    /// Why it is on the host although GPUs were to be tried first.
+    pub fallback: Option<String>,
 }
 
 impl UnusableModel {
@@ -162,6 +165,7 @@ impl UnusableModel {
             is_unloading: false,
             becomes_idle: false,
             wakes_after: false,
+            fallback: None,
         }
     }
 }
@@ -185,6 +189,8 @@ pub struct FleetStatus {
     pub stored_fds: usize,
     pub http_address: String,
     pub crash_reports: CrashReportStatus,
+    /// Those of the models, and those that are quarantined.
+    pub devices: Vec<DeviceStatus>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -23,7 +23,7 @@ use faults::test_fleet::{Pid, SupervisedTestFleet, TEST_TIMEOUT, alive, eventual
 use proto::fleet::v1 as wire;
 use service::Notify;
 use service::runtime_dir::{ClaimedRuntimeDir, RuntimeDirError};
-use supervisor::{BackoffReason, ChildState, FleetEvent};
+use supervisor::{BackoffReason, ChildState, FleetEvent, ModelState};
 
 fn main() {
     let mut arguments = std::env::args_os().skip(1);
@@ -58,6 +58,7 @@ const TESTS: &[FaultTest] = tests![
     successor_replaces_dead_and_stopped_children,
     children_exit_without_a_successor,
     every_descriptor_is_forwarded_to_systemd,
+    steps_that_hang_again_and_again_quarantine_their_device,
 ];
 
 fn run_tests<'a>(mut filters: impl Iterator<Item = &'a str>) {
@@ -484,6 +485,34 @@ async fn every_descriptor_is_forwarded_to_systemd() -> Result<()> {
         "FDSTOREREMOVE=1 FDNAME=gone".into(),
     ];
     ensure!(heard[..5] == expected && heard[5] == "BARRIER=1", "{heard:?}");
+    fleet.stop().await;
+    fleet.stopped().await;
+    Ok(())
+}
+
+/// Workers that end as a worker does whose step hangs on a GPU.
+async fn steps_that_hang_again_and_again_quarantine_their_device() -> Result<()> {
+    let test_fleet = SupervisedTestFleet::new()?.worker("hangs-on-its-device");
+    let mut fleet = test_fleet.start().await?;
+    eventually("the device is quarantined", || async {
+        let devices = fleet.status().await?.devices;
+        Ok(devices.iter().any(|device| device.quarantine.is_some()))
+    })
+    .await?;
+    eventually("its workers are gone", || async {
+        let children = fleet.status().await?.children;
+        Ok(children.iter().all(|child| child.model.is_none()))
+    })
+    .await?;
+    let status = fleet.status().await?;
+    let quarantine = status.devices[0].quarantine.clone().context("a quarantine")?;
+    ensure!(quarantine.reason == "3 steps hung on it within 5 minutes", "{}", quarantine.reason);
+    ensure!(quarantine.ends_in.is_some(), "it is tried again");
+    let failure = match &status.models[0].state {
+        ModelState::Failed(failure) => failure.text.clone(),
+        state => anyhow::bail!("the model is {state:?}"),
+    };
+    ensure!(failure == "host is quarantined: 3 steps hung on it within 5 minutes", "{failure}");
     fleet.stop().await;
     fleet.stopped().await;
     Ok(())

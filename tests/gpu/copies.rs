@@ -33,7 +33,7 @@ struct CopyTimes {
     gigabytes_per_second: f64,
 }
 
-fn two_gpus(test: &str) -> Option<[String; 2]> {
+pub(super) fn two_gpus(test: &str) -> Option<[String; 2]> {
     let first = Gpu::here(test)?;
     let second = second_gpu();
     if second.is_none() {

@@ -11,6 +11,7 @@ mod bad_input;
 mod copies;
 mod cycles;
 mod faults;
+mod health;
 mod idle;
 mod memory;
 mod sharing;
@@ -43,6 +44,16 @@ impl Gpu {
 
     /// The memory of the device that all processes together use.
     fn used(&self) -> u64 {
+        let gpu = self.listed();
+        gpu["total_bytes"].as_u64().unwrap() - gpu["free_bytes"].as_u64().unwrap()
+    }
+
+    fn total(&self) -> u64 {
+        self.listed()["total_bytes"].as_u64().unwrap()
+    }
+
+    /// What `ballast devices` says about it now.
+    fn listed(&self) -> Value {
         let output = ballast().args(["devices", "--json"]).output().unwrap();
         let (stdout, stderr) = text(&output);
         let seen: Value = serde_json::from_str(&stdout).unwrap_or_else(|_| panic!("{stdout}{stderr}"));
@@ -50,8 +61,7 @@ impl Gpu {
             gpu["uuid"] == self.name.as_str() || format!("cuda:{}", gpu["ordinal"]) == self.name
         };
         let gpu = seen["gpus"].as_array().unwrap().iter().find(is_it);
-        let gpu = gpu.unwrap_or_else(|| panic!("no {} in {seen}", self.name));
-        gpu["total_bytes"].as_u64().unwrap() - gpu["free_bytes"].as_u64().unwrap()
+        gpu.unwrap_or_else(|| panic!("no {} in {seen}", self.name)).clone()
     }
 
     /// Waits until the device is back at `baseline`. The driver frees the memory of a killed

@@ -2,6 +2,8 @@
 
 //! The administrative sockets of a fleet: the weight-server's status and the workers' statistics.
 
+use proto::fleet::v1::fleet_client::FleetClient;
+use proto::fleet::v1::{DeviceReport, ReportDevicesRequest};
 use proto::weights::v1::weight_server_client::WeightServerClient;
 use proto::weights::v1::{GetStatusRequest, Status};
 use proto::worker::v1::worker_client::WorkerClient;
@@ -17,6 +19,13 @@ pub(crate) async fn weight_server_status(fleet: &ServedFleet) -> Status {
 pub(crate) async fn try_weight_server_status(fleet: &ServedFleet) -> Option<Status> {
     let channel = service::grpc::connect(&fleet.runtime_dir().join("weights-admin.sock")).await.ok()?;
     Some(WeightServerClient::new(channel).get_status(GetStatusRequest {}).await.ok()?.into_inner())
+}
+
+/// Tells the supervisor what a device monitor would.
+pub(crate) async fn report_device(fleet: &ServedFleet, report: DeviceReport) {
+    let channel = service::grpc::connect(&fleet.runtime_dir().join("supervisor.sock")).await.unwrap();
+    let request = ReportDevicesRequest { devices: vec![report] };
+    FleetClient::new(channel).report_devices(request).await.unwrap();
 }
 
 /// Statistics of the fleet's first worker.

@@ -51,13 +51,24 @@ pub(crate) fn second_gpu() -> Option<String> {
     std::env::var("BALLAST_TEST_SECOND_DEVICE").ok()
 }
 
-/// The name `cuda:N` of the GPU with this UUID.
-pub(crate) fn gpu_name(uuid: &str) -> String {
+fn gpus() -> &'static Value {
     static GPUS: OnceLock<Value> = OnceLock::new();
-    let seen = GPUS.get_or_init(|| {
+    GPUS.get_or_init(|| {
         let (stdout, stderr) = text(&ballast().args(["devices", "--json"]).output().unwrap());
         serde_json::from_str(&stdout).unwrap_or_else(|_| panic!("{stdout}{stderr}"))
-    });
+    })
+}
+
+/// The UUID of the GPU with the name `cuda:N`.
+pub(crate) fn gpu_uuid(name: &str) -> String {
+    let is_it = |gpu: &&Value| format!("cuda:{}", gpu["ordinal"]) == name;
+    let found = gpus()["gpus"].as_array().unwrap().iter().find(is_it);
+    found.unwrap_or_else(|| panic!("no {name} in {}", gpus()))["uuid"].as_str().unwrap().to_owned()
+}
+
+/// The name `cuda:N` of the GPU with this UUID.
+pub(crate) fn gpu_name(uuid: &str) -> String {
+    let seen = gpus();
     let found = seen["gpus"].as_array().unwrap().iter().find(|gpu| gpu["uuid"] == uuid);
     format!("cuda:{}", found.unwrap_or_else(|| panic!("no {uuid} in {seen}"))["ordinal"])
 }
@@ -136,9 +147,14 @@ pub(crate) fn synth(shape: &str, quant: &str) -> PathBuf {
     file
 }
 
-/// Compiles `tests/NAME.c`, for LD_PRELOAD.
+/// Compiles `tests/NAME.c`, for LD_PRELOAD. A bundle has it compiled.
 pub(crate) fn preload_library(name: &str, folder: &Path) -> PathBuf {
-    let library = folder.join(name).with_extension("so");
+    let file = Path::new(name).file_name().unwrap();
+    let library = folder.join(file).with_extension("so");
+    if let Some(bundle) = std::env::var_os("BALLAST_TEST_LIBRARIES") {
+        std::fs::copy(Path::new(&bundle).join(file).with_extension("so"), &library).unwrap();
+        return library;
+    }
     let mut compiler = Command::new("cc");
     compiler.args(["-O2", "-shared", "-fPIC", "-o"]).arg(&library);
     let status = compiler.arg(in_tree(&format!("tests/{name}.c"))).arg("-ldl").status().unwrap();

@@ -67,7 +67,6 @@ mod workspace;
 pub use attach_error::WorkerAttachError;
 pub use config::{
     ChatTemplateSetting, CheckedChatTemplate, ComputeDevice, DraftSource, WorkerConfig, draft_depth,
-    step_timeout,
 };
 pub use draft_vocabulary::DraftVocabularyError;
 pub use memory_plan::MemoryPlan;

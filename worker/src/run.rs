@@ -155,7 +155,8 @@ async fn serve_when_ready(
             attach.as_secs_f64() * 1e3,
             timeline.since_start().as_secs_f64() * 1e3,
         );
-        let (steps, timeout) = (engine.handle.steps(), service.config.step_timeout);
+        let (steps, timeout) = (engine.handle.steps(), service.config.step_timeout());
+        let device = service.config.device;
         let snapshots = engine.handle.snapshots();
         service.start_serving(engine).await;
         // A stopped supervisor reads no status.
@@ -164,7 +165,9 @@ async fn serve_when_ready(
         }
         tokio::select! {
             lost = futures::future::try_join_all(leases.into_iter().map(watch_lease)) => drop(lost?),
-            () = wait_for_hung_step(steps, timeout) => return Err(WorkerRunError::StepHangs { timeout }),
+            () = wait_for_hung_step(steps, timeout) => {
+                return Err(WorkerRunError::StepHangs { timeout, device });
+            }
             // The end of the engine's thread says why it ended.
             () = report_use(snapshots, notify) => {}
         }

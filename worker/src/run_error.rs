@@ -10,6 +10,7 @@ use service::exit::{HasExit, exit_for_io_error};
 use service::process_limits::StartError;
 
 use crate::attach_error::WorkerAttachError;
+use crate::config::ComputeDevice;
 
 #[derive(Debug, thiserror::Error)]
 pub enum WorkerRunError {
@@ -44,9 +45,9 @@ pub enum WorkerRunError {
     #[error("the weights are damaged, this worker ends and attaches them again: {text}")]
     Quarantined { text: String },
     #[error(
-        "a step has not ended within {timeout:?}, this worker ends and starts again; `step-timeout` sets the limit"
+        "a step on {device} has not ended within {timeout:?}, this worker ends and starts again; `step-timeout` sets the limit"
     )]
-    StepHangs { timeout: Duration },
+    StepHangs { timeout: Duration, device: ComputeDevice },
     #[error("the engine's thread ended without an error")]
     EngineLost,
 }
@@ -62,6 +63,8 @@ impl HasExit for WorkerRunError {
             WorkerRunError::Socket(error) => error.exit(),
             WorkerRunError::Attach(error) => error.exit(),
             WorkerRunError::Quarantined { .. } => Exit::PeerLost,
+            // The supervisor quarantines a GPU on which this happens again and again.
+            WorkerRunError::StepHangs { device: ComputeDevice::Gpu(_), .. } => Exit::DeviceHangs,
             WorkerRunError::Reflection(_)
             | WorkerRunError::Serve(_)
             | WorkerRunError::Engine { .. }

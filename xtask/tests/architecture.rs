@@ -52,6 +52,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ),
     ("router", &["chat-output", "text", "gguf", "retry-after", "proto", "sampling-params", "service"]),
     ("supervisor", &["proto", "service"]),
+    ("device-monitor", &["cuda", "proto", "service"]),
     ("loadgen", &["proto", "service", "text"]),
     (
         "simulation",

@@ -45,7 +45,7 @@ fn a_wrong_list_is_refused_and_the_key_is_named() {
 }
 
 #[test]
-fn all_means_every_usable_gpu_or_the_host_with_the_reason() {
+fn all_means_every_usable_gpu_and_never_the_host() {
     let seen = GpuInventory {
         gpus: vec![GpuInfo::h200(0), GpuInfo::without_kernels(1), GpuInfo::h200(2)],
         problem: None,
@@ -54,9 +54,19 @@ fn all_means_every_usable_gpu_or_the_host_with_the_reason() {
     assert_eq!(chosen.len(), 2);
     assert!(chosen[1].starts_with("cuda:2 NVIDIA H200"), "{chosen:?}");
     assert!(chosen[1].ends_with("(one of 2 usable GPUs among 3)"), "{chosen:?}");
-    assert_eq!(devices("\"all\"", &seen, Some("no kernel")), ["host (no kernel)"]);
+    let refused = |seen: &GpuInventory, without_kernel: Option<&str>| {
+        let failure = parsed("\"all\"").unwrap().choose("m", seen, without_kernel).unwrap_err();
+        (failure.exit, failure.message().to_owned())
+    };
+    let text = |why: &str| {
+        format!(
+            "`device` of model \"m\": \"all\" means every GPU, and none can be used: {why}; \
+             `device = \"auto\"` uses the host then"
+        )
+    };
+    assert_eq!(refused(&seen, Some("no kernel")), (Exit::ModelRefused, text("no kernel")));
     let none = GpuInventory::default();
-    assert_eq!(devices("\"all\"", &none, None), ["host (this process sees no GPU)"]);
+    assert_eq!(refused(&none, None), (Exit::Usage, text("this process sees no GPU")));
 }
 
 #[test]

@@ -67,7 +67,7 @@ fn text(text: &str) -> String {
 }
 
 fn device(device: &DeviceLine) -> Line<'static> {
-    let DeviceLine { name, capacity, weights, workers, other } = device;
+    let DeviceLine { name, capacity, weights, workers, other, health, is_faulty } = device;
     let cells = |bytes: u64| {
         let part = bytes as f64 / (*capacity).max(1) as f64;
         // What is there is seen.
@@ -77,6 +77,7 @@ fn device(device: &DeviceLine) -> Line<'static> {
     let used: usize = [weights, workers, other].iter().map(|bytes| cells(**bytes)).sum();
     let rounded = |bytes: &u64| ByteSize(*bytes).rounded();
     let reserved = weights + workers + other;
+    let last = Span::from(if health.is_empty() { String::new() } else { format!("  {}", text(health)) });
     Line::from(vec![
         Span::from(format!("{:<12.12} ", text(name))),
         bar(*weights, WEIGHTS),
@@ -87,6 +88,7 @@ fn device(device: &DeviceLine) -> Line<'static> {
         Span::from(format!("weights {}", rounded(weights))).fg(WEIGHTS),
         Span::from(", "),
         Span::from(format!("workers {}", rounded(workers))).fg(WORKERS),
+        if *is_faulty { last.fg(FAULT) } else { last },
     ])
 }
 

@@ -4,13 +4,13 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use proto::fleet::v1::{Child, ChildState, Model, ModelState, Role};
+use proto::fleet::v1::{Child, ChildState, Device, Model, ModelState, Role};
 use proto::weights::v1::{Ledger, ReservationKind};
 use service::ByteSize;
 
 use super::rates::WorkerTokenRates;
 use crate::fleet_snapshot::FleetSnapshot;
-use crate::ps::{state, uptime};
+use crate::ps::{figure_texts, quarantine_text, state, uptime};
 
 /// One screen.
 #[derive(Clone, Debug, Default)]
@@ -35,6 +35,9 @@ pub(crate) struct DeviceLine {
     pub(crate) workers: u64,
     /// Checks and copies.
     pub(crate) other: u64,
+    /// Temperature, power and utilization, or why the device is quarantined.
+    pub(crate) health: String,
+    pub(crate) is_faulty: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -87,7 +90,12 @@ impl TopView {
             total: sum(figures().map(|worker| worker.rates)),
             running: figures().map(|worker| worker.running).sum(),
             waiting: figures().map(|worker| worker.waiting).sum(),
-            devices: snapshot.weight_server.ledger.as_ref().map(device_lines).unwrap_or_default(),
+            devices: snapshot
+                .weight_server
+                .ledger
+                .as_ref()
+                .map(|ledger| device_lines(ledger, &status.devices))
+                .unwrap_or_default(),
             models: status.models.iter().map(|model| model_line(snapshot, model, &processes)).collect(),
             processes,
         }
@@ -157,11 +165,13 @@ fn model_line(snapshot: &FleetSnapshot, model: &Model, processes: &[ProcessLine]
     }
 }
 
-fn device_lines(ledger: &Ledger) -> Vec<DeviceLine> {
+fn device_lines(ledger: &Ledger, known: &[Device]) -> Vec<DeviceLine> {
     let mut lines: BTreeMap<&str, DeviceLine> = BTreeMap::new();
     for device in &ledger.devices {
         let (name, capacity) = (device.device.clone(), device.capacity_bytes);
-        let line = DeviceLine { name, capacity, weights: 0, workers: 0, other: 0 };
+        let known = known.iter().find(|known| known.device == device.device);
+        let (health, is_faulty) = known.map(health).unwrap_or_default();
+        let line = DeviceLine { name, capacity, weights: 0, workers: 0, other: 0, health, is_faulty };
         lines.insert(&device.device, line);
     }
     for row in &ledger.reservations {
@@ -176,4 +186,12 @@ fn device_lines(ledger: &Ledger) -> Vec<DeviceLine> {
         *sum = sum.saturating_add(row.bytes);
     }
     lines.into_values().collect()
+}
+
+/// What the line of a device ends with, and whether the device is out of service.
+fn health(device: &Device) -> (String, bool) {
+    match &device.quarantine {
+        Some(quarantine) => (quarantine_text(quarantine), true),
+        None => (device.figures.as_ref().map(figure_texts).unwrap_or_default().join(", "), false),
+    }
 }

@@ -26,7 +26,7 @@ pub mod checked;
 pub mod fake;
 #[cfg(feature = "cuda")]
 mod libcuda;
-#[cfg(feature = "cuda")]
+#[cfg(feature = "nvml")]
 pub mod nvml;
 mod open;
 #[cfg(feature = "cuda")]

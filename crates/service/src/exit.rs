@@ -25,6 +25,8 @@ pub enum Exit {
     PeerLost = 5,
     /// A port or path is in use, or a socket path is too long.
     AddressInUse = 6,
+    /// A step on a GPU did not end in its time.
+    DeviceHangs = 7,
     /// Ctrl-C ended a command before its result was complete (128 + SIGINT, as shells count).
     Interrupted = 130,
     /// The reader of a command's output closed it, as `head` does (128 + SIGPIPE, as shells count).
@@ -32,7 +34,7 @@ pub enum Exit {
 }
 
 impl Exit {
-    pub const ALL: [Exit; 9] = [
+    pub const ALL: [Exit; 10] = [
         Exit::Ok,
         Exit::Internal,
         Exit::Usage,
@@ -40,6 +42,7 @@ impl Exit {
         Exit::OutOfResources,
         Exit::PeerLost,
         Exit::AddressInUse,
+        Exit::DeviceHangs,
         Exit::Interrupted,
         Exit::OutputClosed,
     ];

@@ -14,6 +14,7 @@
 //! <child>.toml           configuration of a child
 //! <child>.pid            process id and start time of a running child
 //! models.toml            the models of the fleet, for a successor of the supervisor
+//! devices.toml           the quarantined devices, for a successor of the supervisor
 //! ```
 //!
 //! Only these files are ever removed. The directory is removed only if a supervisor created it and
@@ -143,6 +144,10 @@ impl RuntimeDir {
 
     pub fn models_record(&self) -> PathBuf {
         self.path.join("models.toml")
+    }
+
+    pub fn devices_record(&self) -> PathBuf {
+        self.path.join("devices.toml")
     }
 
     /// The existing worker sockets by index. A socket may belong to a dead worker.

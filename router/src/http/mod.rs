@@ -38,9 +38,11 @@ use axum::http::{HeaderMap, HeaderValue, Method, Request, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router, middleware};
+use proto::fleet::v1::Device;
 use serde_json::{Value, json};
 use tonic::Status;
 
+use crate::device_gauges;
 use crate::fleet_watch::CopyReport;
 use crate::gauges::{self, FleetGauges};
 pub(crate) use error::ApiError;
@@ -106,9 +108,13 @@ pub(crate) fn health_routes(app: AppState) -> Router {
         .with_state(app)
 }
 
-/// Reports that this process runs. Says nothing about workers.
-async fn health() -> Json<Value> {
-    Json(json!({"status": "ok"}))
+/// Reports that this process runs, and which devices are quarantined. Says nothing about workers.
+async fn health(State(app): State<AppState>) -> Json<Value> {
+    let quarantined = quarantined_devices(&app.fleet.devices());
+    match app.is_ready_detailed && !quarantined.is_empty() {
+        true => Json(json!({"status": "ok", "quarantined_devices": quarantined})),
+        false => Json(json!({"status": "ok"})),
+    }
 }
 
 /// Reports whether the registry has workers, and which processes fail.
@@ -125,6 +131,7 @@ async fn ready(State(app): State<AppState>) -> Result<Json<Value>, ApiError> {
             let ready = json!({
                 "status": "ready", "workers": workers, "failed": failed, "failed_copies": failed_copies,
                 "idle": idle, "failed_models": app.fleet.failed_models(),
+                "quarantined_devices": quarantined_devices(&app.fleet.devices()),
             });
             Ok(Json(ready))
         }
@@ -146,6 +153,14 @@ fn failed_copies(copies: &[CopyReport]) -> Vec<Value> {
     failed.map(|copy| json!({"model": copy.model, "device": copy.device})).collect()
 }
 
+fn quarantined_devices(devices: &[Device]) -> Vec<Value> {
+    let quarantined = devices.iter().filter_map(|device| {
+        let reason = &device.quarantine.as_ref()?.reason;
+        Some(json!({"device": device.device, "reason": reason}))
+    });
+    quarantined.collect()
+}
+
 async fn scrape(State(app): State<AppState>) -> Response {
     let mut text = app.metrics.render();
     let processes = app.fleet.processes();
@@ -155,6 +170,7 @@ async fn scrape(State(app): State<AppState>) -> Response {
         &app.generator.admission,
         &FleetGauges { processes: &processes, copies: &copies },
     ));
+    text.push_str(&device_gauges::render(&app.fleet.devices(), &app.fleet.on_fallback()));
     text.push_str(&gauges::render_intake(
         app.budget.used(),
         app.generator.dispatcher.quarantine.quarantined(),

@@ -190,7 +190,7 @@ impl SupervisorLoop {
             ChildRole::Router => {
                 self.spec.router_socket.iter().map(|fd| (HTTP_SOCKET_NAME, fd.as_fd())).collect()
             }
-            ChildRole::Worker | ChildRole::Mps => Vec::new(),
+            ChildRole::Worker | ChildRole::Mps | ChildRole::DeviceMonitor => Vec::new(),
         };
         let mps = self.spec.mps.as_ref().filter(|_| child.spec.role == ChildRole::Worker);
         let options = SpawnOptions {
@@ -252,14 +252,18 @@ impl SupervisorLoop {
         let dead = DeadProcess::of(&mut process);
         let end = process.reap();
         self.directory.directory().forget_child(name);
-        match child.machine.is_stopping() {
+        let is_expected = child.machine.is_stopping();
+        match is_expected {
             true => tracing::debug!(child = %name, pid, %end, "child exited"),
             false => {
                 tracing::warn!(child = %name, pid, %end, status_text = child.status_text, "child exited unexpectedly")
             }
         }
         self.report_crash(name, dead, &end);
-        self.record_exit(name, end);
+        self.record_exit(name, end.clone());
+        if !is_expected {
+            self.note_hung_step(name, &end);
+        }
     }
 
     fn record_exit(&mut self, name: &Arc<str>, end: Termination) {

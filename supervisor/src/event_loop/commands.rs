@@ -48,6 +48,10 @@ impl SupervisorLoop {
             FleetCommand::WakeModel { name, on_demand, reply } => answer(reply, self.wake(&name, on_demand)),
             FleetCommand::SwapModel { model, grace, reply } => self.swap_model(model, grace, reply),
             FleetCommand::Reload { scope, reply } => self.reload(scope, reply),
+            FleetCommand::QuarantineDevice { device, reason, reply } => {
+                answer(reply, self.quarantine_device(&device, reason))
+            }
+            FleetCommand::EndQuarantine { device, reply } => answer(reply, self.end_quarantine(&device)),
             FleetCommand::Stop => self.stopping = true,
             FleetCommand::Kill => self.kill_children(),
         }
@@ -71,6 +75,7 @@ impl SupervisorLoop {
             stored_fds: self.fd_store.len(),
             http_address: self.spec.http_address.clone(),
             crash_reports: self.crash_reports.status(),
+            devices: self.device_status(now),
         }
     }
 
@@ -125,6 +130,7 @@ impl SupervisorLoop {
     pub(super) fn start_worker(&mut self, model: &ModelSpec, device: &str) -> Result<String, CommandError> {
         let used = |index| self.children.values().any(|c| c.slot.as_ref().is_some_and(|s| s.index == index));
         self.check_worker_count(1)?;
+        self.check_in_service(device)?;
         // A worker's index is part of its socket name. Recorded workers of an earlier supervisor
         // may have any index.
         let index = (0..).find(|&index| !used(index)).expect("invariant: fewer workers than numbers");

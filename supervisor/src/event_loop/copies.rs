@@ -38,7 +38,7 @@ impl ManagedModel {
     }
 
     pub(super) fn status(&self) -> ModelStatus {
-        let ModelSpec { name, path, files, settings, .. } = self.spec.clone();
+        let ModelSpec { name, path, files, settings, fallback, .. } = self.spec.clone();
         // What the next requests get.
         let (files, digest) = match &self.replacement {
             Some(next) => (next.files.clone(), Bytes::new()),
@@ -62,19 +62,11 @@ impl ManagedModel {
             is_unloading,
             becomes_idle,
             wakes_after,
+            fallback,
         }
     }
 
-    /// Requests every copy.
-    pub(super) fn load(&mut self, admin: &WeightServerAdmin, commands: &CommandSender) {
-        self.copies.forget_confirmations();
-        let devices: Vec<String> = self.spec.devices().map(str::to_owned).collect();
-        for device in devices {
-            self.load_copy(&device, None, admin, commands);
-        }
-    }
-
-    fn load_copy(
+    pub(super) fn load_copy(
         &mut self,
         device: &str,
         rejected: Option<u64>,
@@ -135,6 +127,10 @@ impl SupervisorLoop {
 
     pub(super) fn copy_loaded(&mut self, name: &str, device: &str, loaded: ResidentCopy) {
         let now = self.deadlines.advance(Instant::now());
+        // It was loaded before the device was quarantined.
+        if self.health.reason(device).is_some() {
+            return self.unload_copies_on(device);
+        }
         let Some(model) = self.models.get_mut(name) else { return };
         let action = model.copies.set_loaded(device, loaded.digest);
         model.is_waking = false;

@@ -98,11 +98,13 @@ impl SupervisorLoop {
 
     pub(super) fn request_models(&mut self) {
         // What no weight-server could load waits for a command, also at the next weight-server.
-        let is_wanted = |model: &&mut ManagedModel| {
+        let is_wanted = |model: &ManagedModel| {
             model.unloading.is_none() && model.room_wait.is_none() && !model.copies.has_given_up()
         };
-        for model in self.models.values_mut().filter(is_wanted) {
-            model.load(&self.admin, &self.commands);
+        let wanted = self.models.iter().filter(|(_, model)| is_wanted(model));
+        let wanted: Vec<String> = wanted.map(|(name, _)| name.clone()).collect();
+        for name in wanted {
+            self.load_copies(&name);
         }
         self.request_room(Duration::ZERO);
     }

@@ -223,15 +223,17 @@ impl SupervisorLoop {
     pub(super) fn begin_load(&mut self, name: &str) {
         let Some(model) = self.models.get_mut(name) else { return };
         model.room_wait = None;
-        model.load(&self.admin, &self.commands);
         let spec = model.spec.clone();
+        self.load_copies(name);
         // The workers ask for the weights of the draft model too.
         if let Some(draft) = self.draft_in_fleet(&spec)
             && let Err(error) = self.wake(&draft, false)
         {
             tracing::error!(model = name, draft, %error, "cannot wake the model that drafts for another one");
         }
-        for device in spec.devices() {
+        let is_usable = |device: &&str| self.health.reason(device).is_none();
+        let devices: Vec<String> = spec.devices().filter(is_usable).map(str::to_owned).collect();
+        for device in &devices {
             // At the start of the fleet they run already.
             for _ in self.workers_on(name, device)..spec.workers as usize {
                 if let Err(error) = self.start_worker(&spec, device) {

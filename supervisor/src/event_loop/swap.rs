@@ -112,6 +112,7 @@ impl SupervisorLoop {
         if model.unloading.is_some() || model.copies.state() != ModelState::Ready {
             return refused("it is not loaded, or is being unloaded".to_owned());
         }
+        new.devices().try_for_each(|device| self.check_in_service(device))?;
         let drafts_for = |other: &&ManagedModel| other.spec.draft() == Some(new.name.as_str());
         if let Some(other) = self.models.values().find(drafts_for) {
             return refused(format!("it drafts for {:?}, whose workers hold it", other.spec.name));
@@ -298,6 +299,14 @@ impl SupervisorLoop {
     }
 
     /// A worker has crashed twice in a row, or with an error that a restart does not cure.
+    /// A device is quarantined. Before the new file serves, the old one goes on elsewhere.
+    pub(super) fn fail_swap_on(&mut self, device: &str, failure: &ModelFailure) {
+        let is_here = |swap: &&RunningSwap| swap.new.copy_on(device).is_some();
+        if let Some(number) = self.swap.as_ref().filter(is_here).map(|swap| swap.number) {
+            self.swap_advanced(number, SwapEvent::Failed { failure: failure.clone() });
+        }
+    }
+
     pub(super) fn swapped_worker_failed(&mut self, name: &Arc<str>) {
         let Some((child, swap)) = self.children.get(name).zip(self.swap.as_ref()) else { return };
         if !child.slot.as_ref().is_some_and(|slot| swap.is_new_worker(slot)) {

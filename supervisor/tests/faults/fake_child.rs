@@ -32,6 +32,7 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) {
     let config: FakeChildConfig = service::config::load(path.as_ref()).expect("configuration");
     match config.behaviour.as_str() {
         "exits-1" => std::process::exit(1),
+        "hangs-on-its-device" => std::process::exit(7),
         "exits-2" => {
             let notify = Notify::from_env().expect("notify");
             notify.status("port 70000 does not exist").expect("status");
