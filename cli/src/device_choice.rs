@@ -147,7 +147,7 @@ pub(crate) fn no_gpu_reason(seen: &GpuInventory, without_kernel: Option<&str>) -
     reason.or_else(|| (!is_usable).then(without_gpu)).map(str::to_owned)
 }
 
-pub(crate) fn means(selector: DeviceSelector, gpu: &GpuInfo) -> bool {
+fn means(selector: DeviceSelector, gpu: &GpuInfo) -> bool {
     match selector {
         DeviceSelector::Ordinal(ordinal) => gpu.ordinal == ordinal,
         DeviceSelector::Uuid(uuid) => gpu.uuid == uuid.to_string(),

@@ -86,15 +86,6 @@ impl DeviceSelection {
         }
     }
 
-    /// The devices by their names; none on `all`.
-    pub(crate) fn named(&self) -> &[DeviceOption] {
-        match self {
-            Self::One(device) => std::slice::from_ref(device),
-            Self::Several(devices) => devices,
-            Self::AllGpus => &[],
-        }
-    }
-
     /// Whether the machine decides.
     pub(crate) fn is_open(&self) -> bool {
         matches!(self, Self::One(DeviceOption::Auto) | Self::AllGpus)

@@ -7,7 +7,6 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::cli_error::CliResult;
-use crate::device_choice::{DeviceOption, means};
 use crate::device_selection::DeviceSelection;
 use crate::devices::{GpuInventory, discover_gpus};
 use crate::gpu_support;
@@ -35,20 +34,14 @@ pub(crate) fn discover_wanted(wanted: &[&DeviceSelection], wait: Duration) -> Cl
     }
 }
 
-/// Why not all of the wanted GPUs are there, if they are not.
+/// Why the driver has no GPU yet, if one is wanted.
 fn missing(wanted: &[&DeviceSelection], seen: &GpuInventory) -> Option<String> {
     if let Some(problem) = &seen.problem {
         return Some(problem.clone());
     }
-    let devices = wanted.iter().flat_map(|selection| selection.named());
-    let is_missing = |device: &DeviceOption| match device {
-        DeviceOption::Gpu(selector) => !seen.gpus.iter().any(|gpu| means(*selector, gpu)),
-        DeviceOption::Auto => seen.gpus.is_empty(),
-        DeviceOption::Host | DeviceOption::HostNode(_) => false,
-    };
-    let missing = devices.copied().find(is_missing).map(|device| format!("{device} is not there"));
-    let is_for_all = wanted.iter().any(|selection| **selection == DeviceSelection::AllGpus);
-    missing.or_else(|| (is_for_all && seen.gpus.is_empty()).then(|| "no GPU is there".to_owned()))
+    // The driver finds all GPUs at once: one that is not among others does not come.
+    let is_wanted = wanted.iter().any(|selection| !selection.is_on_host());
+    (is_wanted && seen.gpus.is_empty()).then(|| "the driver sees no GPU".to_owned())
 }
 
 /// Whether the machine has a GPU of NVIDIA, whether or not its driver is loaded. `root` is "/".
@@ -75,7 +68,7 @@ mod tests {
     use crate::devices::GpuInfo;
 
     #[test]
-    fn a_gpu_is_missing_if_it_is_wanted_and_not_there() {
+    fn gpus_are_missing_if_one_is_wanted_and_the_driver_sees_none() {
         let seen = |gpus: Vec<GpuInfo>| GpuInventory { gpus, problem: None };
         let blind = GpuInventory { gpus: Vec::new(), problem: Some("no driver".to_owned()) };
         let one = seen(vec![GpuInfo::h200(0)]);
@@ -83,12 +76,12 @@ mod tests {
             ("cuda:0", &blind, Some("no driver")),
             ("auto", &blind, Some("no driver")),
             ("cuda:0", &one, None),
-            ("cuda:1", &one, Some("cuda:1 is not there")),
-            ("host,cuda:1", &one, Some("cuda:1 is not there")),
+            ("cuda:1", &one, None),
             ("auto", &one, None),
             ("all", &one, None),
-            ("auto", &seen(Vec::new()), Some("auto is not there")),
-            ("all", &seen(Vec::new()), Some("no GPU is there")),
+            ("auto", &seen(Vec::new()), Some("the driver sees no GPU")),
+            ("all", &seen(Vec::new()), Some("the driver sees no GPU")),
+            ("host,cuda:1", &seen(Vec::new()), Some("the driver sees no GPU")),
             ("host", &seen(Vec::new()), None),
         ] {
             let selection: DeviceSelection = device.parse().unwrap();

@@ -40,8 +40,11 @@ fn figures_of_a_gpu_come_from_its_driver() {
     assert!(figure("memory_used_bytes") > 0, "{line}");
     assert!(figure("memory_total_bytes").abs_diff(gpu.total()) < gpu.total() / 50, "{line}");
     assert!(line["quarantine"].is_null(), "{line}");
-    let page = HttpClient::connect(&fleet).get("/metrics").1;
-    assert!(page.lines().any(|line| line.starts_with("ballast:device_power_watts{device=\"GPU-")), "{page}");
+    let http = HttpClient::connect(&fleet);
+    eventually("the metrics", || {
+        let page = http.get("/metrics").1;
+        page.lines().any(|line| line.starts_with("ballast:device_power_watts{device=\"GPU-")).then_some(())
+    });
     eprintln!(
         "measured: {} C, {} mW, {} ECC errors that cannot be corrected",
         line["temperature_celsius"], line["power_milliwatts"], line["uncorrected_ecc_errors"]

@@ -148,7 +148,12 @@ impl Deck {
                 let name = self.worker_name(soak);
                 return soak.command(&["restart", &name]);
             }
-            Restarts(role) => return soak.command(&["restart", role]),
+            Restarts(role) => {
+                if role == "router" {
+                    soak.router_stops.push(Instant::now());
+                }
+                return soak.command(&["restart", role]);
+            }
             AddsAndRemovesWorker => {
                 let before = soak.fleet.try_processes().ok_or("ps does not answer")?;
                 let model = soak.models[0].0.clone();

@@ -114,7 +114,11 @@ fn soak(options: Options) {
     for client in clients {
         runtime.block_on(client).unwrap();
     }
-    let ends = ProcessEnds { router: router_ends.join().unwrap(), supervisor: soak.supervisor_ends.clone() };
+    let mut router = router_ends.join().unwrap();
+    // A router that is told to stop closes its connections at once, and ends after its last stream.
+    router.extend(soak.router_stops.clone());
+    router.sort_unstable();
+    let ends = ProcessEnds { router, supervisor: soak.supervisor_ends.clone() };
     faults.insert("a successor of the supervisor was started".into(), ends.supervisor.len() as u32);
     for (fault, count) in &faults {
         eprintln!("soak: {count:>4} x {fault}");

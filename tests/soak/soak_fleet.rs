@@ -36,6 +36,8 @@ pub(super) struct SoakFleet {
     pub(super) log: Log,
     /// When supervisors ended. A successor followed each.
     pub(super) supervisor_ends: Vec<Instant>,
+    /// When the router was told to restart.
+    pub(super) router_stops: Vec<Instant>,
 }
 
 /// What the processes write to standard error, which is a pipe.
@@ -84,7 +86,8 @@ impl SoakFleet {
         log.read(&mut supervisor);
         let fleet = ServedFleet::announced(directory, supervisor);
         let (listen, supervisor_ends) = (free.to_string(), Vec::new());
-        Self { fleet, models, folder, listen, config, program, log, supervisor_ends }
+        let router_stops = Vec::new();
+        Self { fleet, models, folder, listen, config, program, log, supervisor_ends, router_stops }
     }
 
     pub(super) fn runtime_dir(&self) -> &Path {
