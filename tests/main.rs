@@ -66,6 +66,7 @@ mod takeover;
 mod tls;
 mod tools;
 mod top;
+mod traces;
 mod unload;
 mod unusable_directory;
 mod usage_log;

@@ -8,7 +8,7 @@ use std::collections::HashSet;
 const PREFIX: &str = "ballast:";
 
 /// Names without prefix, and what they measure.
-const HELP: [(&str, &str); 48] = [
+const HELP: [(&str, &str); 49] = [
     ("num_streams", "Streams that run or wait, of all models."),
     ("request_bytes", "Bytes that requests hold."),
     ("num_contents_quarantined", "Contents of requests that are refused because they crashed workers."),
@@ -37,6 +37,7 @@ const HELP: [(&str, &str); 48] = [
     ("spec_decode_num_draft_tokens_total", "Draft tokens that were verified."),
     ("spec_decode_num_accepted_tokens_total", "Draft tokens that were accepted."),
     ("log_lines_lost_total", "Log lines that stderr did not take."),
+    ("trace_spans_dropped_total", "Spans that the collector of traces has not got."),
     ("process_up", "1 while the process runs."),
     ("process_failed", "1 if the process crashes again and again."),
     ("process_restarts_total", "Restarts of the process after a crash."),

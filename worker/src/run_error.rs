@@ -33,6 +33,8 @@ pub enum WorkerRunError {
     Serve(#[source] tonic::transport::Error),
     #[error(transparent)]
     Attach(#[from] WorkerAttachError),
+    #[error(transparent)]
+    Tracer(#[from] traces::TracerError),
     #[error(
         "{device} failed and this worker ends; other workers keep the weights, which are mapped read-only"
     )]
@@ -61,6 +63,7 @@ impl HasExit for WorkerRunError {
             WorkerRunError::Inherit(error) => error.exit(),
             WorkerRunError::Socket(error) => error.exit(),
             WorkerRunError::Attach(error) => error.exit(),
+            WorkerRunError::Tracer(error) => error.exit(),
             WorkerRunError::Quarantined { .. } => Exit::PeerLost,
             WorkerRunError::Reflection(_)
             | WorkerRunError::Serve(_)
