@@ -102,7 +102,7 @@ fn with_json_each_line_is_an_object_and_names_the_request() {
     let lines: Vec<Value> = log.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
     let id = answer["id"].as_str().unwrap().strip_prefix("cmpl-").unwrap();
     let of_request = |process: &str| {
-        let is_of = |line: &&Value| line["request"] == id && line["process"] == process;
+        let is_of = |line: &&Value| line["request_id"] == id && line["process"] == process;
         lines.iter().filter(is_of).count()
     };
     assert!(of_request("router") >= 2 && of_request("worker-0") >= 1, "{id}: {log}");

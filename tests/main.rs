@@ -68,6 +68,7 @@ mod takeover;
 mod tls;
 mod tools;
 mod top;
+mod traces;
 mod unload;
 mod unusable_directory;
 mod usage_log;

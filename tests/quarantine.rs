@@ -116,7 +116,7 @@ fn check_quarantine(poison: &Value) {
     let log = std::fs::read_to_string(&fleet.log).unwrap();
     let lines: Vec<&str> = log.lines().filter(|line| line.contains("a request ended its workers")).collect();
     assert_eq!(lines.len(), 1, "{log}");
-    assert!(lines[0].contains("request=") && lines[0].contains("content="), "{}", lines[0]);
+    assert!(lines[0].contains("request_id=") && lines[0].contains("content="), "{}", lines[0]);
     assert_eq!(http.metric("ballast:requests_quarantined_total"), Some(1.0));
     fleet.fleet.stop();
 }

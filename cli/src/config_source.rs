@@ -22,8 +22,16 @@ use crate::swapped_files::with_swapped_files;
 
 /// Keys that only a restart of the supervisor applies: its sockets and directory, the memory of the
 /// weight-server, what all processes get at their start, and the directory that it watches.
-const FIXED: [&str; 7] =
-    ["runtime-dir", "listen", "host-budget", "gpu-budget", "gpu", "supervision", "models-directory"];
+const FIXED: [&str; 8] = [
+    "runtime-dir",
+    "listen",
+    "host-budget",
+    "gpu-budget",
+    "gpu",
+    "supervision",
+    "models-directory",
+    "tracing",
+];
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ConfigSource {
@@ -47,7 +55,7 @@ impl ConfigSource {
         directory: RuntimeDir,
         listen: Option<SocketAddr>,
     ) -> ConfigReader {
-        let watched = applied.models_directory.clone();
+        let (watched, tracing) = (applied.models_directory.clone(), applied.tracing.clone());
         let applied = Arc::new(Mutex::new(applied));
         // Read, and perhaps refused by the supervisor.
         let pending = Arc::new(Mutex::new(None));
@@ -59,6 +67,7 @@ impl ConfigSource {
                     config = FleetConfig::load(&self.path, None)?;
                     not_applied = diff_settings(&self.fixed, &fixed_settings(&config)?);
                     config.models_directory.clone_from(&watched);
+                    config.tracing.clone_from(&tracing);
                 }
                 let spec = spec(&config, &directory, listen)?;
                 if scope == ReloadScope::All {

@@ -170,6 +170,7 @@ impl ScoringClient {
             tokens: tokens.to_vec(),
             top_logprobs,
             deadline_ms: 0,
+            request_id: "eval".to_owned(),
         };
         let mut frames = self.client.clone().score(request).await.map_err(refused)?.into_inner();
         while let Some(frame) = frames.message().await.map_err(refused)? {

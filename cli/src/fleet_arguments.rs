@@ -147,6 +147,7 @@ impl FleetArguments {
             router: router::RouterLimits::default(),
             access: router::AccessConfig::default(),
             tls: None,
+            tracing: None,
             supervision: supervisor::SupervisionConfig::default(),
             models: std::iter::once(self.worker.model(model, self.workers))
                 .chain(self.worker.draft_model())

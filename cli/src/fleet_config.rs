@@ -19,6 +19,7 @@ use service::{ByteSize, Exit, RuntimeDir};
 use supervisor::mps::MpsConfig;
 use supervisor::{ChildRole, FleetSpec, ModelSpec, SupervisionConfig, WorkerSlot};
 use toml::{Table, Value};
+use traces::TracingConfig;
 
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::config_source::ConfigSource;
@@ -61,6 +62,8 @@ pub(crate) struct FleetConfig {
     pub(crate) access: router::AccessConfig,
     /// TLS of the TCP address. If absent, it speaks plain HTTP.
     pub(crate) tls: Option<router::TlsConfig>,
+    /// Where router and workers send spans of requests. If absent, they record none.
+    pub(crate) tracing: Option<TracingConfig>,
     /// When the supervisor replaces a process.
     #[serde(default)]
     pub(crate) supervision: SupervisionConfig,
@@ -122,6 +125,7 @@ impl FleetConfig {
         config.router.check().map_err(|error| invalid(&error))?;
         config.access.check()?;
         config.tls.as_ref().map_or(Ok(()), router::TlsConfig::check)?;
+        config.tracing.as_ref().map_or(Ok(()), TracingConfig::check).map_err(|error| invalid(&error))?;
         config.supervision.check().map_err(|error| invalid(&error))?;
         config.models.iter().try_for_each(FleetModelConfig::check).map_err(|text| invalid(&text))?;
         let directory = config.models_directory.as_ref().map_or(Ok(()), ModelsDirectoryConfig::check);
@@ -174,6 +178,7 @@ impl FleetConfig {
         check_worker_count(at_start.map(|model| u64::from(model.total_workers())).sum())
             .map_err(|text| CliError::new(Exit::Usage, text))?;
         let (of_workers, sharing) = (directory.clone(), self.gpu);
+        let tracing = self.tracing.as_ref().map(to_toml_table).transpose()?;
         let worker = move |slot: &WorkerSlot, table: &mut Table| {
             let mut set = |key: &str, value: String| table.insert(key.to_owned(), Value::String(value));
             set("name", slot.name());
@@ -191,6 +196,9 @@ impl FleetConfig {
             if sharing.mps && !is_host_device(&device) {
                 let mps = of_workers.mps_directory().to_string_lossy().into_owned();
                 table.insert("mps-directory".to_owned(), Value::String(mps));
+            }
+            if let Some(tracing) = &tracing {
+                table.insert("tracing".to_owned(), Value::Table(tracing.clone()));
             }
         };
         let (listen, router_socket) = self.listen(directory, socket)?;
@@ -252,6 +260,7 @@ impl FleetConfig {
         router.limits = self.router.clone();
         router.access = self.access.absolute();
         router.tls = self.tls.as_ref().map(router::TlsConfig::absolute);
+        router.tracing = self.tracing.clone();
         router
     }
 
@@ -486,6 +495,7 @@ mod tests {
             router: router::RouterLimits::default(),
             access: router::AccessConfig::default(),
             tls: None,
+            tracing: None,
             supervision: SupervisionConfig::default(),
             models: Vec::new(),
             models_directory: None,

@@ -20,7 +20,6 @@ use crate::failover::{ChoiceError, ChoiceProgress, FailoverAction, SPREAD_WAIT, 
 use crate::metrics;
 use crate::model::ServedModel;
 use crate::quarantine::LossVerdict;
-use crate::quarantine_control::LoggedRequest;
 use crate::text_stream::TextStream;
 use crate::usage::ChoiceUsage;
 use crate::wire::{ChoiceCall, Logprob, WorkerFrame, stream_loss};
@@ -115,6 +114,13 @@ impl ChoiceTask {
         if let Some(active) = &running.task.active {
             active.record_output(running.progress.output().len());
         }
+        let failure = match &outcome {
+            Some(Ok(_)) => None,
+            Some(Err(_)) => Some("choice failed"),
+            None => Some("client gone"),
+        };
+        let first_token = running.time_to_first_token;
+        running.task.call.trace.record_choice(running.progress.output().len(), first_token, failure);
         if let (Some(usage), Some(outcome)) = (&mut running.task.usage, &outcome) {
             usage.finish(outcome);
         }
@@ -125,7 +131,9 @@ impl ChoiceTask {
             }
             Err(error) => {
                 metrics::record_failed_choice(model.name());
-                tracing::warn!(request = %running.task.call.request_id, choice, %error, "choice failed");
+                let request = running.task.call.logged();
+                let (request_id, trace_id) = (request.request_id, request.trace_id());
+                tracing::warn!(%request_id, trace_id, choice, %error, "choice failed");
             }
         }
         ended_permit.send(ChoiceEvent::Ended { choice, outcome });
@@ -172,6 +180,7 @@ impl RunningChoice {
                 }
                 Err(loss) => loss,
             };
+            stream.span.fail(loss.reason());
             let verdict = self.record_loss(&loss, &stream);
             match self.progress.handle_loss(loss, verdict) {
                 FailoverAction::Finish => return self.finish(FinishCause::Length).await,
@@ -189,10 +198,10 @@ impl RunningChoice {
     /// Removes a dead worker, and asks the quarantine whether this choice may have killed it.
     fn record_loss(&self, loss: &StreamLoss, stream: &OpenStream) -> LossVerdict {
         let StreamLoss::WorkerDied { detail } = loss else { return LossVerdict::Resume };
-        let (worker, call) = (&stream.placed.worker, &self.task.call);
-        tracing::warn!(request = %call.request_id, worker = %worker.name, detail, "worker lost in mid-stream");
+        let (worker, request) = (&stream.placed.worker, self.task.call.logged());
+        let (request_id, trace_id) = (request.request_id, request.trace_id());
+        tracing::warn!(%request_id, trace_id, worker = %worker.name, detail, "worker lost in mid-stream");
         self.task.dispatcher.registry.remove(worker.id);
-        let request = LoggedRequest { request_id: &call.request_id, model: &call.model.name };
         stream.stay.record_loss(self.progress.output().len(), request)
     }
 
@@ -209,8 +218,10 @@ impl RunningChoice {
         let stream =
             dispatcher.reopen_stream(&task.call, &self.progress, task.deadline, cause, limit).await?;
         metrics::record_resume(task.model.name());
+        let request = task.call.logged();
         tracing::info!(
-            request = %task.call.request_id,
+            request_id = %request.request_id,
+            trace_id = request.trace_id(),
             worker = %stream.placed.worker.name,
             tokens = self.progress.output().len(),
             "stream resumed"

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use service::{Exit, HasExit};
+use traces::TracingConfig;
 
 use crate::access::{KeyFileError, read_keys};
 use crate::admission::AdmissionLimits;
@@ -39,6 +40,9 @@ pub struct RouterConfig {
     /// If absent, the TCP address speaks plain HTTP. `router.sock` and `health-listen` always do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tls: Option<TlsConfig>,
+    /// Where spans of requests go. If absent, none are recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tracing: Option<TracingConfig>,
 }
 
 impl RouterConfig {
@@ -46,7 +50,7 @@ impl RouterConfig {
     pub fn new(listen: Option<SocketAddr>, runtime_dir: PathBuf) -> Self {
         let (admission, limits) = (AdmissionConfig::default(), RouterLimits::default());
         let (routing, access) = (RoutingConfig::default(), AccessConfig::default());
-        Self { listen, runtime_dir, admission, routing, limits, access, tls: None }
+        Self { listen, runtime_dir, admission, routing, limits, access, tls: None, tracing: None }
     }
 }
 

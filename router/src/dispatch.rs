@@ -9,15 +9,17 @@ use std::time::Duration;
 use proto::worker::v1::GenerateFrame;
 use tokio::time::Instant;
 use tonic::{Code, Streaming};
+use traces::Span;
 
 use crate::failover::{ChoiceError, ChoiceProgress};
 use crate::opening::{CallOutcome, OpeningStep, RETRY_AFTER, RefusalCollector, Reopening, RequestRefusal};
 use crate::params::RequestGrammar;
 use crate::quarantine::LossVerdict;
-use crate::quarantine_control::{LoggedRequest, QuarantineController, StreamStay};
+use crate::quarantine_control::{QuarantineController, StreamStay};
 use crate::registry::{PlacedStream, WorkerHandle, WorkerRegistry};
+use crate::request_trace::LoggedRequest;
 use crate::routing::{StreamDemand, WorkerId};
-use crate::wire::{ChoiceCall, WorkerFrame, is_from_worker, may_have_arrived, retry_after};
+use crate::wire::{ChoiceCall, WorkerFrame, is_from_worker, may_have_arrived, retry_after, traced_call};
 use crate::worker_search::WorkerSearch;
 
 /// A worker answers between two steps, and a step of a large model on few cores takes seconds. A
@@ -33,6 +35,8 @@ pub(crate) struct OpenStream {
     pub(crate) placed: PlacedStream,
     pub(crate) stay: StreamStay,
     pub(crate) frames: Streaming<GenerateFrame>,
+    /// The call of the worker.
+    pub(crate) span: Span,
 }
 
 /// What opens streams and calls workers. Cheap to clone.
@@ -44,13 +48,14 @@ pub(crate) struct Dispatcher {
 
 impl Dispatcher {
     /// Tries each worker of the call's model once. `placed` is the first try, if the caller has
-    /// placed the stream already.
+    /// placed the stream already. `cause` is why the choice has lost its worker, for its trace.
     pub(crate) async fn open_stream(
         &self,
         call: &ChoiceCall,
         progress: &ChoiceProgress,
         deadline: Option<Instant>,
         placed: Option<PlacedStream>,
+        mut cause: Option<&str>,
     ) -> Result<OpenStream, RequestRefusal> {
         let mut workers = WorkerSearch::new(&self.quarantine, call.content, deadline, placed);
         let mut refusals = RefusalCollector::default();
@@ -65,18 +70,20 @@ impl Dispatcher {
                 Some(Duration::ZERO) => return Err(RequestRefusal::DeadlineExceeded),
                 time_left => time_left,
             };
-            let wire = call.to_wire(progress, time_left);
+            let mut span = call.trace.worker_call(&placed.worker.name, cause);
+            let wire = traced_call(call.to_wire(progress, time_left), &span);
             let admission = async {
                 let mut frames = placed.worker.client.generate(wire).await?.into_inner();
                 let first = frames.message().await?.map(WorkerFrame::try_from);
                 Ok::<_, tonic::Status>((first, frames))
             };
             let worker = &placed.worker.name;
-            let request = LoggedRequest { request_id: &call.request_id, model: &call.model.name };
+            let request = call.logged();
+            let (request_id, trace_id) = (request.request_id, request.trace_id());
             let (outcome, frames) = match service::patience::timeout(ADMISSION_WAIT, admission).await {
                 Ok(Ok((Some(Ok(WorkerFrame::Admitted)), frames))) => (CallOutcome::Admitted, Some(frames)),
                 Ok(Ok((None, _))) => {
-                    tracing::warn!(request = %call.request_id, %worker, "worker lost: its stream ended without a frame");
+                    tracing::warn!(%request_id, trace_id, %worker, "worker lost: its stream ended without a frame");
                     (CallOutcome::WorkerDied { had_request: true }, None)
                 }
                 Ok(Ok(_)) => {
@@ -87,14 +94,18 @@ impl Dispatcher {
                     (call_outcome(&placed.worker, &status, call.params.grammar.as_ref(), request), None)
                 }
                 Err(_) => {
-                    tracing::warn!(request = %call.request_id, %worker, "no answer to a request within {ADMISSION_WAIT:?}");
+                    tracing::warn!(%request_id, trace_id, %worker, "no answer to a request within {ADMISSION_WAIT:?}");
                     (CallOutcome::NoAnswer, None)
                 }
             };
             let verdict =
                 self.record_loss(&outcome, placed.worker.id, &stay, progress.output().len(), request);
+            if let Some(failure) = outcome.failure() {
+                span.fail(failure);
+                cause = Some(failure);
+            }
             match (refusals.handle(outcome, verdict), frames) {
-                (OpeningStep::Open, Some(frames)) => return Ok(OpenStream { placed, stay, frames }),
+                (OpeningStep::Open, Some(frames)) => return Ok(OpenStream { placed, stay, frames, span }),
                 (OpeningStep::Refuse(refusal), _) => return Err(refusal),
                 (OpeningStep::TryNext | OpeningStep::Open, _) => {}
             }
@@ -132,11 +143,11 @@ impl Dispatcher {
         limit: impl Fn() -> Duration,
     ) -> Result<OpenStream, ChoiceError> {
         let mut changes = self.registry.subscribe();
-        let mut reopening = Reopening::new(call.model.name.clone(), cause);
+        let mut reopening = Reopening::new(call.model.name.clone(), cause.clone());
         loop {
             changes.mark_unchanged();
             let began = Instant::now();
-            let wait = match self.open_stream(call, progress, deadline, None).await {
+            let wait = match self.open_stream(call, progress, deadline, None, Some(&cause)).await {
                 Ok(stream) => return Ok(stream),
                 Err(refusal) => reopening.refused(refusal)?,
             };
@@ -168,7 +179,8 @@ pub(crate) fn call_outcome(
     match status.code() {
         _ if !is_from_worker(status) => {
             let error = service::exit::one_line(status);
-            tracing::warn!(request = request.request_id, worker = %worker.name, error, "worker lost");
+            let (request_id, trace_id) = (request.request_id, request.trace_id());
+            tracing::warn!(%request_id, trace_id, worker = %worker.name, error, "worker lost");
             CallOutcome::WorkerDied { had_request: may_have_arrived(status) }
         }
         Code::ResourceExhausted => {
@@ -195,8 +207,10 @@ mod tests {
     use proto::worker::v1::worker_client::WorkerClient;
     use tonic::Status;
     use tonic::transport::Endpoint;
+    use traces::TraceContext;
 
     use super::*;
+    use crate::request_trace::RequestTrace;
 
     /// What a refusal of a worker with this status means.
     fn classify(
@@ -206,7 +220,8 @@ mod tests {
         let client = WorkerClient::new(Endpoint::from_static("http://localhost").connect_lazy());
         let worker = WorkerHandle { id: WorkerId(1), name: "worker-0".to_owned(), client };
         let mut refusals = RefusalCollector::default();
-        let request = LoggedRequest { request_id: "r", model: "m" };
+        let trace = RequestTrace::unrecorded("r".into(), TraceContext::default());
+        let request = trace.logged("m");
         match refusals.handle(call_outcome(&worker, status, grammar, request), LossVerdict::Resume) {
             OpeningStep::Refuse(refusal) => Err(refusal),
             _ => Ok(refusals.into_refusal()),

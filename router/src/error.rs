@@ -59,6 +59,8 @@ pub enum RouterError {
     KeyFileThread(#[source] io::Error),
     #[error(transparent)]
     Origins(#[from] OriginError),
+    #[error(transparent)]
+    Tracer(#[from] traces::TracerError),
     #[error("the gRPC server on router.sock failed")]
     Serve(#[source] tonic::transport::Error),
 }
@@ -95,6 +97,7 @@ impl HasExit for RouterError {
             RouterError::Notify(error) => error.exit(),
             RouterError::Inherit(error) => error.exit(),
             RouterError::Socket(error) => error.exit(),
+            RouterError::Tracer(error) => error.exit(),
             RouterError::Metrics(_) | RouterError::Reflection(_) | RouterError::Serve(_) => Exit::Internal,
         }
     }

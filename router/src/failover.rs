@@ -51,6 +51,19 @@ pub enum StreamLoss {
     },
 }
 
+impl StreamLoss {
+    /// For traces.
+    pub(crate) fn reason(&self) -> &'static str {
+        match self {
+            StreamLoss::WorkerDied { .. } => "worker died",
+            StreamLoss::WorkerDrains { .. } => "worker drains",
+            StreamLoss::DeadlineExceeded => "deadline",
+            StreamLoss::InvalidRequest { .. } => "invalid request",
+            StreamLoss::WorkerError { .. } => "worker error",
+        }
+    }
+}
+
 /// Why a choice ends with an error.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChoiceError {

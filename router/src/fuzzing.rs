@@ -9,11 +9,13 @@ use std::sync::{Arc, LazyLock};
 use gguf::{GgufModel, MetadataBuilder};
 use prost::Message;
 use tokio::time::Instant;
+use traces::TraceContext;
 
 use crate::admission::Tenant;
 use crate::generate::{CHOICES_MAX, GenerationRequest, RequestOrigin};
 use crate::model::{ServedModel, ServedModelInfo};
 use crate::quarantine::ContentHasher;
+use crate::request_trace::RequestTrace;
 use crate::routing::{ModelKey, WorkerFingerprint};
 use crate::text_stream::TextStream;
 use crate::{grpc, http};
@@ -46,7 +48,8 @@ static MODEL: LazyLock<Arc<ServedModel>> = LazyLock::new(|| {
 
 fn origin() -> RequestOrigin {
     let arrived = Instant::now();
-    RequestOrigin { request_id: "r".into(), arrived, tenant: Tenant::Unnamed, bytes: None, active: None }
+    let trace = RequestTrace::unrecorded("r".into(), TraceContext::default());
+    RequestOrigin { trace, arrived, tenant: Tenant::Unnamed, bytes: None, active: None }
 }
 
 /// Reads a body as each endpoint does. A refusal is a 4xx response with a text.

@@ -11,6 +11,7 @@ use crate::admission::{ClassStats, ModelAdmissionStats, PriorityClass};
 use crate::admission_control::AdmissionController;
 use crate::fleet_watch::{CopyReport, ProcessReport};
 use crate::registry::{ModelSnapshot, WorkerRegistry, WorkerSnapshot};
+use crate::routing::WorkerReport;
 
 /// Maximum number of tenants of a model with a line of their own: those with the most waiting
 /// requests.
@@ -55,11 +56,12 @@ pub(crate) struct FleetGauges<'a> {
     pub(crate) copies: &'a [CopyReport],
 }
 
-/// The metrics in the Prometheus text format.
+/// The metrics in the Prometheus text format. `trace_spans_dropped` are the router's own.
 pub(crate) fn render(
     registry: &WorkerRegistry,
     admission: &AdmissionController,
     fleet: &FleetGauges<'_>,
+    trace_spans_dropped: u64,
 ) -> String {
     let models = registry.snapshot();
     let mut page = MetricsPage::default();
@@ -68,7 +70,10 @@ pub(crate) fn render(
     page.render_workers(&models);
     page.render_weights(&models);
     page.render_admission(&models, admission);
-    page.render_lost_log_lines(&models);
+    let lost_lines = service::logging::lost_lines();
+    page.render_losses("log_lines_lost_total", lost_lines, &models, |report| report.log_lines_lost);
+    let of_worker = |report: &WorkerReport| report.trace_spans_dropped;
+    page.render_losses("trace_spans_dropped_total", trace_spans_dropped, &models, of_worker);
     page.render_copies(fleet.copies);
     page.render_processes(fleet.processes);
     page.text
@@ -159,14 +164,19 @@ impl MetricsPage {
         }
     }
 
-    /// The router's own log, and those of the workers.
-    fn render_lost_log_lines(&mut self, models: &[ModelSnapshot]) {
-        self.line(format_args!("# TYPE ballast:log_lines_lost_total counter"));
-        let router = service::logging::lost_lines();
-        self.line(format_args!("ballast:log_lines_lost_total{{process=\"router\"}} {router}"));
+    /// What the router itself has lost of its log or its spans, and the workers of theirs.
+    fn render_losses(
+        &mut self,
+        name: &str,
+        router: u64,
+        models: &[ModelSnapshot],
+        of_worker: impl Fn(&WorkerReport) -> u64,
+    ) {
+        self.line(format_args!("# TYPE ballast:{name} counter"));
+        self.line(format_args!("ballast:{name}{{process=\"router\"}} {router}"));
         for worker in models.iter().flat_map(|snapshot| &snapshot.workers) {
-            let (name, lost) = (escape(&worker.name), worker.report.log_lines_lost);
-            self.line(format_args!("ballast:log_lines_lost_total{{process=\"{name}\"}} {lost}"));
+            let (process, lost) = (escape(&worker.name), of_worker(&worker.report));
+            self.line(format_args!("ballast:{name}{{process=\"{process}\"}} {lost}"));
         }
     }
 
@@ -264,7 +274,7 @@ mod tests {
         let registry = WorkerRegistry::new(crate::config::RoutingMode::default());
         let limits = AdmissionConfig::default().limits(&RouterLimits::default());
         let admission = AdmissionController::new(registry.clone(), limits);
-        let text = render(&registry, &admission, &FleetGauges::default());
+        let text = render(&registry, &admission, &FleetGauges::default(), 0);
         assert!(text.contains("ballast:num_streams 0\n"), "{text}");
         assert!(!text.contains("engine="), "{text}");
     }

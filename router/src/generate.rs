@@ -27,6 +27,7 @@ use crate::opening::RequestRefusal;
 use crate::params::{CheckedParams, RequestParamError, RequestParams, TokenLimits};
 use crate::quarantine::{ContentHasher, ContentKey};
 use crate::registry::{PlacedStream, WorkerRegistry};
+use crate::request_trace::RequestTrace;
 use crate::routing::ModelKey;
 use crate::tenant::TenantResolver;
 use crate::text_stream::TextStream;
@@ -54,10 +55,10 @@ pub(crate) struct GenerationRequest {
     origin: RequestOrigin,
 }
 
-/// The id, arrival time and tenant of a request.
+/// The id, trace, arrival time and tenant of a request.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestOrigin {
-    pub(crate) request_id: Arc<str>,
+    pub(crate) trace: RequestTrace,
     pub(crate) arrived: Instant,
     pub(crate) tenant: Tenant,
     /// The bytes that the request holds, until its last choice ends.
@@ -125,6 +126,8 @@ impl GenerationRequest {
         if count == 0 {
             return Err(RequestParamError::EmptyPrompt { param });
         }
+        let prompt_tokens = checked.iter().map(|(prompt, _): &(Arc<[u32]>, _)| prompt.len()).sum();
+        origin.trace.record_prompts(model.name(), prompt_tokens, count);
         let visible_tokens = Arc::new([]);
         Ok(Self { model, prompts: checked, at_text_start, visible_tokens, is_streamed: true, origin })
     }
@@ -212,7 +215,7 @@ impl GenerationRequest {
                 if params.ignore_eos { &[] } else { self.model.text.end_of_generation() };
             let stop_tokens: Arc<[u32]> = [&params.stop_tokens, end_of_generation].concat().into();
             let mut call = ChoiceCall {
-                request_id: self.origin.request_id.clone(),
+                trace: self.origin.trace.clone(),
                 model: model.clone(),
                 prompt: prompt.clone(),
                 params: params.clone(),
@@ -283,6 +286,7 @@ impl Generator {
     ) -> Result<mpsc::Receiver<ChoiceEvent>, RequestRefusal> {
         let started = self.admit_and_spawn(request).await;
         if let Err(refusal) = &started {
+            request.origin.trace.record_refusal(refusal.reason());
             metrics::record_refusal(request.model.name(), request.class(), refusal.reason());
         }
         started
@@ -365,7 +369,7 @@ impl Generator {
         let placed = self.place_choices(&calls);
         let opening = calls.into_iter().zip(placed).map(|(call, placed)| async move {
             let progress = ChoiceProgress::new(call.params.max_tokens);
-            let stream = self.dispatcher.open_stream(&call, &progress, Some(deadline), placed).await?;
+            let stream = self.dispatcher.open_stream(&call, &progress, Some(deadline), placed, None).await?;
             Ok::<_, RequestRefusal>(AdmittedChoice { call, stream, progress })
         });
         try_join_all(opening).await

@@ -26,8 +26,9 @@ use crate::generate::RequestOrigin;
 use crate::opening::{OpeningStep, RETRY_AFTER, RefusalCollector, RequestRefusal};
 use crate::params::RequestGrammar;
 use crate::quarantine::ContentKey;
-use crate::quarantine_control::LoggedRequest;
+use crate::request_trace::RequestTrace;
 use crate::routing::{ModelKey, WorkerId};
+use crate::wire::traced_call;
 use crate::worker_search::WorkerSearch;
 
 /// Running checks of one tenant. A worker compiles grammars one after the other, for all tenants.
@@ -101,10 +102,7 @@ impl GrammarChecker {
             let cached = self.lock().cached_result(key, grammar.param);
             match cached {
                 Some(result) => result,
-                None => {
-                    let request = LoggedRequest { request_id: &origin.request_id, model: &model.name };
-                    self.ask_workers(model, grammar, key, request, deadline).await
-                }
+                None => self.ask_workers(model, grammar, key, &origin.trace, deadline).await,
             }
         });
         checked.await.unwrap_or(Err(RequestRefusal::DeadlineExceeded))
@@ -115,20 +113,22 @@ impl GrammarChecker {
         model: &ModelKey,
         grammar: &RequestGrammar,
         key: ContentKey,
-        request: LoggedRequest<'_>,
+        trace: &RequestTrace,
         deadline: Instant,
     ) -> Result<(), RequestRefusal> {
         let registry = &self.dispatcher.registry;
         let call = CheckGrammarRequest {
             fingerprint: Bytes::copy_from_slice(&model.fingerprint.0),
             grammar: Some(grammar.source.clone()),
+            request_id: trace.id().to_string(),
         };
+        let (span, request) = (trace.grammar_check(), trace.logged(&model.name));
         let mut workers = WorkerSearch::new(&self.dispatcher.quarantine, key, Some(deadline), None);
         let mut refusals = RefusalCollector::default();
         let place = |tried: &[WorkerId]| registry.choose_worker(model, tried);
         while let Some((mut worker, stay)) = workers.next(place, |worker| worker.id).await? {
-            let answer =
-                service::patience::timeout(CHECK_WAIT, worker.client.check_grammar(call.clone())).await;
+            let call = traced_call(call.clone(), &span);
+            let answer = service::patience::timeout(CHECK_WAIT, worker.client.check_grammar(call)).await;
             match answer {
                 Ok(Ok(_)) => {
                     stay.record_output(1);
@@ -146,7 +146,8 @@ impl GrammarChecker {
                     }
                 }
                 Err(_) => {
-                    tracing::warn!(request = request.request_id, worker = %worker.name, "no answer to a grammar check within {CHECK_WAIT:?}");
+                    let (request_id, trace_id) = (request.request_id, request.trace_id());
+                    tracing::warn!(%request_id, trace_id, worker = %worker.name, "no answer to a grammar check within {CHECK_WAIT:?}");
                 }
             }
         }

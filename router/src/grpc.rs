@@ -25,7 +25,7 @@ use crate::model_wait::ModelQuery;
 use crate::opening::{RETRY_AFTER, RequestRefusal};
 use crate::params::{RequestGrammar, RequestParamError, RequestParams, token_ids};
 use crate::registry::{ModelSnapshot, ResolveError, UnheardModel};
-use crate::request_id::ClientRequestId;
+use crate::request_trace::RequestTrace;
 use crate::tenant::{self, TenantNameError};
 
 pub(crate) struct InferenceService {
@@ -48,8 +48,9 @@ impl inference_server::Inference for InferenceService {
         let key = active.as_ref().map(KeyedRequest::key);
         let tenant = self.resolve_tenant(request.metadata(), &request.get_ref().tenant, key)?;
         let bytes = request.extensions().get::<RequestBytes>().cloned();
-        let origin =
-            RequestOrigin { request_id: ClientRequestId::random().0, arrived, tenant, bytes, active };
+        let trace = request.extensions().get::<RequestTrace>();
+        let trace = trace.expect("`identify` runs around every route").clone();
+        let origin = RequestOrigin { trace, arrived, tenant, bytes, active };
         let own = earlier_deadline_ms(timeout, request.get_ref().deadline_ms);
         let own = own.map_or(Duration::MAX, |ms| Duration::from_millis(ms.unsigned_abs()));
         let wait = (origin.tenant.clone(), self.generator.deadline_of(&origin, own));

@@ -72,6 +72,7 @@ mod ranges;
 mod refused_workers;
 mod registry;
 mod request_id;
+mod request_trace;
 mod response_store;
 pub mod routing;
 mod run;

@@ -8,7 +8,7 @@ use std::collections::HashSet;
 const PREFIX: &str = "ballast:";
 
 /// Names without prefix, and what they measure.
-const HELP: [(&str, &str); 57] = [
+const HELP: [(&str, &str); 58] = [
     ("num_streams", "Streams that run or wait, of all models."),
     ("request_bytes", "Bytes that requests hold."),
     ("num_contents_quarantined", "Contents of requests that are refused because they crashed workers."),
@@ -46,6 +46,7 @@ const HELP: [(&str, &str); 57] = [
     ("model_on_fallback", "1 if the model is on the host although GPUs were to be tried first."),
     ("device_quarantined", "1 while the device is out of service."),
     ("log_lines_lost_total", "Log lines that stderr did not take."),
+    ("trace_spans_dropped_total", "Spans that the collector of traces has not got."),
     ("process_up", "1 while the process runs."),
     ("process_failed", "1 if the process crashes again and again."),
     ("process_restarts_total", "Restarts of the process after a crash."),

@@ -131,6 +131,19 @@ pub enum CallOutcome {
     Refused(RequestRefusal),
 }
 
+impl CallOutcome {
+    /// Why the worker does not serve the request, for traces.
+    pub(crate) fn failure(&self) -> Option<&'static str> {
+        match self {
+            CallOutcome::Admitted => None,
+            CallOutcome::WorkerDied { .. } => Some("worker died"),
+            CallOutcome::NoAnswer => Some("no answer"),
+            CallOutcome::NotServing => Some("not serving"),
+            CallOutcome::Full(refusal) | CallOutcome::Refused(refusal) => Some(refusal.reason()),
+        }
+    }
+}
+
 /// What follows from a [`CallOutcome`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum OpeningStep {

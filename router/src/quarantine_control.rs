@@ -18,6 +18,7 @@ use crate::metrics;
 use crate::quarantine::{
     Blocked, ContentHasher, ContentKey, LossVerdict, QuarantineEntry, QuarantinePolicy, StreamId,
 };
+use crate::request_trace::LoggedRequest;
 use crate::routing::WorkerId;
 
 #[derive(Debug)]
@@ -36,13 +37,6 @@ pub(crate) struct StreamStay {
     worker: WorkerId,
     content: ContentKey,
     id: StreamId,
-}
-
-/// Names a request in the log.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct LoggedRequest<'a> {
-    pub(crate) request_id: &'a str,
-    pub(crate) model: &'a str,
 }
 
 impl QuarantineController {
@@ -134,7 +128,8 @@ impl StreamStay {
         if let LossVerdict::Quarantine { entry, is_new: true } = verdict {
             metrics::record_quarantine(request.model);
             tracing::error!(
-                request = request.request_id,
+                request_id = %request.request_id,
+                trace_id = request.trace_id(),
                 model = request.model,
                 %content,
                 losses = entry.losses,

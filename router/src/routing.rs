@@ -108,6 +108,7 @@ pub struct WorkerReport {
     pub forks: u64,
     pub deferred_logits: u64,
     pub log_lines_lost: u64,
+    pub trace_spans_dropped: u64,
     /// KV cache gauges, for metrics.
     pub kv_cached_tokens: u64,
     pub kv_unfilled_tokens: u64,

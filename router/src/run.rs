@@ -12,6 +12,7 @@ use service::metrics::Metrics;
 use service::supervision::SupervisorState;
 use service::{Notify, Shutdown};
 use tokio::sync::watch;
+use traces::Tracer;
 
 use crate::config::RouterConfig;
 use crate::error::RouterError;
@@ -32,7 +33,7 @@ pub fn run(config: RouterConfig) -> Result<(), RouterError> {
     let listener = public_listener(service::listen::inherited_fds()?)?;
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(RouterError::Runtime)?;
-    let mut usage_log = None;
+    let (mut usage_log, mut tracer) = (None, Tracer::default());
     let served = runtime.block_on(async {
         let shutdown = Shutdown::install().map_err(RouterError::Signals)?;
         let notify = Notify::from_env()?;
@@ -40,7 +41,7 @@ pub fn run(config: RouterConfig) -> Result<(), RouterError> {
             service::supervision::watch_supervisor("router", "router", None, &notify, &shutdown)?;
         let is_inherited = listener.is_some();
         let router = Router::bind(config, listener, Metrics::install()?).await?;
-        usage_log = router.usage_log();
+        (usage_log, tracer) = (router.usage_log(), router.tracer());
         if let Some(socket) = router.public_socket().map_err(RouterError::Inherited)? {
             tokio::spawn(hand_over_socket(socket, is_inherited, supervisor, notify.clone()));
         }
@@ -62,11 +63,13 @@ pub fn run(config: RouterConfig) -> Result<(), RouterError> {
         notify.stopping()?;
         served
     });
-    // Streams that are still open end with the runtime, and their requests have lines too.
+    // Streams that are still open end with the runtime, and their requests have lines and spans
+    // too.
     drop(runtime);
     if let Some(usage_log) = usage_log {
         usage_log.flush();
     }
+    tracer.flush();
     served
 }
 

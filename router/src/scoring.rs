@@ -10,15 +10,16 @@ use bytes::Bytes;
 use proto::worker::v1::{ScoreRequest, score_frame};
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;
+use traces::Span;
 
 use crate::dispatch::call_outcome;
 use crate::generate::{GenerationRequest, Generator};
 use crate::metrics;
 use crate::opening::{OpeningStep, RefusalCollector, RequestRefusal};
-use crate::quarantine_control::LoggedRequest;
 use crate::registry::WorkerHandle;
+use crate::request_trace::RequestTrace;
 use crate::routing::ModelKey;
-use crate::wire::Logprob;
+use crate::wire::{Logprob, traced_call};
 use crate::worker_search::WorkerSearch;
 
 /// Log probabilities of one request: each token of each prompt, with its alternatives. As JSON, an
@@ -37,6 +38,7 @@ impl Generator {
     ) -> Result<Vec<PromptScores>, RequestRefusal> {
         let scored = self.admit_and_score(request, top).await;
         if let Err(refusal) = &scored {
+            request.origin().trace.record_refusal(refusal.reason());
             metrics::record_refusal(request.model.name(), request.class(), refusal.reason());
         }
         scored
@@ -86,15 +88,22 @@ impl Generator {
         let mut workers = WorkerSearch::new(quarantine, content, Some(deadline), None);
         let mut refusals = RefusalCollector::default();
         let place = |tried: &[_]| self.registry.choose_worker(key, tried);
-        let logged = LoggedRequest { request_id: &request.origin().request_id, model: request.model.name() };
+        let trace = &request.origin().trace;
+        let (logged, mut cause) = (trace.logged(request.model.name()), None);
         while let Some((mut worker, stay)) = workers.next(place, |worker| worker.id).await? {
-            let outcome = match read_scores(&mut worker, key, prompt, top, deadline).await {
+            let mut span = trace.worker_call(&worker.name, cause);
+            let call = score_request(trace, key, prompt, top, deadline);
+            let outcome = match read_scores(&mut worker, call, &span, deadline).await {
                 Ok(scores) => {
                     stay.record_output(1);
                     return Ok(scores);
                 }
                 Err(status) => call_outcome(&worker, &status, None, logged),
             };
+            if let Some(failure) = outcome.failure() {
+                span.fail(failure);
+                cause = Some(failure);
+            }
             let verdict = self.dispatcher.record_loss(&outcome, worker.id, &stay, 0, logged);
             if let OpeningStep::Refuse(refusal) = refusals.handle(outcome, verdict) {
                 return Err(refusal);
@@ -104,34 +113,44 @@ impl Generator {
     }
 }
 
-async fn read_scores(
-    worker: &mut WorkerHandle,
+fn score_request(
+    trace: &RequestTrace,
     key: &ModelKey,
     prompt: &[u32],
     top: u32,
     deadline: Instant,
-) -> Result<PromptScores, Status> {
+) -> ScoreRequest {
     let time_left = deadline.saturating_duration_since(Instant::now());
-    let call = ScoreRequest {
+    ScoreRequest {
         fingerprint: Bytes::copy_from_slice(&key.fingerprint.0),
         tokens: prompt.to_vec(),
         top_logprobs: Some(top),
         // 0 means no limit.
         deadline_ms: (time_left.as_millis() as u64).max(1),
-    };
+        request_id: trace.id().to_string(),
+    }
+}
+
+async fn read_scores(
+    worker: &mut WorkerHandle,
+    call: ScoreRequest,
+    span: &Span,
+    deadline: Instant,
+) -> Result<PromptScores, Status> {
+    let tokens = call.tokens.len();
     let read = async {
-        let mut frames = worker.client.score(call).await?.into_inner();
-        let mut scores = PromptScores::with_capacity(prompt.len());
+        let mut frames = worker.client.score(traced_call(call, span)).await?.into_inner();
+        let mut scores = PromptScores::with_capacity(tokens);
         while let Some(frame) = frames.message().await? {
             let Some(score_frame::Frame::Scored(scored)) = frame.frame else {
                 return Err(Status::internal("a frame without log probabilities"));
             };
             scores.extend(scored.logprobs.into_iter().map(Logprob::from));
-            if scores.len() >= prompt.len() {
+            if scores.len() >= tokens {
                 return Err(Status::internal("more log probabilities than tokens"));
             }
         }
-        match scores.len() + 1 == prompt.len() {
+        match scores.len() + 1 == tokens {
             true => Ok(scores),
             false => Err(Status::unavailable("fewer log probabilities than tokens")),
         }

@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tower::Layer;
 use tower::util::MapRequestLayer;
+use traces::Tracer;
 
 use crate::access_control::{AccessController, require_key};
 use crate::admission_control::AdmissionController;
@@ -34,6 +35,7 @@ use crate::intake::{BodyLimits, SharedBudget, limit_request_body};
 use crate::listener::{self, ListenerLimits};
 use crate::quarantine_control::QuarantineController;
 use crate::registry::WorkerRegistry;
+use crate::request_id::identify;
 use crate::tenant::TenantResolver;
 use crate::tls::PublicTls;
 use crate::usage_log::UsageLog;
@@ -55,6 +57,7 @@ pub struct Router {
     tls: Option<Arc<PublicTls>>,
     origins: AllowedOrigins,
     metrics: Metrics,
+    tracer: Tracer,
 }
 
 impl Router {
@@ -73,6 +76,7 @@ impl Router {
             Some(listener) => Some(to_tokio_listener(listener).map_err(RouterError::Inherited)?),
             None => listen(config.listen).await?,
         };
+        let tracer = Tracer::start(config.tracing.as_ref(), "ballast-router", "router")?;
         let health = listen(config.limits.health_listen).await?;
         let socket = service::grpc::bind(&RuntimeDir::at(&config.runtime_dir).router_socket())?;
         let registry = WorkerRegistry::new(config.routing.mode);
@@ -88,7 +92,7 @@ impl Router {
             request_timeout: config.limits.request_timeout,
             usage_log: usage_log.map_err(RouterError::UsageLog)?,
         };
-        Ok(Self { config, tcp, health, socket, generator, access, tls, origins, metrics })
+        Ok(Self { config, tcp, health, socket, generator, access, tls, origins, metrics, tracer })
     }
 
     /// The scheme of the TCP address in URLs.
@@ -115,13 +119,17 @@ impl Router {
         self.generator.usage_log.clone()
     }
 
+    pub(crate) fn tracer(&self) -> Tracer {
+        self.tracer.clone()
+    }
+
     pub(crate) fn registry(&self) -> Arc<WorkerRegistry> {
         self.generator.registry.clone()
     }
 
     /// Serves until a stop is requested and all streams have ended, or the drain time is over.
     pub async fn serve(self, shutdown: &Shutdown) -> Result<(), RouterError> {
-        let Router { config, tcp, health, socket, generator, access, tls, origins, metrics } = self;
+        let Router { config, tcp, health, socket, generator, access, tls, origins, metrics, tracer } = self;
         // Links to workers stay until the last stream has ended: a draining router still fails
         // over.
         let links = CancellationToken::new();
@@ -165,17 +173,20 @@ impl Router {
 
         let unknown_fields =
             if limits.strict_requests { UnknownFields::Refuse } else { UnknownFields::Ignore };
-        let app = AppState::new(generator, metrics, budget, fleet, unknown_fields);
+        let app = AppState::new(generator, metrics, budget, fleet, unknown_fields, tracer.clone());
         let health_routes = http::health_routes(app.clone());
         let http_routes = http::routes(AppState { is_ready_detailed: access.is_none(), ..app })
             .layer(middleware::from_fn_with_state(http_bodies, limit_request_body));
-        let grpc_server = service::grpc::server().add_routes(Routes::from(grpc.clone()));
+        let identified = middleware::from_fn_with_state(tracer, identify);
+        let on_socket = grpc.clone().layer(identified.clone());
+        let grpc_server = service::grpc::server().add_routes(Routes::from(on_socket));
         let on_socket = service::grpc::serve(grpc_server, socket, shutdown.requested());
         let mut all_routes = http_routes.merge(grpc);
         if let Some(access) = access {
             all_routes = all_routes.layer(middleware::from_fn_with_state(access, require_key));
         }
-        let on_tcp = serve_on(tcp, tls, open_to_pages(all_routes, origins), limits.listener(), shutdown);
+        let on_tcp = open_to_pages(all_routes.layer(identified), origins);
+        let on_tcp = serve_on(tcp, tls, on_tcp, limits.listener(), shutdown);
         let on_health = serve_on(health, None, health_routes, limits.health_listener(), shutdown);
         let drained = async {
             shutdown.requested().await;

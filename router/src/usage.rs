@@ -54,7 +54,7 @@ impl RequestUsage {
             Tenant::Unnamed => None,
         };
         let record = json!({
-            "request_id": &*origin.request_id,
+            "request_id": &**origin.trace.id(),
             "key": origin.active.as_ref().map(|active: &KeyedRequest| active.key().name.to_string()),
             "tenant": tenant,
             "model": request.model.name(),

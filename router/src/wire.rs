@@ -8,18 +8,20 @@ use std::time::Duration;
 use bytes::Bytes;
 use proto::v1 as public;
 use proto::worker::v1::{self as wire, generate_frame};
-use tonic::{Code, Status};
+use tonic::{Code, Request, Status};
+use traces::Span;
 
 use crate::failover::{ChoiceError, ChoiceProgress, StreamLoss};
 use crate::intake::RequestBytes;
 use crate::params::{CheckedParams, CheckedSampling};
 use crate::quarantine::ContentKey;
+use crate::request_trace::{LoggedRequest, RequestTrace};
 use crate::routing::{ModelKey, PrefixHash, StreamDemand, prefix_hashes};
 
 /// A choice of a prompt: everything that a worker needs to know except the output so far.
 #[derive(Clone, Debug)]
 pub(crate) struct ChoiceCall {
-    pub(crate) request_id: Arc<str>,
+    pub(crate) trace: RequestTrace,
     pub(crate) model: ModelKey,
     pub(crate) prompt: Arc<[u32]>,
     pub(crate) params: Arc<CheckedParams>,
@@ -38,6 +40,10 @@ pub(crate) struct ChoiceCall {
 }
 
 impl ChoiceCall {
+    pub(crate) fn logged(&self) -> LoggedRequest<'_> {
+        self.trace.logged(&self.model.name)
+    }
+
     pub(crate) fn prefix(&self) -> Vec<PrefixHash> {
         prefix_hashes(&self.params.cache_salt, &self.prompt)
     }
@@ -63,7 +69,7 @@ impl ChoiceCall {
         tokens.extend_from_slice(&self.prompt);
         tokens.extend_from_slice(progress.output());
         wire::GenerateRequest {
-            request_id: self.request_id.to_string(),
+            request_id: self.trace.id().to_string(),
             fingerprint: Bytes::copy_from_slice(&self.model.fingerprint.0),
             tokens,
             prompt_tokens: self.prompt.len() as u32,
@@ -83,6 +89,13 @@ impl ChoiceCall {
             cache_salt: self.params.cache_salt.clone(),
         }
     }
+}
+
+/// A call of a worker in the trace of its request.
+pub(crate) fn traced_call<T>(message: T, span: &Span) -> Request<T> {
+    let mut call = Request::new(message);
+    span.context().write_to(call.metadata_mut().as_mut());
+    call
 }
 
 fn dry_breakers(breakers: &[Vec<u32>]) -> wire::DryBreakers {

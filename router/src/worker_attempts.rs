@@ -54,6 +54,7 @@ impl WorkerAttempts<'_> {
     /// serve the model now.
     pub(crate) async fn next(&self) -> Result<(ModelKey, StreamPermits), RequestRefusal> {
         let (generator, request) = (self.generator, self.request);
+        let mut span = request.origin().trace.admission_queue();
         loop {
             let model = generator.registry.key_with_workers(&request.model);
             let admission = generator.admission_request(request, model.clone(), self.permits);
@@ -63,7 +64,9 @@ impl WorkerAttempts<'_> {
                     if generator.registry.key_with_workers(&request.model) != model => {}
                 Err(error) => {
                     let forecast = generator.forecast(&model);
-                    return Err(RequestRefusal::of_admission(error, &model.name, forecast));
+                    let refusal = RequestRefusal::of_admission(error, &model.name, forecast);
+                    span.fail(refusal.reason());
+                    return Err(refusal);
                 }
                 Ok(permits) => return Ok((model, permits)),
             }

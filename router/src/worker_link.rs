@@ -161,6 +161,7 @@ impl WorkerLink {
                 forks: stats.forks,
                 deferred_logits: stats.deferred_logits,
                 log_lines_lost: stats.log_lines_lost,
+                trace_spans_dropped: stats.trace_spans_dropped,
                 kv_cached_tokens: stats.kv_cached_tokens,
                 kv_unfilled_tokens: stats.kv_unfilled_tokens,
                 kv_mapped_bytes: stats.kv_mapped_bytes.unwrap_or(0),

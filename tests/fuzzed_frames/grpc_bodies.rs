@@ -106,6 +106,7 @@ fn messages(fingerprint: Bytes) -> Vec<Vec<u8>> {
     let check = worker::CheckGrammarRequest {
         fingerprint: fingerprint.clone(),
         grammar: Some(grammar(Kind::Gbnf("root ::= \"a\" | [b-d] root".into()))),
+        request_id: "request-1".into(),
     };
     let score =
         worker::ScoreRequest { fingerprint, tokens: (10..40).collect(), ..worker::ScoreRequest::default() };

@@ -5,6 +5,7 @@
 
 pub(crate) mod admin;
 pub(crate) mod api;
+pub(crate) mod collector;
 pub(crate) mod http;
 pub(crate) mod proc;
 pub(crate) mod random;

@@ -15,6 +15,7 @@ use ops::KvTypes;
 use sampling_params::SamplingDefaults;
 use serde::{Deserialize, Serialize};
 use service::{ByteSize, UserId};
+use traces::TracingConfig;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -90,6 +91,9 @@ pub struct WorkerConfig {
     /// on other workers.
     #[serde(default = "drain", with = "service::duration")]
     pub drain: Duration,
+    /// Where spans of requests go. If absent, none are recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tracing: Option<TracingConfig>,
 }
 
 /// A chat template. The worker sends its text to the router.
@@ -230,6 +234,7 @@ impl WorkerConfig {
             draft_depth: draft_depth(),
             step_timeout: None,
             drain: drain(),
+            tracing: None,
         }
     }
 

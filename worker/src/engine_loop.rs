@@ -31,12 +31,15 @@ use tokio::sync::{Semaphore, watch};
 use crate::backend::MeasureBackend;
 use crate::startup_timeline::{LazyInit, PostReadyStages, StartupTimeline};
 use crate::step_watchdog::StepCounter;
-use crate::token_channel::{ChannelFull, FlowControl, StreamAbort, StreamItem, TokenChannel};
+use crate::stream_trace::TracedStep;
+use crate::token_channel::{ChannelFull, FlowControl, StreamAbort, StreamItem};
 
+mod active_stream;
 mod command;
 mod handle;
 mod kv_subscriber;
 
+use active_stream::ActiveStream;
 use command::{COMMANDS_MAX, EngineCommand, KV_SUBSCRIBERS_MAX, PAUSED_POLL, SubmitReply};
 pub(crate) use command::{EngineSnapshot, SubmitError};
 pub(crate) use handle::{EngineHandle, EngineWaker};
@@ -69,7 +72,7 @@ pub(crate) struct EngineLoop<B: Backend> {
     is_wake_queued: Arc<AtomicBool>,
     snapshot: watch::Sender<EngineSnapshot>,
     steps: StepCounter,
-    streams: HashMap<RequestId, TokenChannel>,
+    streams: HashMap<RequestId, ActiveStream>,
     outputs: Vec<EngineOutput>,
     is_draining: bool,
     first_step: Duration,
@@ -212,8 +215,11 @@ impl<B: Backend> EngineLoop<B> {
         let lazy_init = (self.measure)(self.engine.backend()).lazy_init;
         let now = self.epoch.elapsed();
         let stepped = self.engine.step(now, &mut self.outputs);
+        let ended = self.epoch.elapsed();
+        let mut step = TracedStep { began: now, ended, rows: 0, sequences: 0 };
         if let Ok(report) = &stepped {
-            self.engine.observe(report, self.epoch.elapsed() - now);
+            self.engine.observe(report, ended - now);
+            (step.rows, step.sequences) = (report.rows, report.sequences);
         }
         if stepped.as_ref().is_ok_and(|report| report.rows > 0) {
             self.record_first_step(lazy_init, now);
@@ -223,7 +229,7 @@ impl<B: Backend> EngineLoop<B> {
         self.publish();
         match stepped {
             Ok(report) => {
-                self.deliver(None);
+                self.deliver(&step, None);
                 self.publish();
                 Ok(report.rows == 0)
             }
@@ -236,7 +242,7 @@ impl<B: Backend> EngineLoop<B> {
                 } else {
                     StreamAbort::StepFailed { detail }
                 };
-                self.deliver(Some(&abort));
+                self.deliver(&step, Some(&abort));
                 if is_fatal {
                     self.abort_all(&abort);
                 }
@@ -279,15 +285,15 @@ impl<B: Backend> EngineLoop<B> {
 
     fn handle(&mut self, command: EngineCommand) {
         match command {
-            EngineCommand::Generate { request, constraint, channel, reply } => {
+            EngineCommand::Generate { request, constraint, stream, reply } => {
                 let id = request.id;
                 let queued = self.engine.submit_constrained(*request, constraint);
-                self.register_stream(id, queued, channel, reply);
+                self.register_stream(id, queued, stream, reply);
             }
-            EngineCommand::Score { request, channel, reply } => {
+            EngineCommand::Score { request, stream, reply } => {
                 let id = request.id;
                 let queued = self.engine.submit_score(request);
-                self.register_stream(id, queued, channel, reply);
+                self.register_stream(id, queued, stream, reply);
             }
             EngineCommand::KvEvents { from, reply } => {
                 // The subscriber may be gone.
@@ -314,11 +320,12 @@ impl<B: Backend> EngineLoop<B> {
         &mut self,
         id: RequestId,
         queued: Result<Queued, RefuseReason>,
-        channel: TokenChannel,
+        stream: ActiveStream,
         reply: SubmitReply,
     ) {
-        if queued.is_ok() {
-            self.streams.insert(id, channel);
+        match queued {
+            Ok(_) => drop(self.streams.insert(id, stream)),
+            Err(_) => stream.trace.refuse(),
         }
         // A caller that is gone has dropped its receiver too. The closed channel then cancels the
         // request.
@@ -330,7 +337,7 @@ impl<B: Backend> EngineLoop<B> {
     fn apply_flow_control(&mut self) {
         let now = self.epoch.elapsed();
         let mut cancelled = Vec::new();
-        for (&id, channel) in &mut self.streams {
+        for (&id, ActiveStream { channel, .. }) in &mut self.streams {
             if channel.is_closed() {
                 cancelled.push((id, None));
                 continue;
@@ -352,11 +359,14 @@ impl<B: Backend> EngineLoop<B> {
     }
 
     fn cancel(&mut self, id: RequestId, abort: Option<StreamAbort>) {
-        let channel = self.streams.remove(&id);
+        let stream = self.streams.remove(&id);
         let mut unread = Vec::new();
         self.engine.cancel(id, &mut unread);
-        if let (Some(channel), Some(abort)) = (channel, abort) {
-            channel.finish(Err(abort));
+        let now = self.epoch.elapsed();
+        match (stream, abort) {
+            (Some(stream), Some(abort)) => stream.finish(Err(abort), now),
+            (Some(stream), None) => stream.trace.cancel(now),
+            (None, _) => {}
         }
     }
 
@@ -368,17 +378,17 @@ impl<B: Backend> EngineLoop<B> {
     }
 
     /// Sends the step's outputs to their channels. `failure` is set if the step failed.
-    fn deliver(&mut self, failure: Option<&StreamAbort>) {
+    fn deliver(&mut self, step: &TracedStep, failure: Option<&StreamAbort>) {
         let mut outputs = std::mem::take(&mut self.outputs);
         for output in outputs.drain(..) {
             let id = output_id(&output);
             if let EngineOutput::Finished { reason, .. } = output {
-                if let Some(channel) = self.streams.remove(&id) {
-                    channel.finish(final_item(output, reason, failure));
+                if let Some(stream) = self.streams.remove(&id) {
+                    stream.finish(final_item(output, reason, failure), step.ended);
                 }
                 continue;
             }
-            let sent = self.streams.get_mut(&id).map_or(Ok(()), |channel| channel.send(output));
+            let sent = self.streams.get_mut(&id).map_or(Ok(()), |stream| stream.send(output, step));
             if sent == Err(ChannelFull) {
                 self.cancel(id, Some(StreamAbort::ChannelFull));
             }

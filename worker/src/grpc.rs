@@ -17,8 +17,10 @@ use service::Shutdown;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use tonic_health::server::HealthReporter;
+use traces::Tracer;
 
 use crate::attach::AttachedModelInfo;
+use crate::call_trace::{CallLabel, CallTrace};
 use crate::config::WorkerConfig;
 use crate::engine_thread::ServingEngine;
 use crate::grammar_compiler::{GrammarCompiler, GrammarModel};
@@ -49,6 +51,7 @@ pub(crate) struct WorkerService {
     pub(crate) state: Arc<OnceLock<ServingState>>,
     pub(crate) health: HealthReporter,
     pub(crate) shutdown: Shutdown,
+    pub(crate) tracer: Tracer,
 }
 
 type FrameStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -64,47 +67,26 @@ impl Worker for WorkerService {
         &self,
         wire: Request<wire::GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
-        let ServingState { engine: ServingEngine { handle, info }, grammars } = self.serving_state()?;
-        let mut wire = wire.into_inner();
-        check_fingerprint(&wire.fingerprint, info)?;
-        let source = wire.grammar.take().map(grammar_source).transpose()?;
-        let id = handle.next_id();
-        tracing::debug!(%id, request = %wire.request_id, tokens = wire.tokens.len(), "generate");
-        let request = request_from_wire(wire, id, handle.now())?;
-        let constraint = match source {
-            Some(source) => {
-                let prior_output = &request.prompt[request.prompt.len() - request.prior_output..];
-                Some(grammars.compile(source, prior_output.to_vec()).await?)
-            }
-            None => None,
-        };
-        let (queued, outputs) = handle.generate(request, constraint).await?;
-        let frames = ReceiverStream::new(outputs).filter_map(async |item| match item {
-            Ok(output) => generate_frame(output).map(Ok),
-            Err(abort) => Some(Err(abort.into())),
-        });
-        let first = stream::iter([Ok(admitted(queued.ahead))]);
-        Ok(Response::new(Box::pin(first.chain(frames))))
+        let (metadata, _, wire) = wire.into_parts();
+        let call = CallTrace::begin(&self.tracer, "generate", &wire.request_id, &metadata);
+        let label = call.label.clone();
+        self.start_generating(wire, call).await.inspect_err(|status| label.log_refusal(status))
     }
 
     async fn check_grammar(
         &self,
         wire: Request<wire::CheckGrammarRequest>,
     ) -> Result<Response<wire::CheckGrammarReply>, Status> {
-        let ServingState { engine: ServingEngine { info, .. }, grammars } = self.serving_state()?;
-        let wire = wire.into_inner();
-        check_fingerprint(&wire.fingerprint, info)?;
-        // Compiling computes the first mask, so it also finds a grammar that allows no first token.
-        grammars.compile(grammar_source(wire.grammar.unwrap_or_default())?, Vec::new()).await?;
-        Ok(Response::new(wire::CheckGrammarReply {}))
+        let (metadata, _, wire) = wire.into_parts();
+        let label = CallLabel::new(&wire.request_id, &metadata);
+        self.compile_grammar(wire).await.inspect_err(|status| label.log_refusal(status))
     }
 
     async fn score(&self, wire: Request<wire::ScoreRequest>) -> Result<Response<Self::ScoreStream>, Status> {
-        let ServingEngine { handle, info } = &self.serving_state()?.engine;
-        let wire = wire.into_inner();
-        check_fingerprint(&wire.fingerprint, info)?;
-        let outputs = handle.score(score_request_from_wire(wire, handle.next_id(), handle.now())?).await?;
-        Ok(Response::new(Box::pin(score_stream::frames(outputs))))
+        let (metadata, _, wire) = wire.into_parts();
+        let call = CallTrace::begin(&self.tracer, "score", &wire.request_id, &metadata);
+        let label = call.label.clone();
+        self.start_scoring(wire, call).await.inspect_err(|status| label.log_refusal(status))
     }
 
     async fn get_metadata(
@@ -159,7 +141,8 @@ impl Worker for WorkerService {
             Some(state) => stats_reply::stats_reply(&self.config, &state.engine),
             None => wire::StatsReply::default(),
         };
-        Ok(Response::new(wire::StatsReply { private_bytes, ..stats }))
+        let trace_spans_dropped = self.tracer.dropped_spans();
+        Ok(Response::new(wire::StatsReply { private_bytes, trace_spans_dropped, ..stats }))
     }
 
     async fn drain(&self, wire: Request<wire::DrainRequest>) -> Result<Response<wire::DrainReply>, Status> {
@@ -206,6 +189,57 @@ impl WorkerService {
             }
         });
         cut
+    }
+
+    async fn start_generating(
+        &self,
+        mut wire: wire::GenerateRequest,
+        call: CallTrace,
+    ) -> Result<Response<FrameStream<wire::GenerateFrame>>, Status> {
+        let ServingState { engine: ServingEngine { handle, info }, grammars } = self.serving_state()?;
+        check_fingerprint(&wire.fingerprint, info)?;
+        let source = wire.grammar.take().map(grammar_source).transpose()?;
+        let id = handle.next_id();
+        call.log_begin(id, "generate", wire.tokens.len());
+        let request = request_from_wire(wire, id, handle.now())?;
+        let constraint = match source {
+            Some(source) => {
+                let prior_output = &request.prompt[request.prompt.len() - request.prior_output..];
+                Some(grammars.compile(source, prior_output.to_vec()).await?)
+            }
+            None => None,
+        };
+        let (queued, outputs) = handle.generate(request, constraint, call).await?;
+        let frames = ReceiverStream::new(outputs).filter_map(async |item| match item {
+            Ok(output) => generate_frame(output).map(Ok),
+            Err(abort) => Some(Err(abort.into())),
+        });
+        let first = stream::iter([Ok(admitted(queued.ahead))]);
+        Ok(Response::new(Box::pin(first.chain(frames))))
+    }
+
+    async fn compile_grammar(
+        &self,
+        wire: wire::CheckGrammarRequest,
+    ) -> Result<Response<wire::CheckGrammarReply>, Status> {
+        let ServingState { engine: ServingEngine { info, .. }, grammars } = self.serving_state()?;
+        check_fingerprint(&wire.fingerprint, info)?;
+        // Compiling computes the first mask, so it also finds a grammar that allows no first token.
+        grammars.compile(grammar_source(wire.grammar.unwrap_or_default())?, Vec::new()).await?;
+        Ok(Response::new(wire::CheckGrammarReply {}))
+    }
+
+    async fn start_scoring(
+        &self,
+        wire: wire::ScoreRequest,
+        call: CallTrace,
+    ) -> Result<Response<FrameStream<wire::ScoreFrame>>, Status> {
+        let ServingEngine { handle, info } = &self.serving_state()?.engine;
+        check_fingerprint(&wire.fingerprint, info)?;
+        let id = handle.next_id();
+        call.log_begin(id, "score", wire.tokens.len());
+        let outputs = handle.score(score_request_from_wire(wire, id, handle.now())?, call).await?;
+        Ok(Response::new(Box::pin(score_stream::frames(outputs))))
     }
 
     fn serving_state(&self) -> Result<&ServingState, Status> {

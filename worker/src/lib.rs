@@ -19,6 +19,7 @@
 //! | `backend`, `gpu` | [`DeviceRuntime`](backend::DeviceRuntime) of the host and of a GPU |
 //! | `engine_loop` | owns the engine: commands in, outputs out, one step at a time |
 //! | `token_channel` | bounded queue of outputs from the engine loop to one call |
+//! | `call_trace`, `stream_trace` | names of a call in log lines; its spans |
 //! | `grpc`, `wire` | `ballast.worker.v1`; its messages to and from engine types |
 //! | `grammar_compiler`, `grammar_denylist` | compiles grammars before requests are queued |
 //! | `grammar_constraint` | computes the next token bitmask while the engine steps |
@@ -38,6 +39,7 @@
 mod attach;
 mod attach_error;
 mod backend;
+mod call_trace;
 mod config;
 mod draft_vocabulary;
 mod engine_loop;
@@ -58,6 +60,7 @@ mod run;
 mod run_error;
 mod startup_timeline;
 mod step_watchdog;
+mod stream_trace;
 mod token_channel;
 mod use_report;
 mod wire;

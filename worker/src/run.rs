@@ -19,6 +19,7 @@ use service::process_limits::StartError;
 use service::{Notify, Shutdown};
 use tokio::sync::oneshot;
 use tonic_health::server::HealthReporter;
+use traces::Tracer;
 
 use crate::attach::AttachedModelInfo;
 use crate::backend::DeviceRuntime;
@@ -86,12 +87,14 @@ pub async fn serve(
     let listener = service::grpc::bind(&config.listen)?.allow(&config.allow_users);
     let (health, health_service) = service::grpc::health();
     health.set_not_serving::<WorkerServer<WorkerService>>().await;
+    let tracer = Tracer::start(config.tracing.as_ref(), "ballast-worker", &config.name)?;
     let config = Arc::new(config);
     let service = WorkerService {
         config: config.clone(),
         state: Arc::new(OnceLock::new()),
         health: health.clone(),
         shutdown: shutdown.clone(),
+        tracer: tracer.clone(),
     };
     let (reflection, reflection_alpha) = service::grpc::reflection(proto::FILE_DESCRIPTOR_SET, SERVICE_NAME)?;
     let server = service::grpc::server()
@@ -129,7 +132,7 @@ pub async fn serve(
     };
     // The engine's thread is not joined. The end of the process ends it, even in the middle of a
     // step, and tells the weight-server that nothing is mapped here any more.
-    tokio::select! {
+    let ended = tokio::select! {
         served = service::grpc::serve(server, listener, stop) => served.map_err(WorkerRunError::Serve),
         _ = async { drop(flushed.await); tokio::time::sleep(FLUSH_WAIT).await } => Ok(()),
         () = shutdown.forced() => Ok(()),
@@ -138,7 +141,10 @@ pub async fn serve(
             Ok(Ok(())) | Err(_) => WorkerRunError::EngineLost,
         }),
         never = serve_when_ready(&service, ready, notify) => never.map(|never| match never {}),
-    }
+    };
+    // Nothing else runs on this thread any more.
+    tracer.flush();
+    ended
 }
 
 /// Starts serving once the engine is ready, then watches the leases. Returns only on an error.

@@ -34,6 +34,8 @@ pub enum WorkerRunError {
     Serve(#[source] tonic::transport::Error),
     #[error(transparent)]
     Attach(#[from] WorkerAttachError),
+    #[error(transparent)]
+    Tracer(#[from] traces::TracerError),
     #[error(
         "{device} failed and this worker ends; other workers keep the weights, which are mapped read-only"
     )]
@@ -62,6 +64,7 @@ impl HasExit for WorkerRunError {
             WorkerRunError::Inherit(error) => error.exit(),
             WorkerRunError::Socket(error) => error.exit(),
             WorkerRunError::Attach(error) => error.exit(),
+            WorkerRunError::Tracer(error) => error.exit(),
             WorkerRunError::Quarantined { .. } => Exit::PeerLost,
             // The supervisor quarantines a GPU on which this happens again and again.
             WorkerRunError::StepHangs { device: ComputeDevice::Gpu(_), .. } => Exit::DeviceHangs,

@@ -79,7 +79,7 @@ pub(crate) async fn post(
     let parsed = parse_chat(parse_object(&body.bytes)?, app.unknown_fields)?;
     let options = parsed.options;
     let (with_reasoning, with_logprobs) = (parsed.with_reasoning, parsed.params.top_logprobs.is_some());
-    let (id, created) = (format!("chatcmpl-{}", metadata.origin.request_id), metadata.created_unix_seconds);
+    let (id, created) = (format!("chatcmpl-{}", metadata.origin.trace.id()), metadata.created_unix_seconds);
     let (chat, ignored) = tokenize_chat(&app, parsed, &metadata, body).await?;
     let prompt_logprobs = chat.prompt_logprobs(&app, &metadata, options).await?;
     let StartedChat { request, events, syntax, tools } = chat.start(&app, metadata, options.stream).await?;

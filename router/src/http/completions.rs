@@ -80,7 +80,7 @@ pub(crate) async fn post(
         false => app.generator.start(&request).await?,
     };
     let format = CompletionFormat {
-        id: format!("cmpl-{}", metadata.origin.request_id),
+        id: format!("cmpl-{}", metadata.origin.trace.id()),
         created: metadata.created_unix_seconds,
         n: request.params().n as usize,
         with_logprobs: endpoint.logprobs.is_some(),

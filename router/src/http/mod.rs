@@ -169,6 +169,7 @@ async fn scrape(State(app): State<AppState>) -> Response {
         &app.generator.registry,
         &app.generator.admission,
         &FleetGauges { processes: &processes, copies: &copies },
+        app.tracer.dropped_spans(),
     ));
     text.push_str(&device_gauges::render(&app.fleet.devices(), &app.fleet.on_fallback()));
     text.push_str(&gauges::render_intake(

@@ -14,15 +14,17 @@ use axum::http::{Method, StatusCode, Uri};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use tower_http::cors::{AllowOrigin, CorsLayer};
+use traces::{TRACEPARENT, TRACESTATE};
 
 use super::error::ApiError;
-use super::request::REQUEST_ID;
+use crate::request_id::REQUEST_ID;
 use crate::tenant;
 
 /// How long a browser remembers the answer to a preflight request.
 const PREFLIGHT_AGE: Duration = Duration::from_secs(600);
 const LOOPBACK_HOSTS: [&str; 3] = ["localhost", "127.0.0.1", "[::1]"];
 const ANY: &str = "*";
+const TENANT: HeaderName = HeaderName::from_static(tenant::HEADER);
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
@@ -62,7 +64,7 @@ impl AllowedOrigins {
         CorsLayer::new()
             .allow_origin(AllowOrigin::predicate(move |origin, _| allowed.allows(origin)))
             .allow_methods([Method::GET, Method::POST])
-            .allow_headers([AUTHORIZATION, CONTENT_TYPE, REQUEST_ID, HeaderName::from_static(tenant::HEADER)])
+            .allow_headers([AUTHORIZATION, CONTENT_TYPE, REQUEST_ID, TRACEPARENT, TRACESTATE, TENANT])
             .expose_headers([REQUEST_ID, RETRY_AFTER])
             .max_age(PREFLIGHT_AGE)
     }

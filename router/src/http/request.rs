@@ -18,6 +18,7 @@ use serde::Deserialize;
 use service::metrics::Metrics;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
+use traces::Tracer;
 
 use super::error::ApiError;
 use super::fields::UnknownFields;
@@ -30,11 +31,10 @@ use crate::intake::{RequestBytes, SharedBudget, body_error};
 use crate::metrics;
 use crate::model::unix_seconds;
 use crate::model_wait::ModelQuery;
-use crate::request_id::ClientRequestId;
+use crate::request_trace::RequestTrace;
 use crate::response_store::ResponseStore;
 use crate::tenant;
 
-pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// A handler tokenizes bodies up to this size itself, which takes less time than a blocking task.
 const INLINE_BYTES_MAX: usize = 16 << 10;
 /// Large bodies that are parsed at the same time. Their JSON values take up to 70 times as much.
@@ -52,6 +52,8 @@ pub(crate) struct AppState {
     pub(crate) parsing: Arc<Semaphore>,
     pub(crate) unknown_fields: UnknownFields,
     pub(crate) responses: ResponseStore,
+    /// Counts the spans that no collector has got.
+    pub(crate) tracer: Tracer,
     /// `/ready` names models and processes. Not where callers need keys, and `/ready` needs none.
     pub(crate) is_ready_detailed: bool,
 }
@@ -63,11 +65,22 @@ impl AppState {
         budget: SharedBudget,
         fleet: FleetWatch,
         unknown_fields: UnknownFields,
+        tracer: Tracer,
     ) -> Self {
         let parsing = Arc::new(Semaphore::new(PARSED_BYTES_MAX as usize));
         let responses = ResponseStore::default();
         let is_ready_detailed = true;
-        Self { generator, metrics, budget, fleet, parsing, unknown_fields, responses, is_ready_detailed }
+        Self {
+            generator,
+            metrics,
+            budget,
+            fleet,
+            parsing,
+            unknown_fields,
+            responses,
+            tracer,
+            is_ready_detailed,
+        }
     }
 
     /// Waits for the right to hold JSON values of this many bytes. `None` for few bytes.
@@ -93,8 +106,8 @@ impl FromRequestParts<AppState> for RequestMetadata {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, app: &AppState) -> Result<Self, ApiError> {
-        let request_id = parts.extensions.get::<ClientRequestId>();
-        let request_id = request_id.expect("`observe` runs around every route").0.clone();
+        let trace = parts.extensions.get::<RequestTrace>();
+        let trace = trace.expect("`identify` runs around every route").clone();
         let header = |name: &str| parts.headers.get(name).map(HeaderValue::as_bytes);
         let active = parts.extensions.get::<KeyedRequest>().cloned();
         let key = active.as_ref().map(KeyedRequest::key);
@@ -102,7 +115,7 @@ impl FromRequestParts<AppState> for RequestMetadata {
         let tenant = app.generator.tenants.resolve(name, presented, key)?;
         let models = KeyedRequest::models(active.as_ref());
         let bytes = parts.extensions.get::<RequestBytes>().cloned();
-        let origin = RequestOrigin { request_id, arrived: Instant::now(), tenant, bytes, active };
+        let origin = RequestOrigin { trace, arrived: Instant::now(), tenant, bytes, active };
         Ok(Self { origin, models, created_unix_seconds: unix_seconds() })
     }
 }
@@ -202,22 +215,15 @@ where
     }
 }
 
-/// Middleware around every route: determines the request id, returns it in the response, and counts
-/// the response.
+/// Middleware around every route: counts the response.
 pub(crate) async fn observe(
     State(routes): State<&'static [&'static str]>,
-    mut request: Request,
+    request: Request,
     next: Next,
 ) -> Response {
-    let given = request.headers().get(REQUEST_ID).and_then(|value| value.to_str().ok());
-    let id = ClientRequestId::from_client(given);
-    request.extensions_mut().insert(id.clone());
     // Only known routes are label values.
     let route = routes.iter().copied().find(|&route| route == request.uri().path()).unwrap_or("other");
-    let mut response = next.run(request).await.into_response();
+    let response = next.run(request).await.into_response();
     metrics::record_http_response(route, response.status().as_u16());
-    if let Ok(value) = HeaderValue::from_str(&id.0) {
-        response.headers_mut().insert(REQUEST_ID, value);
-    }
     response
 }

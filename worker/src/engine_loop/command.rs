@@ -9,8 +9,8 @@ use engine::kv::events::KvEventBatch;
 use engine::{Constraint, EngineStats, KvCacheUsage, Queued, RefuseReason, Request, ScoreRequest};
 use tokio::sync::oneshot;
 
+use super::active_stream::ActiveStream;
 use crate::backend::BackendUsage;
-use crate::token_channel::TokenChannel;
 
 /// Commands that may wait for the end of a step. Further requests are refused.
 pub(super) const COMMANDS_MAX: usize = 256;
@@ -26,12 +26,12 @@ pub(super) enum EngineCommand {
     Generate {
         request: Box<Request>,
         constraint: Option<Box<dyn Constraint>>,
-        channel: TokenChannel,
+        stream: ActiveStream,
         reply: SubmitReply,
     },
     Score {
         request: ScoreRequest,
-        channel: TokenChannel,
+        stream: ActiveStream,
         reply: SubmitReply,
     },
     /// Asks for the KV cache events from number `from` on.

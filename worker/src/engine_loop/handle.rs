@@ -10,9 +10,12 @@ use std::time::{Duration, Instant};
 use engine::{Constraint, Queued, Request, RequestId, ScoreRequest};
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
+use super::active_stream::ActiveStream;
 use super::command::{EngineCommand, EngineSnapshot, SubmitError, SubmitReply, send_command};
 use super::kv_subscriber::KvEventSubscriber;
+use crate::call_trace::CallTrace;
 use crate::step_watchdog::StepCounter;
+use crate::stream_trace::StreamTrace;
 use crate::token_channel::{StreamItem, TOKEN_CAPACITY, score_capacity, token_channel};
 
 /// Keeps the engine loop running. The engine loop ends when all handles are dropped.
@@ -81,20 +84,24 @@ impl EngineHandle {
         &self,
         request: Request,
         constraint: Option<Box<dyn Constraint>>,
+        call: CallTrace,
     ) -> Result<(Queued, mpsc::Receiver<StreamItem>), SubmitError> {
         let (channel, receiver) = token_channel(TOKEN_CAPACITY);
+        let stream = ActiveStream { channel, trace: StreamTrace::submit(call, self.now()) };
         let request = Box::new(request);
         let queued =
-            self.submit(|reply| EngineCommand::Generate { request, constraint, channel, reply }).await?;
+            self.submit(|reply| EngineCommand::Generate { request, constraint, stream, reply }).await?;
         Ok((queued, receiver))
     }
 
     pub(crate) async fn score(
         &self,
         request: ScoreRequest,
+        call: CallTrace,
     ) -> Result<mpsc::Receiver<StreamItem>, SubmitError> {
         let (channel, receiver) = token_channel(score_capacity(self.score_rows_max));
-        self.submit(|reply| EngineCommand::Score { request, channel, reply }).await?;
+        let stream = ActiveStream { channel, trace: StreamTrace::submit(call, self.now()) };
+        self.submit(|reply| EngineCommand::Score { request, stream, reply }).await?;
         Ok(receiver)
     }
 

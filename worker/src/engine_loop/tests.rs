@@ -11,6 +11,7 @@ use tokio::sync::mpsc;
 
 use super::*;
 use crate::backend::BackendUsage;
+use crate::call_trace::CallTrace;
 
 const VOCAB_SIZE: usize = 8;
 /// Long enough for a loaded machine; the awaited events take milliseconds.
@@ -71,6 +72,10 @@ fn over(model: UniformModel, measure: MeasureBackend<Reference>) -> (EngineHandl
     engine_loop(engine, 1, measure, StartupTimeline::start())
 }
 
+fn unrecorded() -> CallTrace {
+    CallTrace::begin(&traces::Tracer::default(), "generate", "r", &tonic::metadata::MetadataMap::new())
+}
+
 /// Takes the next command. Returns whether it is a `Wake`.
 pub(crate) fn take_wake(engine_loop: &EngineLoop<Reference>) -> bool {
     matches!(engine_loop.commands.try_recv(), Ok(EngineCommand::Wake))
@@ -122,8 +127,8 @@ async fn a_request_without_its_mask_delays_no_other_request_and_is_not_polled_in
     let constraint = || {
         Some(Box::new(GatedConstraint { open: open.clone(), asked: asked.clone() }) as Box<dyn Constraint>)
     };
-    let (_, mut late) = handle.generate(request(&handle, 3), constraint()).await.unwrap();
-    let (_, mut other) = handle.generate(request(&handle, 100), None).await.unwrap();
+    let (_, mut late) = handle.generate(request(&handle, 3), constraint(), unrecorded()).await.unwrap();
+    let (_, mut other) = handle.generate(request(&handle, 100), None, unrecorded()).await.unwrap();
     assert_eq!(tokens(&mut other).await, 100, "this request runs while the other one has no mask");
     assert!(matches!(late.recv().await, Some(Ok(EngineOutput::Admitted { .. }))));
     assert!(late.try_recv().is_err(), "no token is sampled without a mask");
@@ -143,7 +148,7 @@ async fn a_request_without_its_mask_delays_no_other_request_and_is_not_polled_in
 
     // A call that is dropped while its mask is missing frees its blocks.
     open.store(false, Ordering::SeqCst);
-    let (_, leaving) = handle.generate(request(&handle, 3), constraint()).await.unwrap();
+    let (_, leaving) = handle.generate(request(&handle, 3), constraint(), unrecorded()).await.unwrap();
     let mut snapshot = handle.snapshot.clone();
     let mut until = async |is: fn(&EngineSnapshot) -> bool| {
         drop(tokio::time::timeout(TIMEOUT, snapshot.wait_for(is)).await.expect("in time").unwrap());
@@ -159,7 +164,7 @@ async fn a_request_without_its_mask_delays_no_other_request_and_is_not_polled_in
 async fn a_stream_that_runs_out_of_device_memory_ends_with_needed_free_and_missing_bytes() {
     let (handle, engine_loop) = over(UniformModel { full_after: 2 }, |_| BackendUsage::default());
     let thread = std::thread::spawn(move || engine_loop.run());
-    let (_, mut outputs) = handle.generate(request(&handle, 100), None).await.unwrap();
+    let (_, mut outputs) = handle.generate(request(&handle, 100), None, unrecorded()).await.unwrap();
     let cut = loop {
         let output = tokio::time::timeout(TIMEOUT, outputs.recv()).await.expect("outputs in time");
         match output.expect("an end") {
@@ -267,12 +272,13 @@ async fn prefixes_expire_while_the_engine_is_idle_and_while_it_is_busy() {
         let thread = std::thread::spawn(move || engine_loop.run());
         let (open, asked) = (Arc::new(AtomicBool::new(is_idle)), Arc::new(AtomicUsize::new(0)));
         let constraint = Box::new(GatedConstraint { open, asked });
-        let (_, mut other) = handle.generate(request(&handle, 3), Some(constraint)).await.unwrap();
+        let (_, mut other) =
+            handle.generate(request(&handle, 3), Some(constraint), unrecorded()).await.unwrap();
         if is_idle {
             assert_eq!(tokens(&mut other).await, 3);
         }
         let long = Request { prompt: long_prompt(1), ..request(&handle, 1) };
-        let (_, mut outputs) = handle.generate(long, None).await.unwrap();
+        let (_, mut outputs) = handle.generate(long, None, unrecorded()).await.unwrap();
         assert_eq!(tokens(&mut outputs).await, 1);
         // Two blocks were stored in the prefix cache, then removed from it.
         let mut snapshot = handle.snapshot.clone();

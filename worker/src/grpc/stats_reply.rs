@@ -45,6 +45,7 @@ pub(super) fn stats_reply(config: &WorkerConfig, engine: &ServingEngine) -> wire
         forks: stats.forks,
         deferred_logits: stats.deferred_rows,
         log_lines_lost: service::logging::lost_lines(),
+        trace_spans_dropped: 0,
         device: info.device.clone(),
         context_bytes: info.context_bytes,
         kv_reserved_bytes: config.kv_bytes.0,

@@ -51,7 +51,8 @@ async fn a_stream_can_be_resumed_in_the_middle_of_its_grammar() {
 }
 
 fn check(request: &wire::GenerateRequest) -> wire::CheckGrammarRequest {
-    wire::CheckGrammarRequest { fingerprint: request.fingerprint.clone(), grammar: request.grammar.clone() }
+    let (fingerprint, grammar) = (request.fingerprint.clone(), request.grammar.clone());
+    wire::CheckGrammarRequest { fingerprint, grammar, request_id: String::new() }
 }
 
 #[tokio::test(flavor = "multi_thread")]
