@@ -148,12 +148,7 @@ impl Deck {
                 let name = self.worker_name(soak);
                 return soak.command(&["restart", &name]);
             }
-            Restarts(role) => {
-                if role == "router" {
-                    soak.router_stops.push(Instant::now());
-                }
-                return soak.command(&["restart", role]);
-            }
+            Restarts(role) => return soak.restart(role),
             AddsAndRemovesWorker => {
                 let before = soak.fleet.try_processes().ok_or("ps does not answer")?;
                 let model = soak.models[0].0.clone();

@@ -189,6 +189,14 @@ impl SoakFleet {
         arguments
     }
 
+    /// Restarts the process of a role that has one.
+    pub(super) fn restart(&mut self, role: &str) -> Result<(), String> {
+        if role == "router" {
+            self.router_stops.push(Instant::now());
+        }
+        self.command(&["restart", role])
+    }
+
     /// Runs a command of at most a minute, and returns what it says if it fails.
     pub(super) fn command(&mut self, arguments: &[&str]) -> Result<(), String> {
         let mut command = ballast();
