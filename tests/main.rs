@@ -7,6 +7,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail as tests do: at once, saying where")]
 
 mod access;
+mod access_log;
 mod admin_audit;
 mod admission;
 mod bad_input;

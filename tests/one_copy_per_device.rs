@@ -549,6 +549,6 @@ fn a_wrong_list_of_devices_is_refused_and_the_key_is_named() {
         assert!(said.contains("model m on host:0\n") && said.contains("\ndevice host:0: "), "{said}");
         // Every GPU, and there is none.
         let (code, said) = plan(&one("m", "\"all\"", "workers = 1\nkv-tokens = 256"));
-        assert!(code == Some(0) && said.contains("model m on host ("), "{said}");
+        assert!(code == Some(2) && said.contains("\"all\" means every GPU, and none can be used"), "{said}");
     }
 }

@@ -431,6 +431,6 @@ fn a_worker_whose_step_does_not_end_is_replaced_and_says_why() {
             .filter(|line| line["restarts"].as_u64() > Some(0) && line["state"] == "ready")
     });
     let why = line["last_termination"].as_str().unwrap();
-    assert!(why.contains("a step has not ended within 1s"), "{why}");
+    assert!(why.contains("a step on host has not ended within 1s"), "{why}");
     fleet.stop();
 }

@@ -36,6 +36,7 @@
 
 mod access;
 mod access_control;
+mod access_log;
 pub mod admission;
 mod admission_control;
 mod chat_syntax;
