@@ -16,10 +16,12 @@ mod memory;
 mod sharing;
 mod start;
 mod stray_write;
+mod unified;
 
 use crate::harness::api::TestRequest;
-use crate::harness::{ServedFleet, ballast, device, eventually, text};
+use crate::harness::{ServedFleet, ballast, device, eventually, preload_library, text};
 use serde_json::Value;
+use std::path::{Path, PathBuf};
 
 const MIB: u64 = 1 << 20;
 
@@ -62,6 +64,14 @@ impl Gpu {
         });
         let off = self.used() as i64 - baseline as i64;
         eprintln!("measured: the device is {} KiB off its baseline", off / 1024);
+    }
+}
+
+/// The library of `tests/gpu/NAME.c` for LD_PRELOAD: the one from the bundle, or one compiled here.
+fn preloaded(name: &str, folder: &Path) -> PathBuf {
+    match std::env::var_os("BALLAST_TEST_LIBRARIES") {
+        Some(made) => Path::new(&made).join(name).with_extension("so"),
+        None => preload_library(&format!("gpu/{name}"), folder),
     }
 }
 

@@ -2,8 +2,7 @@
 
 //! Workers that share a GPU: in turns, and through MPS. Faults of one while others compute.
 
-use super::stray_write::library;
-use super::{Gpu, asks};
+use super::{Gpu, asks, preloaded};
 use crate::harness::api::{Continuation, TestRequest, connect, generate, generate_all, runtime};
 use crate::harness::{ServedFleet, ballast, demo_7m, demo_22m, device, eventually, proc};
 use std::path::Path;
@@ -137,7 +136,7 @@ fn i2_under_mps_a_stray_write_ends_workers_and_never_changes_the_weights() {
     let order = tempfile::NamedTempFile::new().unwrap();
     let model = demo_7m();
     let (_config, mut command) = shared(directory.path(), &[("m", &model, 2)], "mps = true");
-    command.env("LD_PRELOAD", library(order.path().parent().unwrap()));
+    command.env("LD_PRELOAD", preloaded("stray_write", order.path().parent().unwrap()));
     command.env("BALLAST_TEST_STRAY_WRITE", order.path());
     let fleet = ServedFleet::start_command(directory, command);
     let asks = asks(6, 40, 1800);

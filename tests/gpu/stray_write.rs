@@ -6,11 +6,9 @@
 //! The worker is a real one. A library that is preloaded into it launches the kernel
 //! (stray_write.c).
 
-use super::{Gpu, asks};
+use super::{Gpu, asks, preloaded};
 use crate::harness::api::{generate_all, runtime};
-use crate::harness::{ServedFleet, demo_7m, eventually, in_tree, proc, serve};
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use crate::harness::{ServedFleet, demo_7m, eventually, proc, serve};
 
 #[test]
 fn i2_a_stray_write_into_the_weights_ends_that_worker_alone() {
@@ -19,7 +17,7 @@ fn i2_a_stray_write_into_the_weights_ends_that_worker_alone() {
     let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
     let order = tempfile::NamedTempFile::new().unwrap();
     let mut command = serve(directory.path(), &demo_7m(), &["--workers", "2", "--routing", "least-loaded"]);
-    command.env("LD_PRELOAD", library(order.path().parent().unwrap()));
+    command.env("LD_PRELOAD", preloaded("stray_write", order.path().parent().unwrap()));
     command.env("BALLAST_TEST_STRAY_WRITE", order.path());
     let fleet = ServedFleet::start_command(directory, command);
 
@@ -56,21 +54,4 @@ fn i2_a_stray_write_into_the_weights_ends_that_worker_alone() {
     }
     fleet.stop();
     gpu.assert_back_at(baseline);
-}
-
-/// Returns the path of the library: the one from the bundle, or one compiled here.
-pub(super) fn library(folder: &Path) -> PathBuf {
-    if let Some(made) = std::env::var_os("BALLAST_TEST_STRAY_LIBRARY") {
-        return made.into();
-    }
-    let library = folder.join(format!("ballast-stray-write-{}.so", std::process::id()));
-    let status = Command::new("cc")
-        .args(["-O2", "-shared", "-fPIC", "-o"])
-        .arg(&library)
-        .arg(in_tree("tests/gpu/stray_write.c"))
-        .arg("-ldl")
-        .status()
-        .unwrap();
-    assert!(status.success(), "cc: {status}");
-    library
 }

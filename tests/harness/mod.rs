@@ -138,7 +138,7 @@ pub(crate) fn synth(shape: &str, quant: &str) -> PathBuf {
 
 /// Compiles `tests/NAME.c`, for LD_PRELOAD.
 pub(crate) fn preload_library(name: &str, folder: &Path) -> PathBuf {
-    let library = folder.join(name).with_extension("so");
+    let library = folder.join(name.replace('/', "-")).with_extension("so");
     let mut compiler = Command::new("cc");
     compiler.args(["-O2", "-shared", "-fPIC", "-o"]).arg(&library);
     let status = compiler.arg(in_tree(&format!("tests/{name}.c"))).arg("-ldl").status().unwrap();

@@ -3,7 +3,7 @@
 //! `cargo xtask gpu-bundle`: packs what a GPU machine without Rust needs into dist/gpu.
 //!
 //! `run` (a copy of scripts/gpu-run) and one archive: the release executable, the test executables,
-//! stripped, and the library of the stray-write test. Models and golden files are read from the
+//! stripped, and the libraries that tests preload. Models and golden files are read from the
 //! tree beside it. Tests come from the dev profile: it optimises, and a test that fails must
 //! unwind, which the release profile does not.
 
@@ -17,7 +17,8 @@ const FOLDER: &str = "dist/gpu";
 const STAGING: &str = "target/gpu-bundle";
 const ARCHIVE: &str = "binaries.tar.xz";
 const RUN: &str = "scripts/gpu-run";
-const STRAY_WRITE: &str = "tests/gpu/stray_write.c";
+/// Libraries that tests preload, of `tests/gpu/NAME.c`.
+const LIBRARIES: [&str; 2] = ["stray_write", "unified_memory"];
 
 /// What travels to a GPU machine beside the tree.
 const BUNDLE_BYTES_MAX: u64 = 24 << 20;
@@ -55,22 +56,11 @@ pub(crate) fn run() -> Result<()> {
     for test in &TESTS {
         strip(&executable(&built, test.target, true)?, &staging.join(test.name))?;
     }
-    let library = staging.join("stray_write.so");
-    tool(
-        "cc",
-        &[
-            "-O2",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            "-shared",
-            "-fPIC",
-            "-o",
-            text(&library)?,
-            STRAY_WRITE,
-            "-ldl",
-        ],
-    )?;
+    for name in LIBRARIES {
+        let (source, library) = (format!("tests/gpu/{name}.c"), staging.join(name).with_extension("so"));
+        let flags = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"];
+        tool("cc", &[&flags[..], &[text(&library)?, &source, "-ldl"]].concat())?;
+    }
     pack(staging)
 }
 

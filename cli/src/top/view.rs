@@ -159,13 +159,16 @@ fn model_line(snapshot: &FleetSnapshot, model: &Model, processes: &[ProcessLine]
 
 fn device_lines(ledger: &Ledger) -> Vec<DeviceLine> {
     let mut lines: BTreeMap<&str, DeviceLine> = BTreeMap::new();
+    let mut unified: HashMap<&str, &str> = HashMap::new();
     for device in &ledger.devices {
-        let (name, capacity) = (device.device.clone(), device.capacity_bytes);
-        let line = DeviceLine { name, capacity, weights: 0, workers: 0, other: 0 };
-        lines.insert(&device.device, line);
+        let (row, capacity) = (device.device.as_str(), device.capacity_bytes);
+        let name = if device.unified_devices.is_empty() { row.to_owned() } else { format!("{row} + GPU") };
+        lines.insert(row, DeviceLine { name, capacity, weights: 0, workers: 0, other: 0 });
+        unified.extend(device.unified_devices.iter().map(|gpu| (gpu.as_str(), row)));
     }
     for row in &ledger.reservations {
-        let Some(line) = lines.get_mut(row.device.as_str()) else { continue };
+        let device = unified.get(row.device.as_str()).copied().unwrap_or(&row.device);
+        let Some(line) = lines.get_mut(device) else { continue };
         let sum = match row.kind() {
             ReservationKind::Weights | ReservationKind::Loading => &mut line.weights,
             ReservationKind::Lease | ReservationKind::Orphaned => &mut line.workers,
