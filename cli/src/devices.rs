@@ -41,10 +41,12 @@ pub(crate) struct GpuInfo {
     /// Major * 10 + minor.
     pub(crate) compute_capability: u32,
     pub(crate) total_bytes: u64,
-    /// Known only if NVML reports it.
+    /// Of unified memory, what the host has available; else known only if NVML reports it.
     pub(crate) free_bytes: Option<u64>,
     /// Whether the GPU shares its memory with the host.
     pub(crate) integrated: bool,
+    /// The NUMA node that is the GPU's own memory, which the host's figures count too.
+    pub(crate) numa_node: Option<u32>,
     /// The reason why no fleet can run on this GPU, if there is one.
     pub(crate) unusable: Option<String>,
 }
@@ -76,9 +78,10 @@ fn text(seen: &GpuInventory) -> String {
         let free =
             gpu.free_bytes.map(|free| format!(", {} free", ByteSize(free).rounded())).unwrap_or_default();
         let total = ByteSize(gpu.total_bytes).rounded();
+        let shared = if gpu.integrated { " shared with the host" } else { "" };
         let verdict = gpu.unusable.as_ref().map(|why| format!("; unusable: {why}")).unwrap_or_default();
         format!(
-            "cuda:{}  {}  {}, compute capability {major}.{minor}, {total}{free}{verdict}",
+            "cuda:{}  {}  {}, compute capability {major}.{minor}, {total}{shared}{free}{verdict}",
             gpu.ordinal, gpu.uuid, gpu.name
         )
     };
@@ -130,6 +133,11 @@ fn probe_gpus() -> GpuInventory {
     let free_bytes = gpu_support::free_memory();
     match cuda::devices(&*driver) {
         Ok(found) => {
+            let free_bytes = |facts: &DeviceInfo| match facts.integrated {
+                // The driver does not count the page cache, which the kernel would reclaim.
+                true => service::meminfo::available_bytes().ok(),
+                false => free_bytes(facts),
+            };
             let gpus = found.iter().map(|facts| gpu(&*driver, facts, free_bytes(facts))).collect();
             GpuInventory { gpus, problem: None }
         }
@@ -151,6 +159,7 @@ fn gpu(driver: &dyn DriverApi, facts: &DeviceInfo, free_bytes: Option<u64>) -> G
         total_bytes: facts.total_bytes,
         free_bytes,
         integrated: facts.integrated,
+        numa_node: facts.numa_node,
         unusable: unusable.or_else(|| gpu_support::missing_kernels(facts.compute_capability)),
     }
 }
@@ -166,7 +175,20 @@ impl GpuInfo {
             total_bytes: 140 << 30,
             free_bytes: Some(139 << 30),
             integrated: false,
+            numa_node: None,
             unusable: None,
+        }
+    }
+
+    /// A DGX Spark's, whose memory is the host's.
+    pub(crate) fn gb10() -> Self {
+        Self {
+            name: "NVIDIA GB10".to_owned(),
+            compute_capability: 121,
+            total_bytes: 119 << 30,
+            free_bytes: Some(100 << 30),
+            integrated: true,
+            ..Self::h200(0)
         }
     }
 
@@ -189,6 +211,8 @@ mod tests {
         let text = text(&seen);
         assert!(text.contains("cuda:0  GPU-00112233-4455-6677-8899-aabbccddee00  NVIDIA H200"), "{text}");
         assert!(text.ends_with("unusable: no"), "{text}");
+        let spark = super::text(&GpuInventory { gpus: vec![GpuInfo::gb10()], problem: None });
+        assert!(spark.ends_with("119 GiB shared with the host, 100 GiB free"), "{spark}");
     }
 
     #[test]

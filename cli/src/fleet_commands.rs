@@ -19,7 +19,7 @@ use supervisor::{CopySpec, ModelSpec};
 
 use crate::chat_templates::{UnusableTemplate, read_chat_templates};
 use crate::cli_error::{CliError, CliResult, IoContext};
-use crate::devices::GpuInventory;
+use crate::devices::{GpuInfo, GpuInventory};
 use crate::fleet_arguments::{ChatTemplateArgument, IdleUnloadArgument, WorkerArguments, model_name};
 use crate::fleet_choice::find_fleet;
 use crate::fleet_config::{check_names, devices_for};
@@ -217,7 +217,10 @@ pub(crate) fn known_to_fleet(mut seen: GpuInventory, place: &FleetSelector) -> C
         Ok(status.map_err(|status| CliError::from_status("the weight-server", &status))?.into_inner())
     })?;
     let devices = status.ledger.map(|ledger| ledger.devices).unwrap_or_default();
-    seen.gpus.retain(|gpu| devices.iter().any(|device| device.device == gpu.uuid));
+    let is_known = |gpu: &GpuInfo| {
+        devices.iter().any(|row| row.device == gpu.uuid || row.unified_devices.contains(&gpu.uuid))
+    };
+    seen.gpus.retain(is_known);
     if seen.gpus.is_empty() {
         seen.problem = Some("the running fleet was started without a GPU".to_owned());
     }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use device_monitor::MonitorConfig;
 use memory::manifest::HOST_DEVICE;
-use memory::numa::is_host_device;
+use memory::numa::{self, is_host_device};
 use serde::{Deserialize, Serialize};
 use service::runtime_dir::WORKERS_MAX;
 use service::{ByteSize, Exit, RuntimeDir};
@@ -43,7 +43,8 @@ pub(crate) struct FleetConfig {
     /// Limit on host memory for weights, KV caches and workspaces together. If absent, the memory
     /// that is available at the start.
     pub(crate) host_budget: Option<ByteSize>,
-    /// The same limit for each GPU that the fleet uses. If absent, all memory of the GPU.
+    /// The same limit for each GPU that the fleet uses. If absent, all memory of the GPU. On GPUs
+    /// with unified memory, `host_budget` is the limit.
     pub(crate) gpu_budget: Option<ByteSize>,
     /// Limits of the router's admission queues.
     #[serde(default)]
@@ -205,6 +206,7 @@ impl FleetConfig {
         let of_directory = self.directory_devices()?;
         let choices = sized.iter().flat_map(|model| &model.copies).map(|copy| &copy.choice);
         let gpus = choices.chain(&of_directory).filter_map(|choice| choice.gpu.as_ref());
+        self.check_gpu_budget(gpus.clone())?;
         let mut weight_server = self.weight_server(directory, gpus);
         resident.add_devices(&mut weight_server);
         let mps = (self.gpu.mps && weight_server.contains_key("devices"))
@@ -291,14 +293,33 @@ impl FleetConfig {
         Ok((Some(address), Some(listener.into())))
     }
 
-    /// Most bytes that the fleet may use on a GPU.
+    /// Most bytes that the fleet may use on a GPU with memory of its own.
     pub(crate) fn budget_of(&self, gpu: &GpuInfo) -> u64 {
         self.gpu_budget.map_or(gpu.total_bytes, |budget| budget.0.min(gpu.total_bytes))
     }
 
-    /// Most bytes that the fleet may use on the host if it started now.
-    pub(crate) fn host_bytes(&self) -> u64 {
-        let available = || service::meminfo::available_bytes().unwrap_or(u64::MAX);
+    /// A limit that would limit nothing is an error.
+    pub(crate) fn check_gpu_budget<'a>(&self, gpus: impl Iterator<Item = &'a GpuInfo>) -> CliResult {
+        let gpus: Vec<&GpuInfo> = gpus.collect();
+        match gpus.first() {
+            Some(gpu) if self.gpu_budget.is_some() && gpus.iter().all(|gpu| gpu.integrated) => {
+                let text = format!(
+                    "`gpu-budget`: cuda:{} {} has no memory of its own; `host-budget` limits what the fleet \
+                     takes of the memory that it shares with the host",
+                    gpu.ordinal, gpu.name
+                );
+                Err(CliError::new(Exit::Usage, text))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Most bytes that the fleet may use on the host if it started now, with these GPUs.
+    pub(crate) fn host_bytes<'a>(&self, gpus: impl Iterator<Item = &'a GpuInfo>) -> u64 {
+        let available = || {
+            let of_gpus = numa::available_on(gpus.filter_map(|gpu| gpu.numa_node));
+            service::meminfo::available_bytes().unwrap_or(u64::MAX).saturating_sub(of_gpus)
+        };
         self.host_budget.map_or_else(available, |budget| budget.0)
     }
 
@@ -315,7 +336,14 @@ impl FleetConfig {
         let device = |gpu: &GpuInfo| {
             let mut device = Table::new();
             device.insert("id".to_owned(), Value::String(gpu.uuid.clone()));
-            device.insert("budget".to_owned(), Value::String(ByteSize(self.budget_of(gpu)).to_string()));
+            let budget = match gpu.integrated {
+                true => HOST_DEVICE.to_owned(),
+                false => ByteSize(self.budget_of(gpu)).to_string(),
+            };
+            device.insert("budget".to_owned(), Value::String(budget));
+            if let Some(node) = gpu.numa_node {
+                device.insert("numa-node".to_owned(), Value::Integer(node.into()));
+            }
             Value::Table(device)
         };
         if !gpus.is_empty() {
@@ -482,6 +510,7 @@ mod tests {
             total_bytes: 140 << 30,
             free_bytes: None,
             integrated: false,
+            numa_node: Some(1),
             unusable: None,
         };
         let config = FleetConfig {
@@ -502,10 +531,18 @@ mod tests {
             source: None,
         };
         let id = |table: &Table| table.get("id").and_then(Value::as_str).map(str::to_owned);
-        let table = config.weight_server(&RuntimeDir::at(Path::new("/run/x")), [&gpu, &gpu].into_iter());
+        let unified = GpuInfo { ordinal: 1, uuid: GpuInfo::h200(7).uuid, ..GpuInfo::gb10() };
+        let gpus = [&gpu, &unified, &gpu];
+        config.check_gpu_budget(gpus.into_iter()).unwrap();
+        let refused = config.check_gpu_budget([&unified].into_iter()).unwrap_err();
+        assert!(refused.message().contains("cuda:1 NVIDIA GB10 has no memory of its own"), "{refused:?}");
+        let table = config.weight_server(&RuntimeDir::at(Path::new("/run/x")), gpus.into_iter());
         let devices = table["devices"].as_array().unwrap();
-        assert_eq!(devices.len(), 1);
+        assert_eq!(devices.len(), 2);
         let device = devices[0].as_table().unwrap();
         assert_eq!((id(device), device["budget"].as_str()), (Some(gpu.uuid), Some("100GiB")));
+        assert_eq!(device["numa-node"].as_integer(), Some(1));
+        let device = devices[1].as_table().unwrap();
+        assert_eq!((id(device), device["budget"].as_str()), (Some(unified.uuid), Some("host")));
     }
 }

@@ -18,6 +18,7 @@ use service::{ByteSize, Exit};
 
 use crate::cli_error::{CliError, CliResult};
 use crate::device_choice::DeviceChoice;
+use crate::devices::GpuInfo;
 use crate::fleet_arguments::FleetArguments;
 use crate::fleet_config::FleetConfig;
 use crate::fleet_models::sized_or_unusable;
@@ -44,10 +45,12 @@ pub(crate) struct PlanArguments {
 /// Memory that the fleet needs on one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct DeviceMemoryPlan {
-    /// "host", or a GPU's UUID.
+    /// "host", or the UUID of a GPU with memory of its own.
     id: String,
     /// Name for the report.
     name: String,
+    /// On the host: the UUIDs of the GPUs whose memory is the host's.
+    unified: Vec<String>,
     /// Most bytes that the fleet may use.
     budget: u64,
     /// Free memory at the moment, if it is known.
@@ -135,6 +138,7 @@ pub(crate) fn run(arguments: PlanArguments) -> CliResult {
         .iter()
         .flat_map(|model| model.copies.iter().map(move |copy| PlannedCopy { model, copy }))
         .collect();
+    config.check_gpu_budget(gpus(&copies))?;
     let devices = devices(&config, &copies);
     print_stdout(&match arguments.json {
         true => format!("{}\n", report(&copies, &devices)),
@@ -168,15 +172,17 @@ impl PlannedCopy<'_> {
     }
 }
 
+/// The GPU of each copy that is on one.
+fn gpus<'a>(copies: &[PlannedCopy<'a>]) -> impl Iterator<Item = &'a GpuInfo> {
+    copies.iter().filter_map(|planned| planned.copy.choice.gpu.as_ref())
+}
+
 fn devices(config: &FleetConfig, copies: &[PlannedCopy<'_>]) -> Vec<DeviceMemoryPlan> {
+    let host_bytes = config.host_bytes(gpus(copies));
     let mut devices: Vec<DeviceMemoryPlan> = Vec::new();
     for (index, planned) in copies.iter().enumerate() {
         let PlannedCopy { model, copy } = planned;
-        let id = copy.choice.device().to_string();
-        let at = devices.iter().position(|device| device.id == id).unwrap_or_else(|| {
-            devices.push(device_plan(config, &copy.choice));
-            devices.len() - 1
-        });
+        let at = row_of(config, &copy.choice, host_bytes, &mut devices);
         if shared_with(&copies[..index], planned).is_none() {
             devices[at].weights += copy.weights.total();
         }
@@ -191,12 +197,36 @@ fn devices(config: &FleetConfig, copies: &[PlannedCopy<'_>]) -> Vec<DeviceMemory
             devices[at].releasable.push(weights + worker.bytes * u64::from(model.workers));
         }
     }
-    add_nodes_to_host(config, &mut devices);
+    add_nodes_to_host(config, host_bytes, &mut devices);
     devices
 }
 
+/// The position of the row that a device's memory counts on: the host's if the memory is unified.
+fn row_of(
+    config: &FleetConfig,
+    choice: &DeviceChoice,
+    host_bytes: u64,
+    devices: &mut Vec<DeviceMemoryPlan>,
+) -> usize {
+    let unified = choice.gpu.as_ref().filter(|gpu| gpu.integrated);
+    let id = unified.map_or_else(|| choice.device().to_string(), |_| HOST_DEVICE.to_owned());
+    let at = devices.iter().position(|device| device.id == id).unwrap_or_else(|| {
+        let host = DeviceChoice::host(None);
+        devices.push(device_plan(config, if unified.is_some() { &host } else { choice }, host_bytes));
+        devices.len() - 1
+    });
+    if let Some(gpu) = unified.filter(|gpu| !devices[at].unified.contains(&gpu.uuid)) {
+        let row = &mut devices[at];
+        row.unified.push(gpu.uuid.clone());
+        row.free = gpu.free_bytes;
+        // Writing to a string cannot fail.
+        let _ = write!(row.name, " + cuda:{} {} (unified memory)", gpu.ordinal, gpu.name);
+    }
+    at
+}
+
 /// A device on which nothing is yet.
-fn device_plan(config: &FleetConfig, choice: &DeviceChoice) -> DeviceMemoryPlan {
+fn device_plan(config: &FleetConfig, choice: &DeviceChoice, host_bytes: u64) -> DeviceMemoryPlan {
     let id = choice.device().to_string();
     let (name, budget, free) = match (&choice.gpu, choice.node) {
         (Some(gpu), _) => {
@@ -206,11 +236,12 @@ fn device_plan(config: &FleetConfig, choice: &DeviceChoice) -> DeviceMemoryPlan 
             let memory = NumaNode::find(number).map_or(u64::MAX, |node| node.memory_bytes);
             (id.clone(), memory, NumaNode::available_bytes(number).ok())
         }
-        (None, None) => (id.clone(), config.host_bytes(), None),
+        (None, None) => (id.clone(), host_bytes, None),
     };
     DeviceMemoryPlan {
         id,
         name,
+        unified: Vec::new(),
         budget,
         free,
         weights: 0,
@@ -221,7 +252,7 @@ fn device_plan(config: &FleetConfig, choice: &DeviceChoice) -> DeviceMemoryPlan 
 }
 
 /// The memory of a NUMA node counts on the host too.
-fn add_nodes_to_host(config: &FleetConfig, devices: &mut Vec<DeviceMemoryPlan>) {
+fn add_nodes_to_host(config: &FleetConfig, host_bytes: u64, devices: &mut Vec<DeviceMemoryPlan>) {
     let nodes = devices.iter().filter(|device| node_of_device(&device.id).is_some());
     let of_nodes: u64 = nodes.map(DeviceMemoryPlan::needed).sum();
     if of_nodes == 0 {
@@ -230,7 +261,7 @@ fn add_nodes_to_host(config: &FleetConfig, devices: &mut Vec<DeviceMemoryPlan>) 
     match devices.iter_mut().find(|device| device.id == HOST_DEVICE) {
         Some(host) => host.of_nodes = of_nodes,
         None => {
-            let host = device_plan(config, &DeviceChoice::host(None));
+            let host = device_plan(config, &DeviceChoice::host(None), host_bytes);
             devices.push(DeviceMemoryPlan { of_nodes, ..host });
         }
     }
@@ -289,6 +320,7 @@ fn report(copies: &[PlannedCopy<'_>], devices: &[DeviceMemoryPlan]) -> Value {
         json!({
             "device": device.id,
             "name": device.name,
+            "unified": device.unified,
             "budget": device.budget,
             "free": device.free,
             "needed": device.needed(),
@@ -380,6 +412,7 @@ mod tests {
         DeviceMemoryPlan {
             id: "host".to_owned(),
             name: "host".to_owned(),
+            unified: Vec::new(),
             budget,
             free: None,
             weights,
@@ -387,6 +420,22 @@ mod tests {
             of_nodes: 0,
             releasable: Vec::new(),
         }
+    }
+
+    #[test]
+    fn host_and_gpu_with_unified_memory_are_planned_in_one_row() {
+        let config: FleetConfig = toml::from_str("host-budget = \"90GiB\"\nmodels = []").unwrap();
+        let (spark, mut devices) = (DeviceChoice::gpu(GpuInfo::gb10(), None), Vec::new());
+        let discrete = DeviceChoice::gpu(GpuInfo::h200(1), None);
+        for (choice, row) in [(&spark, 0), (&DeviceChoice::host(None), 0), (&discrete, 1), (&spark, 0)] {
+            assert_eq!(row_of(&config, choice, config.host_bytes([].into_iter()), &mut devices), row);
+        }
+        let [host, other] = &devices[..] else { panic!("{devices:?}") };
+        assert_eq!(host.name, "host + cuda:0 NVIDIA GB10 (unified memory)");
+        assert_eq!((host.id.as_str(), host.budget, host.free), ("host", 90 * GIB, Some(100 * GIB)));
+        assert_eq!((&host.unified[..], other.unified.len()), (&[GpuInfo::gb10().uuid][..], 0));
+        let full = DeviceMemoryPlan { weights: 91 * GIB, ..host.clone() };
+        assert!(text(&[], &[full]).contains("1.00 GiB too much"));
     }
 
     #[test]

@@ -202,6 +202,7 @@ impl Fleet {
         };
         let limits = WeightServerLimits {
             device_bytes: BTreeMap::from([(HOST_DEVICE.to_owned(), self.plan.host_bytes)]),
+            unified_devices: BTreeSet::new(),
             fds: 1000,
             uids: BTreeSet::from([UID]),
             host_capacity_is_measured: false,

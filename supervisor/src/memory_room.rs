@@ -34,6 +34,8 @@ struct CopyClaim {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct DeviceLedger {
     pub(crate) devices: BTreeMap<String, DeviceRow>,
+    /// The GPUs whose memory is the host's, by their UUIDs. They have no row.
+    pub(crate) unified: BTreeSet<String>,
     /// What is reserved for weights, by their name and device.
     pub(crate) weights: BTreeMap<(String, String), u64>,
 }
@@ -79,35 +81,39 @@ impl MemoryClaim {
         });
         Self { model: spec.name.clone(), copies: copies.collect() }
     }
+}
 
-    fn counts_on(&self, device: &str) -> bool {
-        self.copies.iter().any(|copy| copy.counts_on(device))
+impl DeviceLedger {
+    fn takes_host_memory(&self, device: &str) -> bool {
+        device == HOST || device.starts_with("host:") || self.unified.contains(device)
     }
-}
 
-impl CopyClaim {
-    fn counts_on(&self, device: &str) -> bool {
-        self.device == device || (device == HOST && self.device.starts_with("host:"))
+    fn counts_on(&self, copy: &CopyClaim, device: &str) -> bool {
+        copy.device == device || (device == HOST && self.takes_host_memory(&copy.device))
     }
-}
 
-/// Whether what is on one of these devices may take memory of the other one.
-pub(crate) fn share_memory(a: &str, b: &str) -> bool {
-    let is_host = |device: &str| device == HOST || device.starts_with("host:");
-    a == b || (is_host(a) && is_host(b))
-}
+    /// Whether any copy of the model takes memory of the device.
+    fn takes(&self, claim: &MemoryClaim, device: &str) -> bool {
+        claim.copies.iter().any(|copy| self.counts_on(copy, device))
+    }
 
-/// The sum of the claims on a device.
-fn claimed<'a>(claims: impl Iterator<Item = &'a MemoryClaim>, device: &str) -> u64 {
-    let mut seen = BTreeSet::new();
-    let mut sum = 0u64;
-    for copy in claims.flat_map(|claim| &claim.copies).filter(|copy| copy.counts_on(device)) {
-        sum = sum.saturating_add(copy.workers_bytes);
-        if seen.insert((&copy.weights, &copy.device)) {
-            sum = sum.saturating_add(copy.weights_bytes);
+    /// Whether what is on one of these devices may take memory of the other one.
+    pub(crate) fn share_memory(&self, a: &str, b: &str) -> bool {
+        a == b || (self.takes_host_memory(a) && self.takes_host_memory(b))
+    }
+
+    /// The sum of the claims on a device.
+    fn claimed<'a>(&self, claims: impl Iterator<Item = &'a MemoryClaim>, device: &str) -> u64 {
+        let mut seen = BTreeSet::new();
+        let mut sum = 0u64;
+        for copy in claims.flat_map(|claim| &claim.copies).filter(|copy| self.counts_on(copy, device)) {
+            sum = sum.saturating_add(copy.workers_bytes);
+            if seen.insert((&copy.weights, &copy.device)) {
+                sum = sum.saturating_add(copy.weights_bytes);
+            }
         }
+        sum
     }
-    sum
 }
 
 /// Decides about one model. `present` are the claims of all others that stay in memory or come into
@@ -121,7 +127,8 @@ pub(crate) fn find_room(
     let mut leaving: Vec<String> = Vec::new();
     while let Some(shortage) = shortage(new, present, &leaving, ledger) {
         let helps = |name: &&String| {
-            let is_there = |claim: &MemoryClaim| claim.model == **name && claim.counts_on(&shortage.device);
+            let is_there =
+                |claim: &MemoryClaim| claim.model == **name && ledger.takes(claim, &shortage.device);
             !leaving.contains(name) && present.iter().any(is_there)
         };
         match may_leave.iter().find(helps) {
@@ -153,13 +160,13 @@ fn shortage(
     ledger: &DeviceLedger,
 ) -> Option<MemoryShortage> {
     let staying = || present.iter().filter(|claim| !leaving.contains(&claim.model));
-    let concerned = ledger.devices.iter().filter(|(device, _)| new.counts_on(device));
+    let concerned = ledger.devices.iter().filter(|(device, _)| ledger.takes(new, device));
     concerned
         .map(|(device, row)| {
-            let others = claimed(staying(), device);
+            let others = ledger.claimed(staying(), device);
             MemoryShortage {
                 device: device.clone(),
-                needed: claimed(staying().chain([new]), device) - others,
+                needed: ledger.claimed(staying().chain([new]), device) - others,
                 free: row.capacity.saturating_sub(others),
                 capacity: row.capacity,
             }
@@ -169,11 +176,11 @@ fn shortage(
 
 /// Whether more is reserved than the present models claim, and the new one needs it.
 fn is_reserved(new: &MemoryClaim, present: &[MemoryClaim], ledger: &DeviceLedger) -> bool {
-    ledger.devices.iter().filter(|(device, _)| new.counts_on(device)).any(|(device, row)| {
-        let others = claimed(present.iter(), device);
-        let needed = claimed(present.iter().chain([new]), device) - others;
+    ledger.devices.iter().filter(|(device, _)| ledger.takes(new, device)).any(|(device, row)| {
+        let others = ledger.claimed(present.iter(), device);
+        let needed = ledger.claimed(present.iter().chain([new]), device) - others;
         // A weight-server that has kept its weights has those of the new model already.
-        let own = new.copies.iter().filter(|copy| copy.counts_on(device));
+        let own = new.copies.iter().filter(|copy| ledger.counts_on(copy, device));
         let own = own.filter_map(|copy| ledger.weights.get(&(copy.weights.clone(), copy.device.clone())));
         let reserved = row.reserved.saturating_sub(own.sum());
         reserved > others && needed > row.capacity.saturating_sub(reserved)
@@ -215,7 +222,8 @@ mod tests {
         let row = |&(device, capacity, reserved): &(&str, u64, u64)| {
             (device.to_owned(), DeviceRow { capacity, reserved })
         };
-        DeviceLedger { devices: rows.iter().map(row).collect(), weights: BTreeMap::new() }
+        let devices = rows.iter().map(row).collect();
+        DeviceLedger { devices, ..DeviceLedger::default() }
     }
 
     fn names(names: &[&str]) -> Vec<String> {
@@ -264,6 +272,22 @@ mod tests {
         assert_eq!(decide("host:0", 30), RoomDecision::Fits);
         assert_eq!(decide("host:0", 31), RoomDecision::Replaces(names(&["node"])));
         assert_eq!(decide("gpu", 11), RoomDecision::Replaces(names(&["gpu"])));
+    }
+
+    #[test]
+    fn models_on_the_host_and_on_a_gpu_with_unified_memory_leave_for_each_other() {
+        let present = [claim("gpu", &[("unified", "g", 50, 10)]), claim("host", &[("host", "h", 20, 0)])];
+        let mut at = ledger(&[("discrete", 100, 0), ("host", 100, 80)]);
+        at.unified.insert("unified".to_owned());
+        let on = |device, bytes| claim("new", &[(device, "new", bytes, 0)]);
+        let decide = |device, bytes| find_room(&on(device, bytes), &present, &names(&["gpu", "host"]), &at);
+        for device in ["host", "unified", "host:0"] {
+            assert_eq!(decide(device, 20), RoomDecision::Fits, "{device}");
+            assert_eq!(decide(device, 21), RoomDecision::Replaces(names(&["gpu"])), "{device}");
+            assert!(at.share_memory("unified", device), "{device}");
+        }
+        assert_eq!(decide("discrete", 100), RoomDecision::Fits);
+        assert!(!at.share_memory("unified", "discrete"));
     }
 
     #[test]

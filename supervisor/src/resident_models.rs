@@ -93,7 +93,7 @@ pub fn older_generations(
 pub(crate) fn device_ledger(status: &wire::Status) -> DeviceLedger {
     let ledger = status.ledger.clone().unwrap_or_default();
     let row = |device: wire::DeviceCapacity| {
-        let wire::DeviceCapacity { device, capacity_bytes, reserved_bytes } = device;
+        let wire::DeviceCapacity { device, capacity_bytes, reserved_bytes, unified_devices: _ } = device;
         (device, DeviceRow { capacity: capacity_bytes, reserved: reserved_bytes })
     };
     let reserved = |generation: &wire::Generation| {
@@ -106,7 +106,11 @@ pub(crate) fn device_ledger(status: &wire::Status) -> DeviceLedger {
     let named = status.generations.iter().filter(|generation| !is_retiring(generation));
     let weights =
         named.map(|generation| ((generation.model.clone(), generation.device.clone()), reserved(generation)));
-    DeviceLedger { weights: weights.collect(), devices: ledger.devices.iter().cloned().map(row).collect() }
+    DeviceLedger {
+        weights: weights.collect(),
+        unified: ledger.devices.iter().flat_map(|device| device.unified_devices.clone()).collect(),
+        devices: ledger.devices.iter().cloned().map(row).collect(),
+    }
 }
 
 fn is_retiring(generation: &wire::Generation) -> bool {

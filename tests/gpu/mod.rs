@@ -17,6 +17,7 @@ mod memory;
 mod sharing;
 mod start;
 mod stray_write;
+mod unified;
 
 use crate::harness::api::TestRequest;
 use crate::harness::{ServedFleet, ballast, device, eventually, text};

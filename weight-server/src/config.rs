@@ -2,8 +2,9 @@
 
 //! The configuration of one weight-server, as the supervisor or an administrator writes it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use memory::manifest::HOST_DEVICE;
 use memory::numa::is_host_device;
@@ -53,7 +54,35 @@ pub struct DeviceConfig {
     pub id: String,
     /// Device memory for weights, contexts, KV caches and workspaces together. The weight-server
     /// never loads the GPU driver, so it cannot query the device. `ballast serve` sets this value.
-    pub budget: ByteSize,
+    pub budget: DeviceBudget,
+    /// The NUMA node that is the GPU's own memory, as on Grace Hopper. It is no memory of the host.
+    pub numa_node: Option<u32>,
+}
+
+/// The memory that a GPU's reservations count on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub enum DeviceBudget {
+    /// Memory of the GPU.
+    Own(ByteSize),
+    /// "host": the GPU has unified memory, and the host's budget is its budget too.
+    Host,
+}
+
+impl FromStr for DeviceBudget {
+    type Err = <ByteSize as FromStr>::Err;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text == HOST_DEVICE { Ok(Self::Host) } else { text.parse().map(Self::Own) }
+    }
+}
+
+impl TryFrom<String> for DeviceBudget {
+    type Error = <ByteSize as FromStr>::Err;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        text.parse()
+    }
 }
 
 fn packed() -> bool {
@@ -86,6 +115,23 @@ impl LoaderThreads {
 }
 
 impl WeightServerConfig {
+    /// The NUMA nodes that are memory of GPUs.
+    pub(crate) fn gpu_nodes(&self) -> BTreeSet<u32> {
+        self.devices.iter().filter_map(|device| device.numa_node).collect()
+    }
+
+    /// The budgets of the GPUs with memory of their own, and the GPUs with unified memory.
+    pub(crate) fn device_budgets(&self) -> (BTreeMap<String, u64>, BTreeSet<String>) {
+        let (mut own, mut unified) = (BTreeMap::new(), BTreeSet::new());
+        for DeviceConfig { id, budget, .. } in &self.devices {
+            match budget {
+                DeviceBudget::Own(bytes) => drop(own.insert(id.clone(), bytes.0)),
+                DeviceBudget::Host => drop(unified.insert(id.clone())),
+            }
+        }
+        (own, unified)
+    }
+
     pub(crate) fn loader_threads(&self) -> LoaderThreads {
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
         let threads = |most: usize| self.loader_threads.unwrap_or(cores.min(most)).max(1);

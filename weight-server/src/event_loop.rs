@@ -407,6 +407,7 @@ impl WeightServerLoop {
             model: found.model.clone(),
             key: LoadKey::clone(&found.key),
             threads: self.loader_threads.onto(&found.key.device),
+            unified_memory: self.state.ledger().is_unified(&found.key.device),
         };
         self.loaders.insert(generation, start(job, self.loader.clone(), self.inputs.clone()));
     }

@@ -379,6 +379,10 @@ impl From<StatusSnapshot> for wire::Status {
                 .devices
                 .into_iter()
                 .map(|(device, capacity_bytes, reserved_bytes)| wire::DeviceCapacity {
+                    unified_devices: match device.as_str() {
+                        HOST_DEVICE => snapshot.unified_devices.clone(),
+                        _ => Vec::new(),
+                    },
                     device,
                     capacity_bytes,
                     reserved_bytes,

@@ -7,8 +7,9 @@
 //!    `reserve_unchecked`.
 //! 2. Memory is reserved before it is allocated.
 //! 3. Memory of a NUMA node counts on the node ("host:N") and on the host.
+//! 4. A GPU with unified memory has no capacity of its own: its reservations count on the host.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use memory::manifest::HOST_DEVICE;
 use memory::numa::is_host_device;
@@ -36,15 +37,11 @@ pub struct LedgerReservation {
     pub fds: u64,
 }
 
-impl LedgerReservation {
-    fn counts_on(&self, device: &str) -> bool {
-        self.device == device || (device == HOST_DEVICE && is_host_device(&self.device))
-    }
-}
-
 #[derive(Debug)]
 pub struct Ledger {
     devices: BTreeMap<String, u64>,
+    /// The GPUs whose memory is the host's.
+    unified: BTreeSet<String>,
     fds: u64,
     reservations: BTreeMap<ReservationKey, LedgerReservation>,
 }
@@ -67,8 +64,23 @@ pub enum ReservationError {
 }
 
 impl Ledger {
-    pub fn new(devices: BTreeMap<String, u64>, fds: u64) -> Self {
-        Self { devices, fds, reservations: BTreeMap::new() }
+    /// `devices` has the capacity of the host and of each device that has memory of its own.
+    pub fn new(devices: BTreeMap<String, u64>, unified: BTreeSet<String>, fds: u64) -> Self {
+        Self { devices, unified, fds, reservations: BTreeMap::new() }
+    }
+
+    /// Whether memory of this device is memory of the host.
+    pub fn takes_host_memory(&self, device: &str) -> bool {
+        is_host_device(device) || self.is_unified(device)
+    }
+
+    /// Whether the device is a GPU whose memory is the host's.
+    pub fn is_unified(&self, device: &str) -> bool {
+        self.unified.contains(device)
+    }
+
+    fn counts_on(&self, reservation: &LedgerReservation, device: &str) -> bool {
+        reservation.device == device || (device == HOST_DEVICE && self.takes_host_memory(&reservation.device))
     }
 
     /// Adds a reservation or changes an existing one. A refusal changes nothing.
@@ -77,8 +89,9 @@ impl Ledger {
         key: ReservationKey,
         reservation: LedgerReservation,
     ) -> Result<(), ReservationError> {
-        if !self.devices.contains_key(&reservation.device) {
-            let known = self.devices.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+        if !self.devices.contains_key(&reservation.device) && !self.is_unified(&reservation.device) {
+            let known = self.devices.keys().chain(&self.unified);
+            let known = known.map(String::as_str).collect::<Vec<_>>().join(", ");
             return Err(ReservationError::UnknownDevice {
                 device: reservation.device,
                 known: format!("known are {known}"),
@@ -89,8 +102,10 @@ impl Ledger {
             // Rows that workers have returned are not checked against a capacity.
             counted.map(|(_, r)| of(r)).fold(0, u64::saturating_add)
         };
-        for (device, &capacity) in self.devices.iter().filter(|(device, _)| reservation.counts_on(device)) {
-            let free = capacity.saturating_sub(others(|r| r.bytes, &|r| r.counts_on(device)));
+        for (device, &capacity) in
+            self.devices.iter().filter(|(device, _)| self.counts_on(&reservation, device))
+        {
+            let free = capacity.saturating_sub(others(|r| r.bytes, &|r| self.counts_on(r, device)));
             if reservation.bytes > free {
                 let (device, needed) = (device.clone(), reservation.bytes);
                 return Err(ReservationError::InsufficientMemory { device, needed, free, capacity });
@@ -140,10 +155,16 @@ impl Ledger {
         self.reservations.iter().map(|(key, reservation)| (*key, reservation))
     }
 
+    /// The GPUs that have no capacity of their own.
+    pub fn unified(&self) -> impl Iterator<Item = &str> {
+        self.unified.iter().map(String::as_str)
+    }
+
     /// Capacity and reserved bytes of each device.
     pub fn devices(&self) -> impl Iterator<Item = (&str, u64, u64)> {
         self.devices.iter().map(|(device, capacity)| {
-            let reservations = self.reservations.values().filter(|reservation| reservation.counts_on(device));
+            let reservations =
+                self.reservations.values().filter(|reservation| self.counts_on(reservation, device));
             let bytes = reservations.map(|reservation| reservation.bytes);
             (device.as_str(), *capacity, bytes.fold(0, u64::saturating_add))
         })
@@ -165,7 +186,8 @@ mod tests {
     }
 
     fn ledger() -> Ledger {
-        Ledger::new(BTreeMap::from([("host".to_owned(), 1000), ("gpu".to_owned(), 50)]), 10)
+        let devices = BTreeMap::from([("host".to_owned(), 1000), ("gpu".to_owned(), 50)]);
+        Ledger::new(devices, BTreeSet::new(), 10)
     }
 
     #[test]
@@ -208,7 +230,8 @@ mod tests {
     #[test]
     fn memory_of_a_node_counts_on_the_node_and_on_the_host() {
         let devices = [("host", 1000), ("host:0", 600), ("host:1", 600)];
-        let mut ledger = Ledger::new(devices.map(|(id, bytes)| (id.to_owned(), bytes)).into(), 10);
+        let mut ledger =
+            Ledger::new(devices.map(|(id, bytes)| (id.to_owned(), bytes)).into(), BTreeSet::new(), 10);
         let on = |device: &str, bytes| LedgerReservation { device: device.to_owned(), bytes, fds: 0 };
         ledger.reserve(ReservationKey::Weights(1), on("host:0", 600)).unwrap();
         ledger.reserve(ReservationKey::Weights(2), on("host:1", 300)).unwrap();
@@ -223,6 +246,33 @@ mod tests {
         assert_eq!(refused(&mut ledger, "host", 101), ("host".to_owned(), 100));
         let held: Vec<u64> = ledger.devices().map(|(_, _, held)| held).collect();
         assert_eq!(held, [900, 600, 300]);
+    }
+
+    #[test]
+    fn unified_memory_is_promised_once_to_the_host_and_to_the_gpu() {
+        let devices = [("host", 1000), ("host:0", 1000), ("discrete", 50)];
+        let devices = devices.map(|(id, bytes)| (id.to_owned(), bytes)).into();
+        let mut ledger = Ledger::new(devices, BTreeSet::from(["unified".to_owned()]), 10);
+        let on = |device: &str, bytes| LedgerReservation { device: device.to_owned(), bytes, fds: 0 };
+        ledger.reserve(ReservationKey::Weights(1), on("unified", 600)).unwrap();
+        ledger.reserve(ReservationKey::Weights(2), on("discrete", 50)).unwrap();
+        for device in ["host", "host:0", "unified"] {
+            let refused = ledger.reserve(ReservationKey::Weights(3), on(device, 401)).unwrap_err();
+            let is_host = |device: &str| device == "host";
+            assert!(
+                matches!(&refused, ReservationError::InsufficientMemory { device, free: 400, capacity: 1000, .. }
+                    if is_host(device)),
+                "{device}: {refused}"
+            );
+        }
+        ledger.reserve(ReservationKey::Weights(3), on("host", 400)).unwrap();
+        assert!(ledger.reserve(ReservationKey::Lease(1), on("unified", 1)).is_err());
+        let rows: Vec<_> = ledger.devices().collect();
+        assert_eq!(
+            rows,
+            [("discrete", 50, 50), ("host", 1000, 1000), ("host:0", 1000, 0)],
+            "one row for both"
+        );
     }
 
     #[test]

@@ -239,21 +239,25 @@ fn driver(
     supervised: bool,
     started: Instant,
 ) -> WeightServerLoop {
-    let on_host = adopted.generations.iter().filter(|(generation, _)| is_host_device(&generation.key.device));
+    let (device_bytes, unified_devices) = config.device_budgets();
+    let gpu_nodes = config.gpu_nodes();
+    let takes_host_memory = |device: &str| is_host_device(device) || unified_devices.contains(device);
+    let on_host =
+        adopted.generations.iter().filter(|(generation, _)| takes_host_memory(&generation.key.device));
     let held: u64 =
         on_host.map(|(generation, _)| generation.contents.reservation(&generation.key.device).bytes).sum();
     // Adopted memory is in use already, so it comes on top of what is available.
-    let budget = config
-        .host_budget
-        .map_or_else(|| system_limits::available_bytes().saturating_add(held), |bytes| bytes.0);
+    let budget = config.host_budget.map_or_else(
+        || system_limits::available_bytes_without(&gpu_nodes).saturating_add(held),
+        |bytes| bytes.0,
+    );
     let limits = WeightServerLimits {
-        device_bytes: config
-            .devices
-            .iter()
-            .map(|device| (device.id.clone(), device.budget.0))
+        device_bytes: device_bytes
+            .into_iter()
             .chain([(HOST_DEVICE.to_owned(), budget)])
-            .chain(system_limits::node_bytes())
+            .chain(system_limits::node_bytes_without(&gpu_nodes))
             .collect(),
+        unified_devices,
         fds,
         uids: allowed_uids(config),
         host_capacity_is_measured: config.host_budget.is_none(),

@@ -88,6 +88,8 @@ pub(crate) struct LoadJob {
     pub(crate) model: String,
     pub(crate) key: LoadKey,
     pub(crate) threads: usize,
+    /// The device is a GPU whose budget is the host's.
+    pub(crate) unified_memory: bool,
 }
 
 /// Kept by the event loop. Dropping it kills the child.
@@ -371,6 +373,7 @@ async fn send_job(
         layout: job.key.layout,
         device: job.key.device.clone(),
         threads: job.threads as u32,
+        unified_memory: job.unified_memory,
     };
     let fds: Vec<_> = files.iter().map(|(_, file)| file.as_fd()).collect();
     Ok(command(connection, loader_command::Kind::Job(frame), &fds).await?)

@@ -85,6 +85,8 @@ pub const MAX_LEASES_PER_PROCESS: usize = 64;
 #[derive(Debug)]
 pub struct WeightServerLimits {
     pub device_bytes: BTreeMap<String, u64>,
+    /// The GPUs whose memory is the host's. They have no entry in `device_bytes`.
+    pub unified_devices: BTreeSet<String>,
     pub fds: u64,
     pub uids: BTreeSet<u32>,
     /// The host's capacity is the memory that was available at the start. What is returned later
@@ -132,7 +134,7 @@ impl WeightServerState {
             generations: BTreeMap::new(),
             ending_loaders: EndingLoaders::default(),
             leases: LeaseTable::default(),
-            ledger: Ledger::new(limits.device_bytes, limits.fds),
+            ledger: Ledger::new(limits.device_bytes, limits.unified_devices, limits.fds),
             tokens: TokenRegistry::default(),
             uids: limits.uids,
             host_capacity_is_measured: limits.host_capacity_is_measured,

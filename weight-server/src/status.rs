@@ -47,6 +47,8 @@ pub(crate) struct StatusSnapshot {
     pub(crate) reservations: Vec<(ReservationKey, LedgerReservation)>,
     /// Capacity and reserved bytes of each device.
     pub(crate) devices: Vec<(String, u64, u64)>,
+    /// GPUs whose reservations count on the host.
+    pub(crate) unified_devices: Vec<String>,
     pub(crate) capacity_fds: u64,
     pub(crate) tokens_required: bool,
     pub(crate) registered_tokens: usize,
@@ -121,6 +123,7 @@ impl StatusSnapshot {
                 .filter(|(id, _, held)| *held > 0 || node_of_device(id).is_none())
                 .map(|(id, all, held)| (id.to_owned(), all, held))
                 .collect(),
+            unified_devices: state.ledger().unified().map(str::to_owned).collect(),
             capacity_fds: state.ledger().capacity_fds(),
             tokens_required: state.tokens_required(),
             registered_tokens: state.registered_tokens(),

@@ -2,6 +2,8 @@
 
 //! The limits of the machine and the process: available memory and open descriptors.
 
+use std::collections::BTreeSet;
+
 use memory::numa::{self, NumaNode, node_of_device};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
@@ -23,9 +25,15 @@ pub(crate) fn available_bytes() -> u64 {
     })
 }
 
+/// The same without NUMA nodes that are memory of GPUs.
+pub(crate) fn available_bytes_without(gpu_nodes: &BTreeSet<u32>) -> u64 {
+    available_bytes().saturating_sub(numa::available_on(gpu_nodes.iter().copied()))
+}
+
 /// The memory of each NUMA node of this machine, by its device.
-pub(crate) fn node_bytes() -> impl Iterator<Item = (String, u64)> {
-    let nodes = numa::nodes().into_iter().filter_map(|number| NumaNode::find(number).ok());
+pub(crate) fn node_bytes_without(gpu_nodes: &BTreeSet<u32>) -> impl Iterator<Item = (String, u64)> {
+    let nodes = numa::nodes().into_iter().filter(|number| !gpu_nodes.contains(number));
+    let nodes = nodes.filter_map(|number| NumaNode::find(number).ok());
     nodes.map(|node| (numa::device_of_node(node.number), node.memory_bytes))
 }
 

@@ -50,8 +50,12 @@ fn snapshot() -> FleetSnapshot {
         allocation_bytes: 3 * GIB,
         ..Generation::default()
     };
-    let capacity =
-        DeviceCapacity { device: "host".to_owned(), capacity_bytes: 16 * GIB, reserved_bytes: 8 * GIB };
+    let capacity = DeviceCapacity {
+        device: "host".to_owned(),
+        capacity_bytes: 16 * GIB,
+        reserved_bytes: 8 * GIB,
+        unified_devices: Vec::new(),
+    };
     let reservations = vec![row(ReservationKind::Weights, 3 * GIB), row(ReservationKind::Lease, 5 * GIB)];
     let ledger = Ledger { devices: vec![capacity], reservations, ..Ledger::default() };
     FleetSnapshot {
@@ -98,6 +102,25 @@ fn a_screen_shows_devices_models_and_processes_with_their_rates() {
     assert!(!lines.concat().contains('\u{1b}'));
     has(&lines, &["worker-0", "ready", "70", "25% of 1000"]);
     has(&lines, &["worker-1", "failed", "-", "3"]);
+}
+
+#[test]
+fn a_gpu_with_unified_memory_and_the_host_are_one_line() {
+    let mut snapshot = snapshot();
+    let ledger = snapshot.weight_server.ledger.as_mut().unwrap();
+    ledger.devices[0].unified_devices = vec!["GPU-1".to_owned()];
+    ledger.reservations[0].device = "GPU-1".to_owned();
+    let view = TopView::new(&snapshot, &HashMap::new());
+    let line = view::DeviceLine {
+        name: "host + GPU".to_owned(),
+        capacity: 16 * GIB,
+        weights: 3 * GIB,
+        workers: 5 * GIB,
+        other: 0,
+        health: String::new(),
+        is_faulty: false,
+    };
+    assert_eq!(view.devices, [line]);
 }
 
 #[test]

@@ -167,15 +167,18 @@ fn model_line(snapshot: &FleetSnapshot, model: &Model, processes: &[ProcessLine]
 
 fn device_lines(ledger: &Ledger, known: &[Device]) -> Vec<DeviceLine> {
     let mut lines: BTreeMap<&str, DeviceLine> = BTreeMap::new();
+    let mut unified: HashMap<&str, &str> = HashMap::new();
     for device in &ledger.devices {
-        let (name, capacity) = (device.device.clone(), device.capacity_bytes);
-        let known = known.iter().find(|known| known.device == device.device);
+        let (row, capacity) = (device.device.as_str(), device.capacity_bytes);
+        let name = if device.unified_devices.is_empty() { row.to_owned() } else { format!("{row} + GPU") };
+        let known = known.iter().find(|known| known.device == row);
         let (health, is_faulty) = known.map(health).unwrap_or_default();
-        let line = DeviceLine { name, capacity, weights: 0, workers: 0, other: 0, health, is_faulty };
-        lines.insert(&device.device, line);
+        lines.insert(row, DeviceLine { name, capacity, weights: 0, workers: 0, other: 0, health, is_faulty });
+        unified.extend(device.unified_devices.iter().map(|gpu| (gpu.as_str(), row)));
     }
     for row in &ledger.reservations {
-        let Some(line) = lines.get_mut(row.device.as_str()) else { continue };
+        let device = unified.get(row.device.as_str()).copied().unwrap_or(&row.device);
+        let Some(line) = lines.get_mut(device) else { continue };
         let sum = match row.kind() {
             ReservationKind::Weights | ReservationKind::Loading => &mut line.weights,
             ReservationKind::Lease | ReservationKind::Orphaned => &mut line.workers,

@@ -6,6 +6,7 @@
 //! A thread passes its binding on to the threads that it starts. Pages of a memfd come from the
 //! node of the thread that first writes to them.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -62,6 +63,13 @@ pub fn is_host_device(device: &str) -> bool {
 pub fn nodes() -> Vec<u32> {
     let text = std::fs::read_to_string(Path::new(SYSFS_NODES).join("has_memory")).unwrap_or_default();
     parse_list(&text).into_iter().filter_map(|node| u32::try_from(node).ok()).collect()
+}
+
+/// Memory that can be allocated on these nodes now, each counted once. What a node does not tell is
+/// not counted.
+pub fn available_on(nodes: impl Iterator<Item = u32>) -> u64 {
+    let nodes: BTreeSet<u32> = nodes.collect();
+    nodes.into_iter().filter_map(|node| NumaNode::available_bytes(node).ok()).sum()
 }
 
 impl NumaNode {

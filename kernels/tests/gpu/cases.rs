@@ -31,6 +31,7 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ("checksum: pieces hash as on the host", checksum::pieces_hash_as_on_the_host),
     ("repack: tiles are those of the host, and back", repack::tiles_are_those_of_the_host),
     ("loading: parts become tensors", loading::parts_become_tensors_and_their_checksums),
+    ("loading: parts are read in place", loading::parts_that_kernels_read_in_place_become_the_same),
     ("loading: parts out of turn", loading::parts_out_of_turn_and_out_of_place_are_refused),
     ("quantize: activations are those of the host", quantize::activations_are_those_of_the_host),
     ("quantize: f16 quants are those of the host", quantize::f16_quants_are_those_of_the_host),

@@ -22,9 +22,12 @@ use crate::random::TestRng;
 
 const NO_PATIENCE: Duration = Duration::ZERO;
 
+fn pinned(gpu: &TestGpu) -> anyhow::Result<PinnedBuffer<u8>> {
+    Ok(PinnedBuffer::pin(&gpu.device, HostPages::new(ring_bytes(u64::MAX))?)?)
+}
+
 fn ring(gpu: &TestGpu) -> anyhow::Result<StagingRing> {
-    let pages = HostPages::new(ring_bytes(u64::MAX))?;
-    Ok(StagingRing::new(&gpu.device, PinnedBuffer::pin(&gpu.device, pages)?)?)
+    Ok(StagingRing::new(&gpu.device, pinned(gpu)?)?)
 }
 
 fn plan(device: &Device, tensors: &[Tiles]) -> anyhow::Result<(PackPlan, Vec<TensorDestination>)> {
@@ -43,7 +46,7 @@ fn plan(device: &Device, tensors: &[Tiles]) -> anyhow::Result<(PackPlan, Vec<Ten
 }
 
 /// Divides a tensor into parts of at most `limit` bytes.
-fn parts(tensor: usize, tiles: &Tiles, limit: usize) -> Vec<TensorPart> {
+fn parts(tensor: usize, tiles: &Tiles, limit: usize, alignment: usize) -> Vec<TensorPart> {
     let step = match tiles.tile_bytes() {
         0 => PIECE_BYTES,
         // A tensor without rows has no parts.
@@ -54,13 +57,24 @@ fn parts(tensor: usize, tiles: &Tiles, limit: usize) -> Vec<TensorPart> {
         tensor,
         start: start as u64,
         bytes: length.min(tiles.raw_bytes() - start),
-        // Any offset in the slot is possible, as after a direct read of whole blocks.
-        at: (start % 4096) & !31,
+        // Any aligned offset in the slot is possible, as after a direct read of whole blocks.
+        at: (start % 4096 + alignment) & !(alignment - 1),
     };
     (0..tiles.raw_bytes()).step_by(length).map(part).collect()
 }
 
 pub(crate) fn parts_become_tensors_and_their_checksums(gpu: &TestGpu) -> anyhow::Result<()> {
+    transfer_parts(gpu, &ring(gpu)?)
+}
+
+/// A GPU with memory of its own reads pinned host memory at the host's address too.
+pub(crate) fn parts_that_kernels_read_in_place_become_the_same(gpu: &TestGpu) -> anyhow::Result<()> {
+    let ring = StagingRing::in_place(&gpu.device, pinned(gpu)?)?;
+    ensure!(ring.staging_bytes() == 0, "staging buffers beside the slots");
+    transfer_parts(gpu, &ring)
+}
+
+fn transfer_parts(gpu: &TestGpu, ring: &StagingRing) -> anyhow::Result<()> {
     let context = gpu.device.context()?;
     let shapes = [
         (DType::Q4_K, 4096, 3001),
@@ -76,16 +90,15 @@ pub(crate) fn parts_become_tensors_and_their_checksums(gpu: &TestGpu) -> anyhow:
         .into_iter()
         .map(|(dtype, cols, rows)| Tiles::new(dtype, cols, rows))
         .collect::<Result<_, _>>()?;
-    let ring = ring(gpu)?;
     // Some parts are smaller than a piece. Such a piece is carried over several times.
-    for limit in [PART_BYTES, 3 << 20, 200_000] {
+    for (limit, alignment) in [(PART_BYTES, 32), (3 << 20, 32), (200_000, 2)] {
         let (plan, destinations) = plan(&gpu.device, &tensors)?;
         let mut model = WritableModel::allocate(&context, &plan.allocations, NO_PATIENCE)?;
-        let mut upload = ModelUpload::new(&gpu.device, &ring, &mut model, &destinations)?;
+        let mut upload = ModelUpload::new(&gpu.device, ring, &mut model, &destinations)?;
         let mut raws = Vec::new();
         for (index, tiles) in tensors.iter().enumerate() {
             let raw = TestRng::new(index as u64 + 7).bytes(tiles.raw_bytes());
-            for part in parts(index, tiles, limit) {
+            for part in parts(index, tiles, limit, alignment) {
                 let mut slot = ring.take()?.context("a closed ring")?;
                 let source = &raw[part.start as usize..][..part.bytes];
                 slot.bytes_mut()[part.at..part.at + part.bytes].copy_from_slice(source);
@@ -150,7 +163,7 @@ pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
         let mut upload = ModelUpload::new(&gpu.device, &ring, &mut model, &destinations)?;
         let allocated = started.elapsed();
         for (index, tiles) in tensors.iter().enumerate() {
-            for part in parts(index, tiles, PART_BYTES) {
+            for part in parts(index, tiles, PART_BYTES, 32) {
                 let slot = ring.take()?.context("a closed ring")?;
                 upload.submit(slot, part)?;
             }

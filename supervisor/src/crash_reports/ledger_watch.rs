@@ -85,6 +85,7 @@ impl KnownLedger {
                 "device": device.device,
                 "capacity_bytes": device.capacity_bytes,
                 "reserved_bytes": device.reserved_bytes,
+                "unified_devices": device.unified_devices,
             })
         });
         let rows = ledger.reservations.iter().take(ROWS_MAX).map(|row| {

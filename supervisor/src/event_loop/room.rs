@@ -22,7 +22,7 @@ use super::{ManagedModel, SupervisorLoop};
 use crate::commands::DRAIN_GRACE;
 use crate::events::SupervisorEvent;
 use crate::idle_models::IdleModel;
-use crate::memory_room::{DeviceLedger, MemoryClaim, RoomDecision, find_room, share_memory};
+use crate::memory_room::{DeviceLedger, MemoryClaim, RoomDecision, find_room};
 use crate::model_use::in_leaving_order;
 use crate::status::{ModelFailure, ModelState};
 
@@ -136,7 +136,7 @@ impl SupervisorLoop {
         match decision {
             RoomDecision::Fits => self.begin_load(name),
             RoomDecision::FitsSoon => {
-                self.await_release(name, now);
+                self.await_release(name, ledger, now);
                 return Some(new);
             }
             RoomDecision::Replaces(leaving) => {
@@ -202,10 +202,10 @@ impl SupervisorLoop {
 
     /// While streams of a leaving model finish, its end is waited for. Then the memory is free in a
     /// moment.
-    fn await_release(&mut self, name: &str, now: Instant) {
+    fn await_release(&mut self, name: &str, ledger: &DeviceLedger, now: Instant) {
         let Some(spec) = self.models.get(name).map(|model| &model.spec) else { return };
         let is_beside = |other: &&ManagedModel| {
-            other.spec.devices().any(|device| spec.devices().any(|own| share_memory(own, device)))
+            other.spec.devices().any(|device| spec.devices().any(|own| ledger.share_memory(own, device)))
         };
         if self.models.values().filter(is_beside).any(|model| model.unloading.is_some()) {
             // `model_unloaded` looks again.

@@ -72,6 +72,7 @@ impl FuzzedServer {
         let generations = [(generation.id, fds)].into();
         let limits = WeightServerLimits {
             device_bytes: BTreeMap::from([(HOST_DEVICE.to_owned(), HOST_BYTES)]),
+            unified_devices: BTreeSet::new(),
             fds: FDS,
             uids: BTreeSet::from([UID]),
             host_capacity_is_measured: false,

@@ -38,10 +38,12 @@ pub(crate) fn layout_for_device(device: &str) -> u32 {
 }
 
 /// Opens the device that the model is loaded into. On a GPU this creates the context, which takes
-/// a fifth of a second, and pins the host memory of the load.
+/// a fifth of a second, and pins the host memory of the load. `unified_memory` says whether the
+/// ledger counts the device on the host.
 pub(super) fn open_target(
     device: &str,
     layout: u32,
+    unified_memory: bool,
     files: &[(FileIdentity, File)],
 ) -> Result<Box<dyn LoadTarget>, OpenTargetError> {
     let expected = layout_for_device(device);
@@ -50,7 +52,7 @@ pub(super) fn open_target(
     }
     match device {
         name if is_host_device(name) => Ok(Box::new(HostTarget::open(name)?)),
-        name => Ok(open_gpu(parse_uuid(name)?, files)?),
+        name => Ok(open_gpu(parse_uuid(name)?, unified_memory, files)?),
     }
 }
 
@@ -74,8 +76,12 @@ fn parse_uuid(name: &str) -> Result<DeviceUuid, OpenTargetError> {
 }
 
 #[cfg(feature = "cuda")]
-fn open_gpu(uuid: DeviceUuid, files: &[(FileIdentity, File)]) -> Result<Box<dyn LoadTarget>, DeviceFailure> {
-    Ok(Box::new(gpu::GpuTarget::open(uuid, files)?))
+fn open_gpu(
+    uuid: DeviceUuid,
+    unified_memory: bool,
+    files: &[(FileIdentity, File)],
+) -> Result<Box<dyn LoadTarget>, DeviceFailure> {
+    Ok(Box::new(gpu::GpuTarget::open(uuid, unified_memory, files)?))
 }
 
 #[cfg(feature = "cuda")]
@@ -85,7 +91,11 @@ fn open_gpu_for_checksums(uuid: DeviceUuid) -> Result<ComputeChecksums, DeviceFa
 }
 
 #[cfg(not(feature = "cuda"))]
-fn open_gpu(_: DeviceUuid, _: &[(FileIdentity, File)]) -> Result<Box<dyn LoadTarget>, DeviceFailure> {
+fn open_gpu(
+    _: DeviceUuid,
+    _: bool,
+    _: &[(FileIdentity, File)],
+) -> Result<Box<dyn LoadTarget>, DeviceFailure> {
     Err(built_without_cuda())
 }
 

@@ -108,7 +108,7 @@ fn run_job(connection: &Connection) -> Result<(), LoaderError> {
             found: "another number of files",
         });
     };
-    let target = match open_target(&job.device, job.layout, &files) {
+    let target = match open_target(&job.device, job.layout, job.unified_memory, &files) {
         Ok(target) => target,
         Err(error) => return report_failure(connection, &ModelLoadError::Target(error)),
     };

@@ -125,7 +125,7 @@ impl WeightServerState {
         let file_bytes: u64 = key.files.iter().fold(0, |sum, file| file.bytes.saturating_add(sum));
         // A first bound. The loader's plan gives the exact sizes before it allocates memory for the
         // model.
-        let host_bytes = if is_host_device(&key.device) { file_bytes } else { PINNED_BYTES };
+        let host_bytes = self.first_host_bytes(&key.device, file_bytes);
         self.check_available_memory(id, host_bytes, available_bytes)?;
         let waits = self.has_loader(&key.device);
         let context = if waits { 0 } else { context_bytes(&key.device) };
@@ -160,6 +160,15 @@ impl WeightServerState {
         self.generations.insert(id, generation);
         self.start_loaders();
         Ok(())
+    }
+
+    /// Host memory that a load onto a device takes, before its loader has read the headers.
+    fn first_host_bytes(&self, device: &str, file_bytes: u64) -> u64 {
+        let staging = if is_host_device(device) { 0 } else { PINNED_BYTES };
+        if !self.ledger.takes_host_memory(device) {
+            return staging;
+        }
+        file_bytes.saturating_add(staging).saturating_add(context_bytes(device))
     }
 
     /// Compares a load's need with the available memory, less what other loads have reserved and

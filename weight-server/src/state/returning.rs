@@ -29,7 +29,6 @@ use std::time::Duration;
 
 use handoff::fd_batches::MAX_HANDOFF_FDS;
 use memory::manifest::HOST_DEVICE;
-use memory::numa::is_host_device;
 
 use super::{
     MAX_CLIENTS, MAX_LEASES_PER_PROCESS, RECLAIM_TIMEOUT, UNKNOWN_RESERVATIONS_WAIT, WeightServerState,
@@ -227,7 +226,7 @@ impl WeightServerState {
             return self.discard_returned(id);
         };
         let waiters = self.cancel_loads_of(&generation);
-        if self.host_capacity_is_measured && is_host_device(&generation.key.device) {
+        if self.host_capacity_is_measured && self.ledger.takes_host_memory(&generation.key.device) {
             let held = generation.contents.reservation(&generation.key.device).bytes;
             self.ledger.raise_capacity(HOST_DEVICE, held);
         }

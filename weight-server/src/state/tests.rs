@@ -31,6 +31,8 @@ const UNLIMITED: u64 = u64::MAX;
 const HOST_NODE: &str = "host:0";
 const GPU: &str = "GPU-01010101-0101-0101-0101-010101010101";
 const OTHER_GPU: &str = "GPU-02020202-0202-0202-0202-020202020202";
+/// Shares the host's memory.
+const UNIFIED_GPU: &str = "GPU-03030303-0303-0303-0303-030303030303";
 /// Fits a model of 400 MiB and two contexts, but not two more such models.
 const GPU_BYTES: u64 = 1800 * MIB;
 
@@ -39,6 +41,7 @@ fn limits(capacity: u64, fds: u64) -> WeightServerLimits {
     let device_bytes = devices.map(|(device, bytes)| (device.to_owned(), bytes)).into();
     WeightServerLimits {
         device_bytes,
+        unified_devices: BTreeSet::from([UNIFIED_GPU.to_owned()]),
         fds,
         uids: BTreeSet::from([1000]),
         host_capacity_is_measured: false,

@@ -62,6 +62,54 @@ fn device_name_that_is_not_a_uuid_is_refused() {
     assert_nothing_reserved(&server);
 }
 
+/// A GPU that shares the host's memory, and a budget for both.
+fn with_unified_device(budget: &str) -> TestServer {
+    let config = format!("host-budget = {budget:?}\n[[devices]]\nid = {ABSENT:?}\nbudget = \"host\"");
+    TestServer::start(ServerOptions { config, ..ServerOptions::default() })
+}
+
+#[test]
+fn gpu_with_unified_memory_and_host_have_one_row() {
+    let mut server = with_unified_device("2MiB");
+    server.kill_server();
+    put_generation(&server);
+    server.restart_server();
+    // A verifier may be running, whose context is reserved too.
+    let reserved = |status: &wire::Status| status.ledger.as_ref().unwrap().reserved_bytes;
+    let status = server.wait_status("the adopted generation", |status| reserved(status) == 4096 + 8192);
+    let ledger = status.ledger.unwrap();
+    let [row] = &ledger.devices[..] else { panic!("{ledger:#?}") };
+    assert_eq!((row.device.as_str(), row.capacity_bytes), ("host", 2 << 20));
+    assert_eq!((row.reserved_bytes, &row.unified_devices[..]), (4096 + 8192, &[ABSENT.to_owned()][..]));
+    assert_eq!((ledger.capacity_bytes, ledger.reserved_bytes), (2 << 20, 4096 + 8192), "nothing twice");
+    // What the GPU has is not there for the host.
+    let path = server.make_model("h", &[2 << 20]);
+    let error = server.load("h", &path).unwrap_err();
+    assert_eq!(load_failure(&error), wire::LoadFailure::OutOfMemory, "{error}");
+    assert!(error.message().contains("are needed on host"), "{error}");
+}
+
+#[test]
+fn memory_of_a_gpu_that_is_a_node_of_the_host_is_not_promised_to_the_host() {
+    if memory::numa::nodes() != [0] {
+        println!("SKIPPED: this test takes the only node of a machine for a GPU's");
+        return;
+    }
+    let config = format!("[[devices]]\nid = {ABSENT:?}\nbudget = \"16GiB\"\nnuma-node = 0");
+    let server = TestServer::start(ServerOptions { config, ..ServerOptions::default() });
+    let ledger = server.status().ledger.unwrap();
+    let host = ledger.devices.iter().find(|row| row.device == "host").unwrap();
+    let (available, of_node) = (
+        service::meminfo::host_memory().unwrap().available_bytes,
+        memory::numa::available_on([0].into_iter()),
+    );
+    // Other processes take and free memory meanwhile.
+    let rest = available.saturating_sub(of_node) + of_node / 4;
+    assert!(host.capacity_bytes <= rest, "{host:?}: {of_node} of {available} are the node's");
+    let error = server.load_onto("host:0", "m", &server.make_model("m", &[1000])).unwrap_err();
+    assert!(error.message().contains("there is no device host:0"), "{error}");
+}
+
 /// Puts the descriptors of a model on a GPU into the FD store. Only a driver could check them.
 fn put_generation(server: &TestServer) {
     let allocations = [4096, 8192].map(|bytes| SealedMemfd::from_bytes("stand-in", &vec![7; bytes]).unwrap());

@@ -46,6 +46,23 @@ pub struct DeviceInfo {
     pub posix_fd: bool,
     /// The GPU shares its memory with the host.
     pub integrated: bool,
+    /// The GPU reads memory of the process that was never registered, through the host's page
+    /// tables (CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES). Where it has page
+    /// tables of its own, such a read moves the page first, which is slow: that does not count.
+    pub host_page_tables: bool,
+    /// Registered host memory has the same address on the GPU
+    /// (CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM).
+    pub registered_pointers: bool,
+    /// The NUMA node of the host as which the kernel shows the GPU's own memory, as on Grace Hopper
+    /// (CU_DEVICE_ATTRIBUTE_NUMA_ID). /proc/meminfo counts such a node too.
+    pub numa_node: Option<u32>,
+}
+
+impl DeviceInfo {
+    /// Whether kernels may read host memory where it is, instead of a copy in device memory.
+    pub fn reads_host_memory(&self) -> bool {
+        self.host_page_tables || (self.integrated && self.registered_pointers)
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

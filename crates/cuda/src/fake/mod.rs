@@ -108,6 +108,9 @@ impl FakeDriver {
             vmm: true,
             posix_fd: true,
             integrated: false,
+            host_page_tables: false,
+            registered_pointers: true,
+            numa_node: None,
         };
         Self(Mutex::new(FakeState {
             devices: vec![device(0), device(1)],
@@ -137,6 +140,11 @@ impl FakeDriver {
 
     pub fn change_device(&self, ordinal: usize, change: impl FnOnce(&mut DeviceInfo)) {
         change(&mut self.lock().devices[ordinal]);
+    }
+
+    /// Makes a device one of a DGX Spark: it has no memory of its own and reads the host's pages.
+    pub fn unify_memory(&self, ordinal: usize) {
+        self.change_device(ordinal, |info| (info.integrated, info.host_page_tables) = (true, true));
     }
 
     pub fn set_granularity(&self, granularity: u64) {

@@ -20,6 +20,9 @@ use crate::checked::{
 };
 use crate::raw::{Functions, Status};
 
+/// CU_DEVICE_NUMA_CONFIG_NUMA_NODE
+const NUMA_NODE: u32 = 1;
+
 /// Longest name of a device, including its terminating zero.
 const NAME_BYTES: usize = 256;
 
@@ -135,6 +138,16 @@ impl DriverApi for LibCuda {
             posix_fd: attribute(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)?
                 != 0,
             integrated: attribute(Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED)? != 0,
+            host_page_tables: attribute(
+                Attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES,
+            )? != 0,
+            registered_pointers: attribute(
+                Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM,
+            )? != 0,
+            numa_node: match attribute(Attribute::CU_DEVICE_ATTRIBUTE_NUMA_CONFIG)? {
+                NUMA_NODE => Some(attribute(Attribute::CU_DEVICE_ATTRIBUTE_NUMA_ID)?),
+                _ => None,
+            },
         })
     }
 

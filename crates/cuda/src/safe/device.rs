@@ -137,9 +137,10 @@ impl Device {
         bytes.max(1).checked_next_multiple_of(self.0.granularity)
     }
 
-    /// `None` if no context of this device is current on this thread.
+    /// `None` if no context of this device is current on this thread, and if the memory is the
+    /// host's: the driver does not count pages that the kernel would reclaim for an allocation.
     pub fn memory_info(&self) -> Option<MemoryInfo> {
-        self.driver().memory_info(self.ordinal()).ok()
+        if self.info().integrated { None } else { self.driver().memory_info(self.ordinal()).ok() }
     }
 
     /// The device's primary context, current on this thread on return. Retains the context unless a

@@ -2,6 +2,9 @@
 
 //! [`PinnedBuffer`]: page-locked host memory that a device copies from and to at full speed.
 //!
+//! A device that reads through the host's page tables needs no page locked: for such a device,
+//! [`PinnedBuffer::pin`] leaves pages as they are.
+//!
 //! Two ways to make one, since their costs differ (measured on a guest with an H200):
 //! - [`PinnedBuffer::new`] lets the driver allocate (cuMemHostAlloc): 0.5 ms a MiB, one thread at a
 //!   time, while others wait for the driver's locks. For small buffers.
@@ -46,8 +49,14 @@ struct PinnedMemory {
 
 #[derive(Debug)]
 enum PinnedOrigin {
-    Driver { start: NonNull<u8> },
-    Pages(HostPages),
+    Driver {
+        start: NonNull<u8>,
+    },
+    Registered(HostPages),
+    /// The device reads them without registration.
+    Unlocked {
+        _pages: HostPages,
+    },
 }
 
 // SAFETY: plain memory with one owner, which frees it once.
@@ -97,14 +106,18 @@ impl<T: Pod> PinnedBuffer<T> {
 }
 
 impl PinnedBuffer<u8> {
-    /// Pins pages that exist already.
+    /// Pins pages that exist already, unless the device reads them without that.
     pub fn pin(device: &Device, pages: HostPages) -> Result<Self, PinError> {
         let context = device.context().map_err(PinError::Context)?;
         let (start, len) = (pages.start(), pages.bytes());
+        if device.info().host_page_tables {
+            let memory = Arc::new(PinnedMemory { context, origin: PinnedOrigin::Unlocked { _pages: pages } });
+            return Ok(Self { _memory: memory, start, len });
+        }
         // SAFETY: mapped until `pages` is dropped, which is after the drop of what is returned.
         let registered = retry_unsupported(|| unsafe { context.driver().register_host(start.as_ptr(), len) });
         registered.map_err(|source| failed(len, source))?;
-        let memory = Arc::new(PinnedMemory { context, origin: PinnedOrigin::Pages(pages) });
+        let memory = Arc::new(PinnedMemory { context, origin: PinnedOrigin::Registered(pages) });
         Ok(Self { _memory: memory, start, len })
     }
 
@@ -127,9 +140,10 @@ impl Drop for PinnedMemory {
             // SAFETY: the owner. The driver waits for copies in flight before it frees.
             PinnedOrigin::Driver { start } => unsafe { self.context.driver().free_host(start.as_ptr()) },
             // SAFETY: registered by `pin`; the user of a part has waited for copies out of it.
-            PinnedOrigin::Pages(pages) => unsafe {
+            PinnedOrigin::Registered(pages) => unsafe {
                 self.context.driver().unregister_host(pages.start().as_ptr())
             },
+            PinnedOrigin::Unlocked { .. } => Ok(()),
         });
     }
 }

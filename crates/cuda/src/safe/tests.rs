@@ -142,6 +142,34 @@ fn pinned_pages_are_unpinned_with_their_last_part() {
 }
 
 #[test]
+fn unified_memory_is_neither_pinned_nor_measured_by_the_driver() {
+    let (fake, discrete) = fake(CAPACITY);
+    assert!(!discrete.info().reads_host_memory());
+    fake.unify_memory(0);
+    let unified = Device::open(fake.clone(), DeviceSelector::Ordinal(0)).unwrap();
+    assert!(unified.info().reads_host_memory());
+    let mut parts = PinnedBuffer::pin(&unified, HostPages::new(3 << 20).unwrap()).unwrap().split(1 << 20);
+    assert_eq!((fake.pinned(), fake.count(DriverCall::MemHostRegister)), (0, 0));
+    parts[0].as_mut_slice().fill(7);
+    assert_eq!((parts.len(), parts[0].as_slice()[5], parts[1].as_slice()[5]), (4, 7, 0));
+    let context = unified.context().unwrap();
+    assert_eq!(unified.memory_info(), None);
+    assert!(discrete.memory_info().is_some());
+    drop((parts, context));
+    // Without access to the host's page tables, pages are registered and read where they are.
+    fake.change_device(0, |info| info.host_page_tables = false);
+    let registers = Device::open(fake.clone(), DeviceSelector::Ordinal(0)).unwrap();
+    assert!(registers.info().reads_host_memory());
+    let pinned = PinnedBuffer::pin(&registers, HostPages::new(1).unwrap()).unwrap();
+    assert_eq!(fake.pinned(), 2 << 20);
+    drop(pinned);
+    fake.change_device(0, |info| info.registered_pointers = false);
+    let copies = Device::open(fake.clone(), DeviceSelector::Ordinal(0)).unwrap();
+    assert!(!copies.info().reads_host_memory());
+    fake.assert_clean();
+}
+
+#[test]
 fn pinned_values_are_zero_and_freed_from_any_thread() {
     let (fake, device) = fake(CAPACITY);
     let mut values = PinnedBuffer::<u32>::new(&device, 1000).unwrap();

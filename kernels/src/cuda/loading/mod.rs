@@ -17,6 +17,9 @@
 //! repacked alone. A checksum covers a piece of 1 MiB, and a part may end inside a piece. In that
 //! case, the rest of the piece is carried over to the front of the next part.
 //!
+//! Where the device reads host memory (`DeviceInfo::reads_host_memory`), there are no staging
+//! buffers: kernels read the part in its slot, and the CPU carries bytes over.
+//!
 //! The bus limits the speed of a load, so nothing may delay its copies. All copies are in one
 //! stream, and each slot has its own staging buffer. Checksum and repack work on a part runs in the
 //! stream of its staging buffer.
@@ -24,6 +27,7 @@
 //! [`sum_all`] computes the same checksums over any ranges, [`verify`] over a model that another
 //! process loaded, and [`sum_model`] over one that was copied from another device.
 
+mod part_memory;
 mod ring;
 mod sums;
 mod targets;
@@ -32,4 +36,4 @@ mod upload;
 pub use ring::{EDGE_BYTES, HostSlot, PART_BYTES, StagingRing, ring_bytes};
 pub use sums::{sum_all, verify};
 pub use targets::{TensorDestination, sum_model};
-pub use upload::{ModelChecksums, ModelUpload, STAGING_BYTES, TensorPart, UploadError};
+pub use upload::{ModelChecksums, ModelUpload, TensorPart, UploadError};

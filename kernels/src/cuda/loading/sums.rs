@@ -6,6 +6,7 @@
 use memory::device::DeviceTensor;
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::part_memory::PartMemory;
 use crate::cuda::checksum::{ChecksumKernels, PIECE_BYTES, SHORT_BYTES};
 use crate::cuda::{Buffer, CudaError, Device, DeviceView, Stream};
 
@@ -65,7 +66,7 @@ impl PieceChecksums {
         stream: &Stream,
         index: usize,
         piece: usize,
-        bytes: DeviceView<'_, u8>,
+        bytes: PartMemory<'_>,
     ) -> Result<(), CudaError> {
         let range = self.ranges[index];
         let pieces = bytes.len().div_ceil(PIECE_BYTES);
@@ -75,7 +76,7 @@ impl PieceChecksums {
             let (found, expected) = (piece + pieces, range.pieces());
             return Err(CudaError::Length { what: "pieces of a tensor", found, expected });
         };
-        checksums.launch(stream, bytes, &mut out)?;
+        checksums.launch(stream, bytes.view(), &mut out)?;
         let tail = if piece + pieces == range.pieces() { range.tail() } else { 0 };
         if tail > 0
             && let (Some(source), Some(mut kept)) = (
@@ -83,7 +84,7 @@ impl PieceChecksums {
                 self.tails.view_mut().slice_mut(index * TAIL_STRIDE, tail),
             )
         {
-            kept.copy_from(stream, source)?;
+            source.copy_to(stream, &mut kept)?;
         }
         Ok(())
     }
@@ -116,7 +117,7 @@ pub fn sum_all(
     let streams: Vec<Stream> = (0..STREAMS).map(|_| Stream::new(device)).collect::<Result<_, _>>()?;
     let mut sums = PieceChecksums::new(device, ranges.iter().map(|range| range.len() as u64))?;
     for (index, range) in ranges.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
-        sums.launch(checksums, &streams[index % STREAMS], index, 0, *range)?;
+        sums.launch(checksums, &streams[index % STREAMS], index, 0, PartMemory::Staging(*range))?;
     }
     streams.iter().try_for_each(Stream::synchronize)?;
     sums.read(&streams[0])

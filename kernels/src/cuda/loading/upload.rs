@@ -8,15 +8,13 @@ use std::marker::PhantomData;
 use memory::device::WritableModel;
 use quant::layout::{LayoutError, TILE_ROWS, Tiles};
 
-use super::ring::{HostSlot, PART_BYTES, SLOTS, StagingRing};
+use super::part_memory::PartMemory;
+use super::ring::{HostSlot, PART_BYTES, StagingRing};
 use super::sums::{PieceChecksums, sum_all};
 use super::targets::{TensorDestination, UploadTarget, upload_targets};
 use crate::cuda::checksum::{ChecksumKernels, PIECE_BYTES};
 use crate::cuda::repack::RepackKernels;
 use crate::cuda::{Buffer, CudaError, Device, DeviceView, DeviceViewMut, Event, Stream};
-
-/// The largest amount of device memory that an upload needs besides the model.
-pub const STAGING_BYTES: u64 = (SLOTS * (PIECE_BYTES + PART_BYTES)) as u64;
 
 /// The content of a slot: `bytes` bytes of a tensor, from byte `start` of its file form on. They
 /// begin at offset `at` of the slot.
@@ -81,9 +79,12 @@ pub struct ModelUpload<'m> {
 struct StagingBuffer {
     /// The stream for work on the part after its copy.
     stream: Stream,
+    /// Empty if kernels read the slot in place.
     memory: Buffer<u8>,
     /// Bytes of the last part.
     bytes: usize,
+    /// Where the last part began in its slot.
+    at: usize,
     /// Recorded after the copy of the part.
     copied: Event,
     /// Recorded after the copy of the carried bytes.
@@ -102,8 +103,9 @@ impl<'m> ModelUpload<'m> {
         }
         device.bind()?;
         let targets = upload_targets(model, destinations)?;
-        let staging =
-            (0..ring.slots()).map(|_| StagingBuffer::new(device)).collect::<Result<Vec<_>, CudaError>>()?;
+        let staging = (0..ring.slots())
+            .map(|_| StagingBuffer::new(device, ring))
+            .collect::<Result<Vec<_>, CudaError>>()?;
         let (checksums, repack) = (ChecksumKernels::new(device), RepackKernels::new(device));
         checksums.load()?;
         repack.load()?;
@@ -124,8 +126,8 @@ impl<'m> ModelUpload<'m> {
 
     /// Enqueues all work on a part, then returns the previous slot to its ring. The parts of a
     /// tensor come in order, and one tensor comes after the other.
-    pub fn submit(&mut self, slot: HostSlot, part: TensorPart) -> Result<(), UploadError> {
-        if let Err(error) = self.start(&slot, part) {
+    pub fn submit(&mut self, mut slot: HostSlot, part: TensorPart) -> Result<(), UploadError> {
+        if let Err(error) = self.start(&mut slot, part) {
             // A copy may have started that the slot's event does not cover. So the slot is dropped
             // only after all work has ended.
             let _ = self.device.synchronize();
@@ -135,11 +137,11 @@ impl<'m> ModelUpload<'m> {
         Ok(())
     }
 
-    fn start(&mut self, slot: &HostSlot, part: TensorPart) -> Result<(), UploadError> {
+    fn start(&mut self, slot: &mut HostSlot, part: TensorPart) -> Result<(), UploadError> {
         let TensorPart { tensor, start, bytes, at } = part;
         let source = at.checked_add(bytes).and_then(|end| slot.bytes().get(at..end));
         let target = self.targets.get_mut(tensor).filter(|target| target.came == start);
-        let (Some(source), Some(target)) = (source.filter(|_| bytes <= PART_BYTES), target) else {
+        let (Some(_), Some(target)) = (source.filter(|_| bytes <= PART_BYTES), target) else {
             let due = self.targets.get(tensor).map_or(0, |target| target.came);
             return Err(UploadError::OutOfOrder { tensor, start, bytes, due });
         };
@@ -154,35 +156,39 @@ impl<'m> ModelUpload<'m> {
         }
 
         let carry = (start % PIECE_BYTES as u64) as usize;
-        let staging = &mut self.staging[slot.index];
-        let address = staging.memory.view().address() + PIECE_BYTES as u64;
-        // SAFETY: the staging buffer has room for a part after the carry. All work on its last part
-        // ended before the slot left its ring. The slot's memory is pinned and not touched before
-        // `done`: the ring waits for that event, and so does dropping the slot.
-        unsafe { self.copies.enqueue_copy_to_device(address, source) }?;
-        staging.copied.record(&self.copies)?;
-        staging.stream.wait(&staging.copied)?;
-        staging.bytes = bytes;
         target.came += bytes as u64;
+        let at = if self.ring.is_in_place() { slot.align_part(at, bytes) } else { at };
+        let staging = &mut self.staging[slot.index];
+        (staging.bytes, staging.at) = (bytes, at);
+        if !self.ring.is_in_place() {
+            staging.copy_part(&self.copies, slot.part(at, 0, bytes))?;
+        }
         if let Some(last) = self.last.take() {
-            if carry > 0 {
+            if carry > 0 && self.ring.is_in_place() {
+                let before = &self.staging[last.index];
+                let end = last.part(before.at + before.bytes, carry, 0);
+                slot.carry_over(at, end);
+            } else if carry > 0 {
                 carry_over(&mut self.staging, last.index, slot.index, carry)?;
             }
             last.done.record(&self.staging[last.index].stream)?;
             self.ring.put_back(last);
         }
         let staging = &self.staging[slot.index];
+        let part = match self.ring.is_in_place() {
+            true => Some(PartMemory::InPlace(slot.part(at, carry, bytes))),
+            false => staging.memory.view().slice(PIECE_BYTES - carry, carry + bytes).map(PartMemory::Staging),
+        };
         let stream = &staging.stream;
 
         let unhashed = carry + bytes;
         let hashed = if is_last { unhashed } else { unhashed - unhashed % PIECE_BYTES };
-        if let Some(view) = staging.memory.view().slice(PIECE_BYTES - carry, hashed).filter(|v| !v.is_empty())
-        {
+        if let Some(part) = part.and_then(|part| part.slice(0, hashed)).filter(|_| hashed > 0) {
             let piece = (start / PIECE_BYTES as u64) as usize;
-            self.raw.launch(&self.checksums, stream, tensor, piece, view)?;
+            self.raw.launch(&self.checksums, stream, tensor, piece, part)?;
         }
-        if let Some(view) = staging.memory.view().slice(PIECE_BYTES, bytes) {
-            lay_out(&self.repack, stream, target, start as usize, view)?;
+        if let Some(part) = part.and_then(|part| part.slice(carry, bytes)) {
+            lay_out(&self.repack, stream, target, start as usize, part)?;
         }
         Ok(())
     }
@@ -220,14 +226,26 @@ impl Drop for ModelUpload<'_> {
 }
 
 impl StagingBuffer {
-    fn new(device: &Device) -> Result<Self, CudaError> {
+    fn new(device: &Device, ring: &StagingRing) -> Result<Self, CudaError> {
         Ok(Self {
             stream: Stream::new(device)?,
-            memory: Buffer::new(device, PIECE_BYTES + PART_BYTES)?,
+            memory: Buffer::new(device, if ring.is_in_place() { 0 } else { PIECE_BYTES + PART_BYTES })?,
             bytes: 0,
+            at: 0,
             copied: Event::new(device)?,
             carried: Event::new(device)?,
         })
+    }
+
+    /// Enqueues the copy of a slot's part. Work on it waits for the copy.
+    fn copy_part(&mut self, copies: &Stream, part: &[u8]) -> Result<(), CudaError> {
+        let address = self.memory.view().address() + PIECE_BYTES as u64;
+        // SAFETY: the staging buffer has room for a part after the carry. All work on its last part
+        // ended before the slot left its ring. The slot's memory is pinned and not touched before
+        // `done`: the ring waits for that event, and so does dropping the slot.
+        unsafe { copies.enqueue_copy_to_device(address, part) }?;
+        self.copied.record(copies)?;
+        self.stream.wait(&self.copied)
     }
 }
 
@@ -263,7 +281,7 @@ fn lay_out(
     stream: &Stream,
     target: &UploadTarget,
     start: usize,
-    raw: DeviceView<'_, u8>,
+    raw: PartMemory<'_>,
 ) -> Result<(), UploadError> {
     let tiles = &target.tiles;
     let (offset, bytes, part) = if tiles.tile_bytes() == 0 {
@@ -278,8 +296,8 @@ fn lay_out(
     // the upload borrows. Parts of a tensor do not overlap.
     let mut to = unsafe { DeviceViewMut::from_raw(target.address + offset as u64, bytes) };
     match part {
-        Some(part) => repack.repack(stream, &part, raw, &mut to)?,
-        None => to.copy_from(stream, raw)?,
+        Some(part) => repack.repack(stream, &part, raw.view(), &mut to)?,
+        None => raw.copy_to(stream, &mut to)?,
     }
     Ok(())
 }

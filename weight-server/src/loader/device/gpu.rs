@@ -21,11 +21,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
-use cuda::{Context, Device, DeviceSelector, DeviceUuid, DriverApi, HostPages, PinnedBuffer};
+use cuda::{Context, Device, DeviceInfo, DeviceSelector, DeviceUuid, DriverApi, HostPages, PinnedBuffer};
 use gguf::GgufModel;
 use kernels::cuda::loading::{
-    self, EDGE_BYTES, HostSlot, ModelChecksums, ModelUpload, PART_BYTES, STAGING_BYTES, StagingRing,
-    TensorDestination, TensorPart, ring_bytes,
+    self, EDGE_BYTES, HostSlot, ModelChecksums, ModelUpload, PART_BYTES, StagingRing, TensorDestination,
+    TensorPart, ring_bytes,
 };
 use memory::device::{COPY_PINNED_BYTES, ImportedModel, WritableModel};
 use memory::manifest::{Allocation, DeviceKind, FileIdentity, Manifest, ManifestDevice};
@@ -125,7 +125,7 @@ impl LoadTarget for GpuTarget {
     }
 
     fn overhead(&self, plan: &LoadPlan) -> LoadOverhead {
-        let staging = CONTEXT_BYTES + STAGING_BYTES;
+        let staging = CONTEXT_BYTES + self.ring.staging_bytes();
         let shared = if self.context.device().info().integrated {
             plan.pack.allocation_bytes().saturating_add(staging)
         } else {
@@ -179,7 +179,11 @@ impl LoadTarget for GpuTarget {
 impl GpuTarget {
     /// Creates the context and pins the staging ring. Also opens the files a second time for direct
     /// reads, which the sandbox would refuse later.
-    pub(super) fn open(uuid: DeviceUuid, files: &[(FileIdentity, File)]) -> Result<Self, GpuLoadError> {
+    pub(super) fn open(
+        uuid: DeviceUuid,
+        unified_memory: bool,
+        files: &[(FileIdentity, File)],
+    ) -> Result<Self, GpuLoadError> {
         let started = Instant::now();
         let bytes = files.iter().fold(0u64, |sum, (identity, _)| sum.saturating_add(identity.bytes));
         let (pages, opened) = std::thread::scope(|scope| {
@@ -192,6 +196,7 @@ impl GpuTarget {
             (pages.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), opened)
         });
         let (driver, context) = opened?;
+        check_memory(context.device().info(), unified_memory)?;
         let driver_time = started.elapsed();
         let pinned_bytes = ring_bytes(bytes) as u64;
         debug_assert!(
@@ -288,6 +293,15 @@ impl GpuTarget {
                 return;
             }
         }
+    }
+}
+
+/// The ledger counts the load on the device's own budget or on the host's, and must count right.
+fn check_memory(info: &DeviceInfo, counts_on_host: bool) -> Result<(), GpuLoadError> {
+    match (info.integrated, counts_on_host) {
+        (true, false) => Err(GpuLoadError::UnifiedMemory),
+        (false, true) => Err(GpuLoadError::OwnMemory),
+        _ => Ok(()),
     }
 }
 

@@ -17,6 +17,10 @@ pub(super) enum GpuLoadError {
     Driver(#[from] OpenDriverError),
     #[error(transparent)]
     Device(#[from] DeviceError),
+    #[error("the GPU shares its memory with the host: its `budget` must be \"host\"")]
+    UnifiedMemory,
+    #[error("the GPU has memory of its own: its `budget` must be a size, not \"host\"")]
+    OwnMemory,
     #[error("cannot create a context on the GPU")]
     Context(#[from] DriverError),
     #[error("cannot allocate host memory for staging buffers")]
@@ -52,9 +56,12 @@ pub(super) enum GpuLoadError {
 impl GpuLoadError {
     fn failure(&self) -> LoadFailure {
         match self {
-            Self::Driver(_) | Self::Device(_) | Self::Tiles { .. } | Self::Rows(_) => {
-                LoadFailure::Unsupported
-            }
+            Self::Driver(_)
+            | Self::Device(_)
+            | Self::UnifiedMemory
+            | Self::OwnMemory
+            | Self::Tiles { .. }
+            | Self::Rows(_) => LoadFailure::Unsupported,
             Self::Allocate(AllocateError::OutOfFds { .. }) => LoadFailure::OutOfFds,
             Self::Allocate(AllocateError::OutOfMemory { .. } | AllocateError::TooLarge { .. })
             | Self::Pin(PinError::Driver { .. })

@@ -361,3 +361,49 @@ fn unload_stops_a_running_verifier() {
     assert_eq!(verify_answers(&actions), [(7, false)]);
     assert_eq!(state.ledger().reservations().count(), 0);
 }
+
+#[test]
+fn host_and_gpu_with_unified_memory_have_one_budget() {
+    let mut state = state();
+    let on_unified = |event| on_device(UNIFIED_GPU, event);
+    state.handle(on_unified(load(1, "a", 1, 300 * MIB)), at(0));
+    let staging = CONTEXT_BYTES;
+    assert_eq!(reserved(&state, HOST), 300 * MIB + staging);
+    state.handle(planned_onto_gpu(1, 300 * MIB, MIB, UNLIMITED), at(1));
+    state.handle(WeightServerEvent::LoadHandedOver { generation: 1, contents: contents(300 * MIB) }, at(2));
+    state.handle(WeightServerEvent::LoaderEnded { generation: 1 }, at(2));
+    state.handle(WeightServerEvent::GenerationStored { generation: 1 }, at(3));
+    assert_eq!(reserved(&state, HOST), 300 * MIB);
+    // 700 of 1000 MiB are left, whichever of the two asks.
+    for event in [load(2, "b", 2, 701 * MIB), on_unified(load(2, "b", 2, 701 * MIB))] {
+        let actions = state.handle(event, at(4));
+        let [(2, Err(LoadFailure::Reservation(ReservationError::InsufficientMemory { device, free, .. })))] =
+            answers(&actions)[..]
+        else {
+            panic!("{actions:?}")
+        };
+        assert_eq!((device.as_str(), *free), (HOST, 700 * MIB));
+    }
+    state.handle(load(3, "c", 3, 700 * MIB), at(5));
+    assert_eq!(reserved(&state, HOST), 1000 * MIB);
+    assert_eq!(reserved(&state, GPU), 0, "a GPU with memory of its own");
+    assert!(state.ledger().devices().all(|(device, ..)| device != UNIFIED_GPU));
+    check_integrity(&state);
+}
+
+#[test]
+fn load_onto_unified_memory_needs_the_whole_model_of_the_available_memory() {
+    let needed = 100 * MIB + PINNED_BYTES + CONTEXT_BYTES;
+    let asked = |available: u64| match on_device(UNIFIED_GPU, load(1, "a", 1, 100 * MIB)) {
+        WeightServerEvent::LoadRequested { call, params, .. } => {
+            WeightServerEvent::LoadRequested { call, params, available_bytes: available }
+        }
+        other => other,
+    };
+    let mut state = state();
+    let actions = state.handle(asked(needed - 1), at(0));
+    let expected = LoadFailure::InsufficientMemory { needed, available: needed - 1 };
+    assert_eq!(answers(&actions), [(1, &Err(expected))]);
+    let started = WeightServerAction::StartLoader { generation: 1 };
+    assert!(state.handle(asked(needed), at(0)).contains(&started));
+}
