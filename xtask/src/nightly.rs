@@ -21,6 +21,9 @@ const STEPS: [&[&str]; 5] = [
     &["run", "--package", "ballast", "--features", "cuda", "--", "doctor"],
 ];
 
+/// The libraries on 64-bit ARM under qemu, and the executable for it with its GPU part.
+const AARCH64: &str = "scripts/test-aarch64";
+
 pub(crate) fn run() -> Result<()> {
     for arguments in STEPS {
         eprintln!("nightly: cargo {}", arguments.join(" "));
@@ -31,5 +34,8 @@ pub(crate) fn run() -> Result<()> {
             .context("running cargo")?;
         ensure!(status.success(), "cargo {} failed", arguments.join(" "));
     }
+    eprintln!("nightly: {AARCH64}");
+    let status = Command::new(AARCH64).status().with_context(|| format!("running {AARCH64}"))?;
+    ensure!(status.success(), "{AARCH64} failed");
     fuzz::run()
 }

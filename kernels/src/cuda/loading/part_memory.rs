@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`PartMemory`]: where kernels find a part of a tensor, in a staging buffer or in the slot itself.
+//! [`PartMemory`]: where kernels find a part of a tensor: in a staging buffer, or in its slot.
 
 use crate::cuda::{CudaError, DeviceView, DeviceViewMut, Stream};
 

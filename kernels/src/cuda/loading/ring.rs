@@ -127,13 +127,8 @@ impl StagingRing {
     fn with_slots(device: &Device, pinned: PinnedBuffer<u8>, is_in_place: bool) -> Result<Self, CudaError> {
         let (bytes, front) = if is_in_place { (IN_PLACE_SLOT_BYTES, PIECE_BYTES) } else { (SLOT_BYTES, 0) };
         let slot = |(index, memory)| Ok(HostSlot { index, done: Event::new(device)?, memory, front });
-        let free: VecDeque<HostSlot> = pinned
-            .split(bytes)
-            .into_iter()
-            .take(SLOTS)
-            .enumerate()
-            .map(slot)
-            .collect::<Result<_, CudaError>>()?;
+        let free: VecDeque<HostSlot> =
+            pinned.split(bytes).into_iter().enumerate().map(slot).collect::<Result<_, CudaError>>()?;
         let (slots, state) = (free.len(), RingState { free, closed: false });
         Ok(Self { slots, is_in_place, state: Mutex::new(state), returned: Condvar::new() })
     }
@@ -193,7 +188,58 @@ impl StagingRing {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use cuda::fake::FakeDriver;
+    use cuda::{DeviceSelector, HostPages};
+
     use super::*;
+
+    fn ring(fake: &Arc<FakeDriver>, model_bytes: u64) -> StagingRing {
+        let device = Device::open(fake.clone(), DeviceSelector::Ordinal(0)).unwrap();
+        let pages = HostPages::new(ring_bytes(model_bytes)).unwrap();
+        StagingRing::new(&device, PinnedBuffer::pin(&device, pages).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn unified_memory_is_read_in_place_and_neither_pinned_nor_staged() {
+        let fake = Arc::new(FakeDriver::new(1 << 30));
+        let staged = ring(&fake, 0);
+        assert!(!staged.is_in_place() && fake.pinned() > 0);
+        assert_eq!(staged.staging_bytes(), (2 * (PIECE_BYTES + PART_BYTES)) as u64);
+        drop(staged);
+        fake.unify_memory(0);
+        let in_place = ring(&fake, 0);
+        assert!(in_place.is_in_place());
+        assert_eq!((in_place.staging_bytes(), in_place.slots(), fake.pinned()), (0, 2, 0));
+        drop(in_place);
+        fake.assert_clean();
+    }
+
+    #[test]
+    fn carried_bytes_are_before_the_part_and_parts_are_aligned() {
+        let fake = Arc::new(FakeDriver::new(1 << 30));
+        fake.unify_memory(0);
+        let ring = ring(&fake, 0);
+        let (mut first, mut second) = (ring.take().unwrap().unwrap(), ring.take().unwrap().unwrap());
+        let carry = PIECE_BYTES - 8;
+        for (slot, byte) in [(&mut first, 1), (&mut second, 101)] {
+            assert!(slot.bytes().len() >= SLOT_BYTES);
+            assert!(slot.bytes().as_ptr().addr().is_multiple_of(EDGE_BYTES));
+            slot.bytes_mut().fill(byte);
+        }
+        first.bytes_mut()[10] = 9;
+        let at = first.align_part(10, PART_BYTES);
+        assert_eq!((at, first.part(at, 0, 2)), (8, &[9, 1][..]));
+        second.carry_over(0, first.part(at + PART_BYTES, carry, 0));
+        let whole = second.part(0, carry, 10);
+        assert_eq!(whole.len(), carry + 10);
+        assert!(
+            whole[..carry].iter().all(|byte| *byte == 1) && whole[carry..].iter().all(|byte| *byte == 101)
+        );
+        ring.put_back(first);
+        ring.put_back(second);
+    }
 
     #[test]
     fn small_models_pin_little_and_large_ones_no_more_than_the_ring() {
