@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The access log: one line for each request at the end of its answer, of HTTP and of gRPC. Lines
-//! have the target `access_log` and level `info`; those of probes and scrapes have `debug`. They
-//! hold no prompt, no output, no query and no key.
+//! The access log: one line for each request over TCP at the end of its answer, of HTTP and of
+//! gRPC. Lines have the target `access_log` and level `info`; those of probes and scrapes have
+//! `debug`. They hold no prompt, no output, no query and no key.
 
 use std::pin::Pin;
 use std::sync::Arc;

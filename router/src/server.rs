@@ -179,15 +179,15 @@ impl Router {
         let http_routes = http::routes(AppState { is_ready_detailed: access.is_none(), ..app })
             .layer(middleware::from_fn_with_state(http_bodies, limit_request_body));
         let identified = middleware::from_fn_with_state(tracer, identify);
-        let logged = middleware::from_fn(log_access);
-        let on_socket = grpc.clone().layer(logged.clone()).layer(identified.clone());
+        let on_socket = grpc.clone().layer(identified.clone());
         let grpc_server = service::grpc::server().add_routes(Routes::from(on_socket));
         let on_socket = service::grpc::serve(grpc_server, socket, shutdown.requested());
         let mut all_routes = http_routes.merge(grpc);
         if let Some(access) = access {
             all_routes = all_routes.layer(middleware::from_fn_with_state(access, require_key));
         }
-        let on_tcp = open_to_pages(all_routes.layer(logged).layer(identified), origins);
+        let on_tcp =
+            open_to_pages(all_routes.layer(middleware::from_fn(log_access)).layer(identified), origins);
         let on_tcp = serve_on(tcp, tls, on_tcp, limits.listener(), shutdown);
         let on_health = serve_on(health, None, health_routes, limits.health_listener(), shutdown);
         let drained = async {
@@ -205,9 +205,7 @@ impl Router {
         links.cancel();
         reporter.abort();
         // All end with their token.
-        drop(discovery.await);
-        drop(watched.await);
-        drop(admission.await);
+        drop(tokio::join!(discovery, watched, admission));
         served
     }
 }
