@@ -78,7 +78,7 @@ fn i6_streams_of_a_lost_gpu_go_on_on_the_other_one() {
     let request = |seed: u64| TestRequest {
         model: "m".to_owned(),
         prompt: (0..40).map(|i| (10 + i * 13 + seed as u32 * 7) % 1000).collect(),
-        max_tokens: 1500,
+        max_tokens: 500,
         temperature: 0.7,
         seed,
         ..TestRequest::default()
