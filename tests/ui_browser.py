@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uses the page at /ui in a browser: chat, completion, tools, token tooltip, a killed worker.
+
+usage: ui_browser.py BROWSER URL WORKER-PID TOOLS PICTURES-FOLDER
+"""
+import json
+import os
+import signal
+import sys
+import threading
+import urllib.request
+
+from playwright.sync_api import expect, sync_playwright
+
+browser_path, url, worker_pid, tools, folder = sys.argv[1:]
+STREAMS = 12
+problems = []
+
+
+def watch(page):
+    """Collects what a page must not do."""
+    page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", check_request)
+
+
+def check_request(request):
+    if not request.url.startswith((url + "/", "data:")):
+        problems.append(f"a request to {request.url}")
+
+
+def picture(page, name):
+    page.screenshot(path=f"{folder}/{name}.png", full_page=True)
+
+
+def open_page(browser, path="", **options):
+    page = browser.new_context(**options).new_page()
+    watch(page)
+    page.goto(f"{url}/ui{path}")
+    return page
+
+
+def send(page, text):
+    page.fill("#input", text)
+    page.press("#input", "Enter")
+    answer = page.locator(".message.assistant").last
+    expect(answer.locator(".end")).to_contain_text("tokens", timeout=60_000)
+    return answer
+
+
+def chat(page):
+    expect(page.locator("#model option")).to_have_count(1)
+    page.fill("#max-tokens", "60")
+    answer = send(page, "def fibonacci(n):")
+    expect(answer.locator(".end")).to_contain_text("prompt tokens")
+    page.select_option("#mode", "completion")
+    answer = send(page, "def fibonacci(n):\n    if n < 2:\n")
+    tokens = answer.locator(".token")
+    assert tokens.count() > 10, tokens.count()
+    tokens.nth(3).hover()
+    rows = page.locator("#tooltip tr")
+    assert rows.count() >= 5, rows.count()
+    expect(page.locator("#tooltip tr.chosen")).to_have_count(1)
+
+
+def stop(page):
+    page.fill("#max-tokens", "4000")
+    page.fill("#input", "import os\n")
+    page.press("#input", "Shift+Enter")
+    assert page.input_value("#input") == "import os\n\n"
+    page.press("#input", "Enter")
+    expect(page.locator(".message.assistant").last.locator(".token").nth(20)).to_be_attached()
+    page.keyboard.press("Escape")
+    last = page.locator(".message.assistant").last
+    expect(last.locator(".end")).to_contain_text("stopped")
+    assert len(last.locator(".tokens").inner_text()) > 20
+
+
+def call_tool(page):
+    """The demo model chooses no tool of its own will, and thinks for ever."""
+    def require(route):
+        body = route.request.post_data_json | {"seed": 4, "reasoning_effort": "none"}
+        route.continue_(post_data=json.dumps(body))
+
+    page.click("#clear")
+    page.route("**/v1/chat/completions", require)
+    page.select_option("#mode", "chat")
+    page.fill("#max-tokens", "300")
+    page.click("#chat-settings summary")
+    page.fill("#tools", tools)
+    page.select_option("#tool-choice", "required")
+    answer = send(page, "Where is main?")
+    block = answer.locator(".tool-call").first
+    assert block.locator(".name").inner_text() in ("find_symbol", "read_line")
+    json.loads(block.locator("pre").inner_text())
+    block.locator("textarea").fill("line 3")
+    page.select_option("#tool-choice", "auto")
+    answer.locator("button").click()
+    expect(page.locator(".message.assistant")).to_have_count(2)
+    last = page.locator(".message.assistant").last
+    expect(last.locator(".end")).to_contain_text("tokens", timeout=60_000)
+    page.fill("#tools", "[1")
+    page.fill("#input", "x")
+    page.press("#input", "Enter")
+    expect(page.locator("#chat-problem")).to_contain_text("not JSON")
+    assert page.input_value("#input") == "x"
+
+
+def stream_until(ended):
+    """One stream after the other, none of which may be cut."""
+    body = {"prompt": "def f(x):\n", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    while not ended.is_set():
+        with urllib.request.urlopen(request) as reply:
+            if b"[DONE]" not in reply.read():
+                problems.append("a stream was cut")
+
+
+def watch_fleet(page):
+    ended = threading.Event()
+    streams = [threading.Thread(target=stream_until, args=[ended]) for _ in range(STREAMS)]
+    for stream in streams:
+        stream.start()
+    try:
+        kill_worker(page)
+    finally:
+        ended.set()
+        for stream in streams:
+            stream.join()
+
+
+def kill_worker(page):
+    page.click("#tab-fleet")
+    expect(page.locator(".worker .dot")).to_have_count(STREAMS, timeout=20_000)
+    expect(page.locator("#ledger .bar .weights")).to_have_count(1, timeout=10_000)
+    page.wait_for_timeout(4000)
+    picture(page, "fleet-light")
+    os.kill(int(worker_pid), signal.SIGKILL)
+    expect(page.locator(".dot.moved").first).to_be_visible(timeout=10_000)
+    picture(page, "fleet-killed")
+    resumed = page.locator("#figures div", has_text="Streams resumed").locator("dd")
+    expect(resumed).not_to_have_text("0")
+    killed = page.locator("#processes tr", has_text="worker-0")
+    expect(killed).to_contain_text("SIGKILL", timeout=10_000)
+
+
+def fits(page):
+    width = page.evaluate("document.documentElement.scrollWidth")
+    assert width <= 400, f"{width} px in a window of 400 px"
+
+
+with sync_playwright() as playwright:
+    browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+    page = open_page(browser, viewport={"width": 1200, "height": 800})
+    chat(page)
+    picture(page, "chat-light")
+    stop(page)
+    call_tool(page)
+    picture(page, "chat-tools")
+    watch_fleet(page)
+    dark = open_page(browser, viewport={"width": 1200, "height": 800}, color_scheme="dark")
+    chat(dark)
+    picture(dark, "chat-dark")
+    dark.click("#tab-fleet")
+    expect(dark.locator(".copy")).to_have_count(1)
+    dark.wait_for_timeout(3000)
+    picture(dark, "fleet-dark")
+    narrow = open_page(browser, viewport={"width": 400, "height": 800})
+    chat(narrow)
+    fits(narrow)
+    picture(narrow, "chat-narrow")
+    narrow.click("#tab-fleet")
+    expect(narrow.locator(".copy")).to_have_count(1)
+    narrow.wait_for_timeout(3000)
+    fits(narrow)
+    picture(narrow, "fleet-narrow")
+    browser.close()
+
+assert not problems, problems
