@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use reqwest::header::HeaderMap;
 use serde_json::{Value, json};
@@ -14,6 +15,8 @@ use crate::harness::{ServedFleet, ballast, demo_7m, eventually, in_tree, proc, r
 use crate::tools::{chat_model, tools};
 
 const TWO_WORKERS: [&str; 6] = ["--workers", "2", "--threads", "1", "--name", "m"];
+/// Of other clients while the browser looks at the fleet; as in tests/ui_browser.py.
+const STREAMS: usize = 6;
 const FILES: [(&str, &str); 14] = [
     ("", "text/html; charset=utf-8"),
     ("/style.css", "text/css; charset=utf-8"),
@@ -181,6 +184,15 @@ fn a_browser_runs_the_page_without_errors() {
     fleet.stop();
 }
 
+/// One stream after the other, none of which may be cut.
+fn stream_until(fleet: &ServedFleet, has_ended: &AtomicBool) {
+    let http = HttpClient::connect(fleet);
+    let body = json!({"prompt": "def f(x):\n", "max_tokens": 1500, "ignore_eos": true, "stream": true});
+    while !has_ended.load(Ordering::Relaxed) {
+        http.post_stream("/v1/completions", &body);
+    }
+}
+
 #[test]
 #[ignore = "nightly: installs the package playwright"]
 fn nightly_a_browser_chats_shows_tokens_and_sees_streams_move_from_a_killed_worker() {
@@ -195,7 +207,15 @@ fn nightly_a_browser_chats_shows_tokens_and_sees_streams_move_from_a_killed_work
     let worker = &fleet.processes_by_role("worker")[0];
     let mut script = Command::new(&python);
     script.arg(in_tree("tests/ui_browser.py")).arg(&browser).arg(&fleet.http).arg(worker.pid.to_string());
-    run(script.arg(tools().to_string()).arg(folder.path()));
+    let has_ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let streams: Vec<_> =
+            (0..STREAMS).map(|_| scope.spawn(|| stream_until(&fleet, &has_ended))).collect();
+        let status = script.arg(tools().to_string()).arg(folder.path()).status().unwrap();
+        has_ended.store(true, Ordering::Relaxed);
+        streams.into_iter().for_each(|stream| stream.join().unwrap());
+        assert!(status.success(), "{script:?}");
+    });
     for picture in ["chat-light", "chat-dark", "chat-narrow", "fleet-light", "fleet-killed", "fleet-narrow"] {
         assert!(folder.path().join(format!("{picture}.png")).exists(), "{picture}");
     }
