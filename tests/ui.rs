@@ -6,6 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use reqwest::header::HeaderMap;
 use serde_json::{Value, json};
@@ -184,12 +185,16 @@ fn a_browser_runs_the_page_without_errors() {
     fleet.stop();
 }
 
-/// One stream after the other, none of which may be cut.
-fn stream_until(fleet: &ServedFleet, has_ended: &AtomicBool) {
+/// One stream after the other while there is a file `wanted`, none of which may be cut. A browser is
+/// slow beside them.
+fn stream_while(fleet: &ServedFleet, wanted: &Path, has_ended: &AtomicBool) {
     let http = HttpClient::connect(fleet);
     let body = json!({"prompt": "def f(x):\n", "max_tokens": 1500, "ignore_eos": true, "stream": true});
     while !has_ended.load(Ordering::Relaxed) {
-        http.post_stream("/v1/completions", &body);
+        match wanted.exists() {
+            true => drop(http.post_stream("/v1/completions", &body)),
+            false => std::thread::sleep(Duration::from_millis(100)),
+        }
     }
 }
 
@@ -204,13 +209,14 @@ fn nightly_a_browser_chats_shows_tokens_and_sees_streams_move_from_a_killed_work
     let run = |command: &mut Command| assert!(command.status().unwrap().success(), "{command:?}");
     run(Command::new("python3").args(["-m", "venv"]).arg(folder.path().join("venv")));
     run(Command::new(&python).args(["-m", "pip", "install", "--quiet", "playwright==1.55.0"]));
-    let worker = &fleet.processes_by_role("worker")[0];
+    let workers = fleet.processes_by_role("worker");
+    let pids: Vec<String> = workers.iter().map(|worker| worker.pid.to_string()).collect();
     let mut script = Command::new(&python);
-    script.arg(in_tree("tests/ui_browser.py")).arg(&browser).arg(&fleet.http).arg(worker.pid.to_string());
-    let has_ended = AtomicBool::new(false);
+    script.arg(in_tree("tests/ui_browser.py")).arg(&browser).arg(&fleet.http).arg(pids.join(","));
+    let (wanted, has_ended) = (folder.path().join("streams-wanted"), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let streams: Vec<_> =
-            (0..STREAMS).map(|_| scope.spawn(|| stream_until(&fleet, &has_ended))).collect();
+            (0..STREAMS).map(|_| scope.spawn(|| stream_while(&fleet, &wanted, &has_ended))).collect();
         let status = script.arg(tools().to_string()).arg(folder.path()).status().unwrap();
         has_ended.store(true, Ordering::Relaxed);
         streams.into_iter().for_each(|stream| stream.join().unwrap());
