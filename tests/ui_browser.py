@@ -127,15 +127,15 @@ def watch_fleet(page):
 
 def kill_worker(page):
     page.click("#tab-fleet")
-    expect(page.locator(".worker .dot")).to_have_count(STREAMS, timeout=20_000)
-    expect(page.locator("#ledger .bar .weights")).to_have_count(1, timeout=10_000)
+    expect(page.locator(".worker .dot")).to_have_count(STREAMS, timeout=60_000)
+    expect(page.locator("#ledger .bar .weights")).to_have_count(1, timeout=60_000)
     page.wait_for_timeout(4000)
     picture(page, "fleet-light")
     # On a machine with far too much work, the page may miss the second until a worker is back.
     for pid in worker_pids.split(","):
         os.kill(int(pid), signal.SIGKILL)
         try:
-            page.wait_for_selector(".dot.moved", state="attached", timeout=10_000)
+            page.wait_for_selector(".dot.moved", state="attached", timeout=20_000)
             break
         except TimeoutError:
             continue
