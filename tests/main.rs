@@ -70,6 +70,7 @@ mod tls;
 mod tools;
 mod top;
 mod traces;
+mod ui;
 mod unload;
 mod unusable_directory;
 mod usage_log;

@@ -230,7 +230,7 @@ fn client_of_another_user() {
                     }
                     "worker" => WorkerClient::new(channel).stats(StatsRequest {}).await.map(drop),
                     _ => {
-                        let request = proto::fleet::v1::GetStatusRequest { memory: false };
+                        let request = proto::fleet::v1::GetStatusRequest { memory: false, ledger: false };
                         FleetClient::new(channel).get_status(request).await.map(drop)
                     }
                 },

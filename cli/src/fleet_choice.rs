@@ -65,7 +65,7 @@ async fn describe_fleet(directory: RuntimeDir) -> String {
 
 async fn status(directory: &RuntimeDir) -> Option<Status> {
     let mut client = ps::connect(directory).await.ok()?;
-    Some(client.get_status(GetStatusRequest { memory: false }).await.ok()?.into_inner())
+    Some(client.get_status(GetStatusRequest { memory: false, ledger: false }).await.ok()?.into_inner())
 }
 
 /// The process that listens on the supervisor's socket, also if that process is stopped.

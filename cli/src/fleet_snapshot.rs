@@ -33,7 +33,7 @@ impl FleetSnapshot {
     /// takes milliseconds per process.
     pub(crate) async fn take(directory: &RuntimeDir, memory: bool) -> CliResult<Self> {
         let mut client = connect(directory).await?;
-        let status = client.get_status(GetStatusRequest { memory }).await;
+        let status = client.get_status(GetStatusRequest { memory, ledger: false }).await;
         let status = status.map_err(|status| CliError::from_status("the supervisor", &status))?.into_inner();
         let (workers, weight_server) = tokio::join!(workers(directory), weight_server(directory));
         Ok(Self { status, workers, weight_server })

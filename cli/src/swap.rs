@@ -55,7 +55,7 @@ pub(crate) fn swap(arguments: SwapArguments) -> CliResult {
 fn sized(fleet: &FleetSelector, name: &str, file: &std::path::Path) -> CliResult<SizedModel> {
     let mut models = Vec::new();
     call_supervisor(fleet, "cannot ask for the models", async |client| {
-        let status = client.get_status(wire::GetStatusRequest { memory: false }).await?;
+        let status = client.get_status(wire::GetStatusRequest { memory: false, ledger: false }).await?;
         models = status.into_inner().models;
         Ok(())
     })?;

@@ -191,7 +191,7 @@ impl RestartedFleet {
     async fn children(&mut self) -> CliResult<Vec<wire::Child>> {
         let began = Instant::now();
         loop {
-            match self.client.get_status(wire::GetStatusRequest { memory: false }).await {
+            match self.client.get_status(wire::GetStatusRequest { memory: false, ledger: false }).await {
                 Ok(status) => return Ok(status.into_inner().children),
                 Err(status) if is_supervisor_gone(&status) && began.elapsed() < SUCCESSOR_WAIT => {
                     tokio::time::sleep(POLL_INTERVAL).await;

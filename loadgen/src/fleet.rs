@@ -91,7 +91,8 @@ impl MeasuredFleet {
     }
 
     pub async fn status(&self) -> Result<FleetStatus, FleetError> {
-        let status = self.supervisor().await?.get_status(GetStatusRequest { memory: true }).await;
+        let status =
+            self.supervisor().await?.get_status(GetStatusRequest { memory: true, ledger: false }).await;
         Ok(status.map_err(call_error("GetStatus"))?.into_inner())
     }
 

@@ -19,11 +19,13 @@ use tonic::Status;
 
 use crate::access::{AccessPolicy, AccessRefusal, AccessTime, ApiKey, ModelAccess, read_keys};
 use crate::error::RouterError;
-use crate::http::{ApiError, is_grpc};
+use crate::http::{ApiError, is_grpc, is_page_file};
 use crate::metrics;
 use crate::tenant;
 
-/// What needs no key, so that probes work. Metrics need one; `health-listen` serves them without.
+/// What needs no key, so that probes work. The files of the page at `/ui` need none either: they
+/// hold nothing secret, and the user types the key there. Metrics need one; `health-listen` serves
+/// them without.
 const OPEN_ROUTES: [&str; 4] =
     ["/health", "/ready", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"];
 /// How soon a changed key file is used.
@@ -153,7 +155,8 @@ pub(crate) async fn require_key(
     mut request: Request,
     next: Next,
 ) -> Response {
-    if OPEN_ROUTES.contains(&request.uri().path()) {
+    let path = request.uri().path();
+    if OPEN_ROUTES.contains(&path) || is_page_file(path) {
         return next.run(request).await;
     }
     match access.begin_request(tenant::presented_key(request.headers())) {

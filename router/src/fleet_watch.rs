@@ -25,6 +25,9 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const ANSWER_INTERVAL_MIN: Duration = Duration::from_millis(100);
 /// The supervisor answers from memory. One that takes longer is stopped.
 const ANSWER_WAIT: Duration = Duration::from_secs(1);
+/// How long after a look at the fleet the memory ledger is asked for. The page looks once a second,
+/// and a hidden one not at all.
+const LEDGER_WISH: Duration = Duration::from_secs(10);
 
 /// One process, as the supervisor last reported it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,6 +57,10 @@ struct FleetReports {
     failed_models: Vec<String>,
     devices: Vec<Device>,
     on_fallback: Vec<String>,
+    /// `None`: the supervisor does not answer.
+    status: Option<Arc<Status>>,
+    /// When a request last wanted the memory ledger.
+    ledger_wanted: Option<Instant>,
 }
 
 /// The latest reports. Cheap to clone.
@@ -91,6 +98,17 @@ impl FleetWatch {
     /// The models that are on the host although GPUs were to be tried first.
     pub(crate) fn on_fallback(&self) -> Vec<String> {
         self.lock().on_fallback.clone()
+    }
+
+    /// All that the supervisor has said. From now on it is asked for the memory ledger, too.
+    pub(crate) fn look(&self) -> Option<Arc<Status>> {
+        let mut reports = self.lock();
+        reports.ledger_wanted = Some(Instant::now());
+        reports.status.clone()
+    }
+
+    fn wants_ledger(&self, now: Instant) -> bool {
+        self.lock().ledger_wanted.is_some_and(|wanted| now.duration_since(wanted) <= LEDGER_WISH)
     }
 
     fn lock(&self) -> MutexGuard<'_, FleetReports> {
@@ -133,7 +151,8 @@ impl FleetWatch {
                 is_refused |= !wake(&mut client, name).await;
             }
             asked = Instant::now();
-            let status = if socket.exists() { ask(&mut client).await } else { None };
+            let ledger = self.wants_ledger(asked);
+            let status = if socket.exists() { ask(&mut client, ledger).await } else { None };
             if let Some(status) = &status {
                 let models = status.models.iter().map(|model| (model.name.clone(), model.digest.to_vec()));
                 registry.set_fleet_models(models.collect());
@@ -149,31 +168,38 @@ impl FleetWatch {
                 failures: failures(status),
                 aliases: aliases(status),
             }));
-            let status = status.unwrap_or_default();
-            let copies = status.models.iter().flat_map(|model| {
-                model.copies.iter().map(|copy| CopyReport {
-                    model: model.name.clone(),
-                    device: copy.device.clone(),
-                    is_ready: copy.state() == ModelState::Ready,
-                    is_failed: copy.state() == ModelState::Failed,
-                })
-            });
-            let copies = copies.collect();
-            let is_idle = |model: &&Model| next_worker(model, &[], asked) == NextWorker::OnDemand;
-            let idle = status.models.iter().filter(is_idle).map(|model| model.name.clone()).collect();
-            let mut failed_models: Vec<String> = failures(&status).into_keys().collect();
-            failed_models.sort_unstable();
-            let processes = status.children.into_iter().map(ProcessReport::from).collect();
-            let on_fallback = status.models.iter().filter(|model| !model.fallback.is_empty());
-            let on_fallback = on_fallback.map(|model| model.name.clone()).collect();
-            let devices = status.devices;
-            *self.lock() = FleetReports { processes, copies, idle, failed_models, devices, on_fallback };
+            self.lock().update(status, asked);
         }
     }
 }
 
-async fn ask(client: &mut FleetClient<Channel>) -> Option<Status> {
-    let answer = client.get_status(GetStatusRequest { memory: false });
+impl FleetReports {
+    fn update(&mut self, status: Option<Status>, asked: Instant) {
+        let status = status.map(Arc::new);
+        self.status.clone_from(&status);
+        let status = status.unwrap_or_default();
+        let copies = status.models.iter().flat_map(|model| {
+            model.copies.iter().map(|copy| CopyReport {
+                model: model.name.clone(),
+                device: copy.device.clone(),
+                is_ready: copy.state() == ModelState::Ready,
+                is_failed: copy.state() == ModelState::Failed,
+            })
+        });
+        self.copies = copies.collect();
+        let is_idle = |model: &&Model| next_worker(model, &[], asked) == NextWorker::OnDemand;
+        self.idle = status.models.iter().filter(is_idle).map(|model| model.name.clone()).collect();
+        self.failed_models = failures(&status).into_keys().collect();
+        self.failed_models.sort_unstable();
+        self.processes = status.children.iter().map(ProcessReport::from).collect();
+        let on_fallback = status.models.iter().filter(|model| !model.fallback.is_empty());
+        self.on_fallback = on_fallback.map(|model| model.name.clone()).collect();
+        self.devices.clone_from(&status.devices);
+    }
+}
+
+async fn ask(client: &mut FleetClient<Channel>, ledger: bool) -> Option<Status> {
+    let answer = client.get_status(GetStatusRequest { memory: false, ledger });
     match service::patience::timeout(ANSWER_WAIT, answer).await {
         Ok(Ok(status)) => Some(status.into_inner()),
         Ok(Err(_)) | Err(_) => None,
@@ -248,14 +274,14 @@ fn next_start(worker: &Child, asked: Instant) -> NextWorker {
     }
 }
 
-impl From<Child> for ProcessReport {
-    fn from(child: Child) -> Self {
+impl From<&Child> for ProcessReport {
+    fn from(child: &Child) -> Self {
         let state = child.state();
         Self {
             is_running: state == ChildState::Running,
             is_failed: state == ChildState::Failed,
             restarts: child.crashes,
-            name: child.name,
+            name: child.name.clone(),
         }
     }
 }

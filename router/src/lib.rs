@@ -83,6 +83,7 @@ mod server;
 mod tenant;
 mod text_stream;
 mod tls;
+mod totals;
 mod usage;
 mod usage_log;
 mod wire;

@@ -53,6 +53,7 @@ use crate::fd_store::FdStore;
 use crate::fleet::{CommandSender, EVENT_BROADCAST_CAPACITY, FleetHandle, FleetLoss};
 use crate::grpc;
 use crate::idle_models::IdleModels;
+use crate::ledger_cache::LedgerCache;
 use crate::model_copies::ModelCopies;
 use crate::model_record::recorded_models;
 use crate::model_use::ModelUse;
@@ -221,6 +222,7 @@ impl FleetHandle {
         let api = service::grpc::bind(&names.supervisor_socket())?;
         let channel = service::grpc::connect_lazy(&names.weights_admin_socket())?;
         let admin = WeightServerAdmin::new(channel);
+        let ledger = LedgerCache::new(admin.clone());
         let crash_reports = CrashReports::start(spec.supervision.crash_reports.as_deref(), &admin)
             .map_err(|error| FleetStartError::Thread(StartError(error)))?;
         let deadlines = ChildDeadlines::new(Instant::now(), spec.supervision.watchdog);
@@ -274,7 +276,7 @@ impl FleetHandle {
             event_loop.apply_event(&name, ChildEvent::Start);
         }
         let served =
-            grpc::serve(commands.clone(), names.clone(), api).map_err(FleetStartError::Reflection)?;
+            grpc::serve(commands.clone(), names.clone(), ledger, api).map_err(FleetStartError::Reflection)?;
         let loss = event_loop.loss.clone();
         let task = tokio::spawn(event_loop.run(receiver));
         let has_adopted = !living.is_empty();

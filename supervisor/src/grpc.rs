@@ -24,6 +24,7 @@ use crate::commands::{CommandError, CommandReply, DRAIN_GRACE, FleetCommand};
 use crate::device_health::DeviceReport;
 use crate::events::SupervisorEvent;
 use crate::fleet::CommandSender;
+use crate::ledger_cache::LedgerCache;
 use crate::spec::{ChildRole, CopyMemory, CopySpec, ModelSpec, ReloadScope};
 use crate::spec_diff::SpecChange;
 use crate::state::{BackoffReason, ChildState};
@@ -38,6 +39,7 @@ const LINGER: Duration = Duration::from_millis(200);
 struct FleetApi {
     commands: CommandSender,
     directory: RuntimeDir,
+    ledger: LedgerCache,
 }
 
 impl FleetApi {
@@ -61,6 +63,7 @@ fn begin(caller: AdminCaller, command: &'static str, subject: &str) -> AdminCall
 pub(crate) fn serve(
     commands: CommandSender,
     directory: RuntimeDir,
+    ledger: LedgerCache,
     listener: UdsListener,
 ) -> Result<JoinHandle<()>, Status> {
     let event_loop = commands.event_loop.clone();
@@ -68,7 +71,7 @@ pub(crate) fn serve(
     let (reflection, reflection_alpha) = service::grpc::reflection(proto::FILE_DESCRIPTOR_SET, SERVICE_NAME)
         .map_err(|error| Status::internal(error.to_string()))?;
     let router = service::grpc::server()
-        .add_service(FleetServer::new(FleetApi { commands, directory }))
+        .add_service(FleetServer::new(FleetApi { commands, directory, ledger }))
         .add_service(health)
         .add_service(reflection)
         .add_service(reflection_alpha);
@@ -96,9 +99,11 @@ impl FleetService for FleetApi {
         &self,
         request: Request<wire::GetStatusRequest>,
     ) -> Result<Response<wire::Status>, Status> {
+        let request = request.into_inner();
+        let ledger = if request.ledger { self.ledger.latest() } else { Vec::new() };
         let status = self.commands.status().await?;
         let mut children: Vec<wire::Child> = status.children.into_iter().map(wire::Child::from).collect();
-        if request.into_inner().memory {
+        if request.memory {
             children = tokio::task::spawn_blocking(move || with_memory(children))
                 .await
                 .map_err(|error| Status::internal(error.to_string()))?;
@@ -115,6 +120,7 @@ impl FleetService for FleetApi {
             latest_crash_report: latest.unwrap_or_default(),
             crash_reports_lost: status.crash_reports.lost,
             devices: status.devices.into_iter().map(wire::Device::from).collect(),
+            ledger,
         }))
     }
 

@@ -37,6 +37,7 @@ pub mod fd_store;
 mod fleet;
 mod grpc;
 mod idle_models;
+mod ledger_cache;
 mod memory_room;
 mod model_copies;
 mod model_record;

@@ -309,7 +309,8 @@ async fn workers_are_added_and_removed_while_the_fleet_runs() -> Result<()> {
 
     // A child that has just started has no private memory yet.
     test_fleet.wait_all_running(&fleet, 5).await?;
-    let status = client.get_status(wire::GetStatusRequest { memory: true }).await?.into_inner();
+    let status =
+        client.get_status(wire::GetStatusRequest { memory: true, ledger: false }).await?.into_inner();
     ensure!(status.stored_fds == 3 && status.supervisor_pid == std::process::id());
     for child in status.children {
         let memory = child.memory.with_context(|| format!("{} has no memory", child.name))?;

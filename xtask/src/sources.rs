@@ -99,7 +99,10 @@ fn may_be_unsafe(file: &Path) -> bool {
 }
 
 fn is_source(file: &Path) -> bool {
-    matches!(file.extension().and_then(|e| e.to_str()), Some("rs" | "cu" | "cuh" | "proto"))
+    matches!(
+        file.extension().and_then(|e| e.to_str()),
+        Some("rs" | "cu" | "cuh" | "proto" | "html" | "css" | "js")
+    )
 }
 
 fn tracked_files() -> Result<Vec<PathBuf>> {

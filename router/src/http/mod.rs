@@ -7,6 +7,7 @@ mod chat_reply;
 mod completions;
 mod error;
 mod fields;
+mod fleet_picture;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod message_writer;
@@ -16,6 +17,7 @@ mod models;
 mod named_model;
 mod numbers;
 mod origin;
+mod page_files;
 mod prompt_scores;
 mod reply_stream;
 mod request;
@@ -50,10 +52,11 @@ pub(crate) use fields::UnknownFields;
 pub(crate) use messages::shape_errors;
 pub use origin::OriginError;
 pub(crate) use origin::{AllowedOrigins, check_origin};
+pub(crate) use page_files::is_page_file;
 pub(crate) use request::AppState;
 
 /// Routes that are label values of the response counter.
-const ROUTES: [&str; 15] = [
+const ROUTES: [&str; 17] = [
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
@@ -67,6 +70,8 @@ const ROUTES: [&str; 15] = [
     "/health",
     "/ready",
     "/metrics",
+    "/ui",
+    "/ui/fleet",
     "/ping",
     "/",
 ];
@@ -91,6 +96,9 @@ pub(crate) fn routes(app: AppState) -> Router {
         .route("/ping", get(health))
         .route("/ready", get(ready))
         .route("/metrics", get(scrape))
+        .route("/ui", get(page_files::index))
+        .route("/ui/{file}", get(page_files::file))
+        .route("/ui/fleet", get(fleet_picture::fleet))
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(&ROUTES[..], request::observe))

@@ -3,13 +3,18 @@
 //! Which web pages may call the API from a browser. A page of any site can send requests to a
 //! server on the same machine, so the browser's `origin` header must name an allowed site.
 //!
-//! Programs that are not browsers send no `origin`. Pages of this machine are always allowed.
+//! Programs that are not browsers send no `origin`. Pages of this machine are always allowed, and
+//! the page at `/ui` of a router that was opened by its IP address. One opened by name must
+//! be listed: with a name that resolves to this machine, a page of any site has this router's
+//! origin.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::{Request, State};
-use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, HeaderName, HeaderValue, ORIGIN, RETRY_AFTER};
+use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, HOST, HeaderName, HeaderValue, ORIGIN, RETRY_AFTER};
+use axum::http::uri::Authority;
 use axum::http::{Method, StatusCode, Uri};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -58,6 +63,18 @@ impl AllowedOrigins {
             || host().is_some_and(|host| LOOPBACK_HOSTS.contains(&host.as_str()))
     }
 
+    /// Whether the request comes from a page of this router that was opened by an IP address.
+    fn is_own_address(request: &Request) -> bool {
+        let text = |name: HeaderName| request.headers().get(name).and_then(|value| value.to_str().ok());
+        let Some((_, origin)) = text(ORIGIN).and_then(split) else { return false };
+        // HTTP/2 has the host in the request's target.
+        let target = request.uri().authority().map(Authority::as_str);
+        let is_own = target.or_else(|| text(HOST)).is_some_and(|host| host == origin);
+        let host = origin.parse::<Authority>();
+        let host = host.as_ref().map_or("", |authority| authority.host());
+        is_own && host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok()
+    }
+
     /// Answers preflight requests, and lets pages of allowed origins read responses.
     pub(crate) fn cors_layer(&self) -> CorsLayer {
         let allowed = self.clone();
@@ -77,7 +94,7 @@ pub(crate) async fn check_origin(
     next: Next,
 ) -> Response {
     match request.headers().get(ORIGIN) {
-        Some(origin) if !allowed.allows(origin) => ApiError::invalid(
+        Some(origin) if !allowed.allows(origin) && !AllowedOrigins::is_own_address(&request) => ApiError::invalid(
             None,
             "pages of this origin may not call the API; `access.origins` (`--allow-origin`) lists those that may",
         )
@@ -119,6 +136,23 @@ mod tests {
         assert!(allows(&["https://Chat.example"], "https://chat.EXAMPLE"));
         assert!(!allows(&["https://chat.example"], "http://chat.example"), "another scheme");
         assert!(!allows(&["https://chat.example"], "https://chat.example:8443"), "another port");
+    }
+
+    #[test]
+    fn the_router_s_own_page_is_allowed_by_address_and_not_by_name() {
+        let is_own = |origin: &str, host: &str| {
+            let request = Request::builder().uri("/v1/models").header(ORIGIN, origin).header(HOST, host);
+            AllowedOrigins::is_own_address(&request.body(axum::body::Body::empty()).unwrap())
+        };
+        assert!(
+            is_own("http://192.0.2.7:8000", "192.0.2.7:8000")
+                && is_own("https://[2001:db8::7]", "[2001:db8::7]")
+        );
+        assert!(!is_own("http://rebound.example:8000", "rebound.example:8000"), "it may resolve to anything");
+        assert!(!is_own("http://192.0.2.8:8000", "192.0.2.7:8000") && !is_own("null", "192.0.2.7"));
+        let request =
+            Request::builder().uri("https://192.0.2.7/v1/models").header(ORIGIN, "https://192.0.2.7");
+        assert!(AllowedOrigins::is_own_address(&request.body(axum::body::Body::empty()).unwrap()), "HTTP/2");
     }
 
     #[test]
