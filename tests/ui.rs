@@ -185,8 +185,8 @@ fn a_browser_runs_the_page_without_errors() {
     fleet.stop();
 }
 
-/// One stream after the other while there is a file `wanted`, none of which may be cut. A browser is
-/// slow beside them.
+/// One stream after the other while there is a file `wanted`, none of which may be cut. A browser
+/// is slow beside them.
 fn stream_while(fleet: &ServedFleet, wanted: &Path, has_ended: &AtomicBool) {
     let http = HttpClient::connect(fleet);
     let body = json!({"prompt": "def f(x):\n", "max_tokens": 1500, "ignore_eos": true, "stream": true});

@@ -20,11 +20,12 @@ use service::printable::excerpt;
 use crate::request_trace::RequestTrace;
 
 /// Routes that monitors ask again and again.
-const PROBES: [&str; 6] = [
+const PROBES: [&str; 7] = [
     "/health",
     "/ping",
     "/ready",
     "/metrics",
+    "/ui/fleet",
     "/grpc.health.v1.Health/Check",
     "/grpc.health.v1.Health/Watch",
 ];

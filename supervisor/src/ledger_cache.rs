@@ -84,16 +84,21 @@ impl CacheState {
     }
 }
 
-/// The reservations of each device, summed by whom they are for.
+/// The reservations of each device, summed by whom they are for. A GPU with unified memory counts
+/// on the row of the host.
 fn device_rows(ledger: &Ledger) -> Vec<DeviceLedger> {
     let mut rows: BTreeMap<&str, DeviceLedger> = BTreeMap::new();
+    let mut unified: BTreeMap<&str, &str> = BTreeMap::new();
     for device in &ledger.devices {
         let (name, capacity_bytes) = (device.device.clone(), device.capacity_bytes);
         let row = DeviceLedger { device: name, capacity_bytes, ..DeviceLedger::default() };
         rows.insert(&device.device, row);
+        unified.extend(device.unified_devices.iter().map(|gpu| (gpu.as_str(), device.device.as_str())));
     }
     for reservation in &ledger.reservations {
-        let Some(row) = rows.get_mut(reservation.device.as_str()) else { continue };
+        let device = reservation.device.as_str();
+        let device = unified.get(device).copied().unwrap_or(device);
+        let Some(row) = rows.get_mut(device) else { continue };
         let sum = match reservation.kind() {
             ReservationKind::Weights | ReservationKind::Loading => &mut row.weights_bytes,
             ReservationKind::Lease | ReservationKind::Orphaned => &mut row.workers_bytes,
@@ -146,12 +151,14 @@ mod tests {
             row("GPU-a", ReservationKind::Orphaned, 5),
             row("GPU-a", ReservationKind::Copying, 3),
             row("gone", ReservationKind::Weights, 9),
+            row("GPU-u", ReservationKind::Weights, 20),
         ];
-        let devices = vec![device("host"), device("GPU-a")];
+        let host = DeviceCapacity { unified_devices: vec!["GPU-u".to_owned()], ..device("host") };
+        let devices = vec![host, device("GPU-a")];
         let rows = device_rows(&Ledger { devices, reservations, ..Ledger::default() });
         let sums =
             |row: &DeviceLedger| (row.device.clone(), row.weights_bytes, row.workers_bytes, row.other_bytes);
-        let expected = [("GPU-a".to_owned(), 0, 5, 3), ("host".to_owned(), 110, 7, 0)];
+        let expected = [("GPU-a".to_owned(), 0, 5, 3), ("host".to_owned(), 130, 7, 0)];
         assert_eq!(rows.iter().map(sums).collect::<Vec<_>>(), expected);
         assert!(rows.iter().all(|row| row.capacity_bytes == 1_000));
     }
