@@ -391,6 +391,8 @@ impl SupervisorLoop {
             SupervisorEvent::ResidentWeights { resident } => self.unload_leftovers(resident),
             SupervisorEvent::LeftoversUnloaded => self.request_models(),
             SupervisorEvent::LedgerRead { ledger } => self.ledger_read(&ledger),
+            // The load was begun before the device was quarantined.
+            SupervisorEvent::CopyStateChanged { device, .. } if self.health.reason(&device).is_some() => {}
             SupervisorEvent::CopyStateChanged { name, device, state } => {
                 self.copy_state_changed(&name, &device, state)
             }

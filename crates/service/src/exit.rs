@@ -129,7 +129,7 @@ mod tests {
     #[test]
     fn codes_are_the_documented_ones() {
         let codes: Vec<u8> = Exit::ALL.iter().map(|e| e.code()).collect();
-        assert_eq!(codes, [0, 1, 2, 3, 4, 5, 6, 130, 141]);
+        assert_eq!(codes, [0, 1, 2, 3, 4, 5, 6, 7, 130, 141]);
         assert_eq!(Exit::from_code(3), Some(Exit::ModelRefused));
         assert_eq!(Exit::from_code(101), None);
     }
