@@ -45,8 +45,11 @@ async function errorOf(reply) {
     return new ApiError(reply.status, message, pause);
 }
 
+/** A router that restarts answers after some seconds. */
+const ANSWER_MS = 10_000;
+
 export async function getJson(path) {
-    return (await call(path, {})).json();
+    return (await call(path, { signal: AbortSignal.timeout(ANSWER_MS) })).json();
 }
 
 /** Posts a request with `stream`, and yields the JSON of each server-sent event. */

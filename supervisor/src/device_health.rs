@@ -31,8 +31,9 @@ const HUNG_STEPS_MAX: usize = 3;
 const HUNG_STEPS_WINDOW: Duration = Duration::from_secs(300);
 
 /// A driver that answers no question for this long has lost the device. An answer takes
-/// milliseconds, and seconds while a GPU is being initialized.
-const SILENCE_MAX: Duration = Duration::from_secs(10);
+/// milliseconds, and seconds while a GPU is being initialized or a large process is torn down. A
+/// false alarm costs every worker of the device.
+const SILENCE_MAX: Duration = Duration::from_secs(30);
 /// A report counts for this long. The monitor reports every second.
 const REPORT_LIFETIME: Duration = Duration::from_secs(5);
 
