@@ -4,7 +4,7 @@
 //! browser.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -12,12 +12,12 @@ use reqwest::header::HeaderMap;
 use serde_json::{Value, json};
 
 use crate::harness::http::HttpClient;
-use crate::harness::{ServedFleet, ballast, demo_7m, eventually, in_tree, proc, report_skipped, text};
+use crate::harness::{ServedFleet, ballast, demo_7m, eventually, in_tree, proc, report_skipped, serve, text};
 use crate::tools::{chat_model, tools};
 
 const TWO_WORKERS: [&str; 6] = ["--workers", "2", "--threads", "1", "--name", "m"];
 /// Of other clients while the browser looks at the fleet; as in tests/ui_browser.py.
-const STREAMS: usize = 6;
+const STREAMS: usize = 4;
 const FILES: [(&str, &str); 14] = [
     ("", "text/html; charset=utf-8"),
     ("/style.css", "text/css; charset=utf-8"),
@@ -204,15 +204,18 @@ fn nightly_a_browser_chats_shows_tokens_and_sees_streams_move_from_a_killed_work
     let test = "nightly_a_browser_chats_shows_tokens_and_sees_streams_move_from_a_killed_worker";
     let Some(browser) = browser(test) else { return };
     let folder = tempfile::tempdir().unwrap();
-    let fleet = ServedFleet::start(&chat_model(folder.path()), &TWO_WORKERS);
+    // The workers take all processors, and the browser draws with them.
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let serve = serve(directory.path(), &chat_model(folder.path()), &TWO_WORKERS);
+    let mut behind = Command::new("nice");
+    behind.args(["-n", "19"]).arg(serve.get_program()).args(serve.get_args()).stdout(Stdio::piped());
+    let fleet = ServedFleet::start_command(directory, behind);
     let python = folder.path().join("venv/bin/python");
     let run = |command: &mut Command| assert!(command.status().unwrap().success(), "{command:?}");
     run(Command::new("python3").args(["-m", "venv"]).arg(folder.path().join("venv")));
     run(Command::new(&python).args(["-m", "pip", "install", "--quiet", "playwright==1.55.0"]));
-    let workers = fleet.processes_by_role("worker");
-    let pids: Vec<String> = workers.iter().map(|worker| worker.pid.to_string()).collect();
     let mut script = Command::new(&python);
-    script.arg(in_tree("tests/ui_browser.py")).arg(&browser).arg(&fleet.http).arg(pids.join(","));
+    script.arg(in_tree("tests/ui_browser.py")).arg(&browser).arg(&fleet.http).arg(fleet.runtime_dir());
     let (wanted, has_ended) = (folder.path().join("streams-wanted"), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let streams: Vec<_> =
