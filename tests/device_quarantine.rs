@@ -80,17 +80,6 @@ fn await_workers(fleet: &ServedFleet) {
     });
 }
 
-fn run(fleet: &ServedFleet, arguments: &[&str]) {
-    let output = fleet.run_command(arguments);
-    assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
-}
-
-fn refusal(fleet: &ServedFleet, arguments: &[&str]) -> String {
-    let output = fleet.run_command(arguments);
-    assert!(!output.status.success(), "{arguments:?} succeeds");
-    text(&output).1
-}
-
 fn get(fleet: &ServedFleet, path: &str) -> Value {
     serde_json::from_str(&HttpClient::connect(fleet).get(path).1).unwrap()
 }
@@ -108,7 +97,7 @@ fn streams_of_a_quarantined_device_go_on_elsewhere_until_a_command_returns_it() 
     let requests = requests(6, 300);
     let expected = runtime().block_on(generate_all(&fleet.grpc, &requests));
     let found = runtime().block_on(fleet.generate_during_fault(&requests, || {
-        run(&fleet, &["quarantine", SECOND, "--reason", "the fan is loud"]);
+        fleet.run(&["quarantine", SECOND, "--reason", "the fan is loud"]);
     }));
     let resumes: u32 = found.iter().map(|found| found.as_ref().unwrap().resumes).sum();
     assert!(resumes > 0, "a stream moves to the other device");
@@ -134,11 +123,11 @@ fn streams_of_a_quarantined_device_go_on_elsewhere_until_a_command_returns_it() 
     assert!(table.contains("(until a command ends it): the fan is loud"), "{table}");
 
     // Nothing comes back by other ways.
-    run(&fleet, &["add-worker", "m"]);
+    fleet.run(&["add-worker", "m"]);
     eventually("the new worker is on the other device", || {
         (workers_on(&fleet, FIRST).len() == 2).then_some(())
     });
-    let said = refusal(&fleet, &["swap", "m", demo_22m().to_str().unwrap()]);
+    let said = fleet.refusal(&["swap", "m", demo_22m().to_str().unwrap()]);
     assert!(said.contains("host:0 is quarantined: the fan is loud"), "{said}");
     let weight_server = fleet.only_process("weight-server").pid;
     proc::send_signal(weight_server, "KILL");
@@ -154,15 +143,15 @@ fn streams_of_a_quarantined_device_go_on_elsewhere_until_a_command_returns_it() 
     std::thread::sleep(Duration::from_secs(1));
     assert!(workers_on(&fleet, SECOND).is_empty() && copies_on(&fleet, SECOND) == 0);
 
-    run(&fleet, &["quarantine", SECOND, "--end"]);
+    fleet.run(&["quarantine", SECOND, "--end"]);
     eventually("the device serves again", || (workers_on(&fleet, SECOND).len() == 1).then_some(()));
     assert_eq!(copies_on(&fleet, SECOND), 1);
     assert_eq!(device(&fleet, SECOND).unwrap()["quarantine"], Value::Null);
     let again = runtime().block_on(generate_all(&fleet.grpc, &requests));
     assert!(expected.iter().zip(&again).all(|(e, a)| e.as_ref().unwrap().text == a.as_ref().unwrap().text));
-    let said = refusal(&fleet, &["quarantine", SECOND, "--end"]);
+    let said = fleet.refusal(&["quarantine", SECOND, "--end"]);
     assert!(said.contains("host:0 is not quarantined"), "{said}");
-    let said = refusal(&fleet, &["quarantine", "host:7"]);
+    let said = fleet.refusal(&["quarantine", "host:7"]);
     assert!(said.contains("no model of this fleet uses the device \"host:7\""), "{said}");
     fleet.stop();
 }
@@ -220,10 +209,10 @@ fn faults_that_the_driver_reports_quarantine_their_device_at_once() {
     assert_eq!(ask("m").0, 200);
     let file = demo_22m();
     let load = ["load", file.to_str().unwrap(), "--name", "new", "--device", SECOND, "--threads", "1"];
-    let said = refusal(&fleet, &load);
+    let said = fleet.refusal(&load);
     assert!(said.contains(reason), "{said}");
 
-    run(&fleet, &["quarantine", SECOND, "--end"]);
+    fleet.run(&["quarantine", SECOND, "--end"]);
     eventually("a worker of m is back", || (workers_on(&fleet, SECOND).len() == 1).then_some(()));
     eventually("the model is served", || (ask("alone").0 == 200).then_some(()));
     fleet.stop();

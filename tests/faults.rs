@@ -5,7 +5,7 @@
 
 use crate::harness::admin::weight_server_status;
 use crate::harness::api::{Continuation, TestRequest, generate, generate_all, runtime};
-use crate::harness::{ServedFleet, TIMEOUT, demo_7m, demo_22m, device, eventually, proc, serve, synth, text};
+use crate::harness::{ServedFleet, TIMEOUT, demo_7m, demo_22m, device, eventually, proc, serve, synth};
 use std::time::{Duration, Instant};
 
 /// Tokens of a stream that is long enough for a fault in its middle.
@@ -295,7 +295,7 @@ fn i4_load_and_unload_return_to_the_baseline() {
         let model = folder.path().join(format!("copy-{round}.gguf"));
         let model_bytes = std::fs::copy(demo_22m(), &model).unwrap();
         let load = ["load", model.to_str().unwrap(), "--name", "second", "--device", &device()];
-        run(&fleet, &load);
+        fleet.run(&load);
         let loaded = HeldResources::of(&fleet);
         // Metadata and tensor table are not part of the weights: 10% is ample for them.
         let weight_bytes = model_bytes / 10 * 9;
@@ -304,7 +304,7 @@ fn i4_load_and_unload_return_to_the_baseline() {
         if device() == "host" {
             assert!(loaded.memfd_bytes >= baseline.memfd_bytes + weight_bytes, "{loaded:?}, {baseline:?}");
         }
-        run(&fleet, &["unload", "second"]);
+        fleet.run(&["unload", "second"]);
     }
     let started = Instant::now();
     loop {
@@ -316,9 +316,4 @@ fn i4_load_and_unload_return_to_the_baseline() {
         std::thread::sleep(Duration::from_millis(50));
     }
     fleet.stop();
-}
-
-fn run(fleet: &ServedFleet, arguments: &[&str]) {
-    let output = fleet.run_command(arguments);
-    assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
 }

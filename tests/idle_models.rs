@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::harness::api::{Continuation, TestRequest, generate_all, runtime};
 use crate::harness::http::HttpClient;
-use crate::harness::{ServedFleet, demo_7m, demo_22m, eventually, model_table, proc, serve_config, text};
+use crate::harness::{ServedFleet, demo_7m, demo_22m, eventually, model_table, proc, serve_config};
 
 pub(crate) fn request(model: &str) -> TestRequest {
     TestRequest {
@@ -24,19 +24,6 @@ pub(crate) fn request(model: &str) -> TestRequest {
 fn generate(fleet: &ServedFleet, model: &str, count: usize) -> Vec<Continuation> {
     let found = runtime().block_on(generate_all(&fleet.grpc, &vec![request(model); count]));
     found.into_iter().map(Result::unwrap).collect()
-}
-
-#[track_caller]
-fn run(fleet: &ServedFleet, arguments: &[&str]) {
-    let output = fleet.run_command(arguments);
-    assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
-}
-
-#[track_caller]
-fn refusal(fleet: &ServedFleet, arguments: &[&str]) -> String {
-    let output = fleet.run_command(arguments);
-    assert!(!output.status.success(), "{arguments:?} succeeds");
-    text(&output).1
 }
 
 /// The lines of `ps` about a model: its own, its workers', and those of its weights.
@@ -68,9 +55,9 @@ fn two_models(file_of_a: &Path) -> String {
 fn an_idle_model_holds_no_memory_and_requests_wake_it_once() {
     let fleet = ServedFleet::start_config(&two_models(&demo_7m()));
     let expected = generate(&fleet, "a", 1).remove(0);
-    run(&fleet, &["unload", "a", "--idle"]);
+    fleet.run(&["unload", "a", "--idle"]);
     await_idle(&fleet, "a");
-    run(&fleet, &["unload", "a", "--idle"]);
+    fleet.run(&["unload", "a", "--idle"]);
     let listed: Value = serde_json::from_str(&HttpClient::connect(&fleet).get("/v1/models").1).unwrap();
     let names: Vec<&str> =
         listed["data"].as_array().unwrap().iter().map(|model| model["id"].as_str().unwrap()).collect();
@@ -92,23 +79,23 @@ fn an_idle_model_holds_no_memory_and_requests_wake_it_once() {
 #[test]
 fn a_fleet_of_idle_models_is_ready_and_a_person_wakes_one() {
     let fleet = ServedFleet::start_config(&model_table("a", &demo_7m(), ""));
-    run(&fleet, &["unload", "a", "--idle"]);
+    fleet.run(&["unload", "a", "--idle"]);
     await_idle(&fleet, "a");
     eventually("/ready says 200", || (HttpClient::connect(&fleet).get("/ready").0 == 200).then_some(()));
     for arguments in [&["add-worker", "a"][..], &["swap", "a", demo_22m().to_str().unwrap()]] {
-        let said = refusal(&fleet, arguments);
+        let said = fleet.refusal(arguments);
         assert!(said.contains("model \"a\" is idle"), "{arguments:?}: {said}");
     }
-    assert!(refusal(&fleet, &["wake", "b"]).contains("no model is called \"b\""));
-    run(&fleet, &["wake", "a"]);
-    run(&fleet, &["wake", "a"]);
+    assert!(fleet.refusal(&["wake", "b"]).contains("no model is called \"b\""));
+    fleet.run(&["wake", "a"]);
+    fleet.run(&["wake", "a"]);
     eventually("its worker serves", || {
         let (own, parts) = lines_of(&fleet, "a")?;
         (own["state"] == "ready" && parts.iter().any(|line| line["state"] == "ready")).then_some(())
     });
     generate(&fleet, "a", 1);
-    run(&fleet, &["unload", "a", "--idle"]);
-    run(&fleet, &["unload", "a"]);
+    fleet.run(&["unload", "a", "--idle"]);
+    fleet.run(&["unload", "a"]);
     eventually("it has left the fleet", || {
         let lines = fleet.try_ps_lines()?;
         (!lines.iter().any(|line| line["role"] == "model")).then_some(())
@@ -123,7 +110,7 @@ fn an_idle_model_stays_idle_whichever_process_dies() {
     let config = two_models(&demo_7m());
     let mut fleet = ServedFleet::start_command(directory, serve_config(&runtime_dir, &config));
     let expected = generate(&fleet, "a", 1).remove(0);
-    run(&fleet, &["unload", "a", "--idle"]);
+    fleet.run(&["unload", "a", "--idle"]);
     await_idle(&fleet, "a");
     for role in ["router", "weight-server"] {
         let before = fleet.only_process(role).pid;
@@ -150,7 +137,7 @@ fn a_model_that_cannot_be_woken_is_refused_at_once_with_the_reason_until_it_can(
     std::fs::copy(demo_7m(), &file).unwrap();
     let fleet = ServedFleet::start_config(&two_models(&file));
     let expected = generate(&fleet, "a", 1).remove(0);
-    run(&fleet, &["unload", "a", "--idle"]);
+    fleet.run(&["unload", "a", "--idle"]);
     await_idle(&fleet, "a");
     std::fs::rename(&file, &away).unwrap();
     let started = Instant::now();
@@ -167,7 +154,7 @@ fn a_model_that_cannot_be_woken_is_refused_at_once_with_the_reason_until_it_can(
     assert!(again.elapsed() < Duration::from_secs(5), "{:?}", again.elapsed());
     generate(&fleet, "b", 1);
     std::fs::rename(&away, &file).unwrap();
-    run(&fleet, &["wake", "a"]);
+    fleet.run(&["wake", "a"]);
     let found = eventually("it serves again", || {
         let found = runtime().block_on(generate_all(&fleet.grpc, &[request("a")])).remove(0);
         found.ok()
@@ -186,7 +173,7 @@ fn a_request_that_comes_while_a_model_becomes_idle_wakes_it_after_that() {
         let grpc = &fleet.grpc;
         let stream = scope.spawn(|| runtime().block_on(generate_all(grpc, &[long])).remove(0));
         std::thread::sleep(Duration::from_millis(100));
-        let unload = scope.spawn(|| run(&fleet, &["unload", "a", "--idle"]));
+        let unload = scope.spawn(|| fleet.run(&["unload", "a", "--idle"]));
         eventually("its worker drains", || {
             let (_, parts) = lines_of(&fleet, "a")?;
             parts.iter().all(|line| line["role"] != "worker" || line["state"] != "ready").then_some(())
@@ -205,7 +192,7 @@ fn a_reload_changes_and_removes_idle_models() {
     let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
     let runtime_dir = directory.path().join("run");
     let fleet = ServedFleet::start_command(directory, serve_config(&runtime_dir, &two_models(&demo_7m())));
-    run(&fleet, &["unload", "a", "--idle"]);
+    fleet.run(&["unload", "a", "--idle"]);
     await_idle(&fleet, "a");
     let two_workers = model_table("a", &demo_7m(), "").replace("workers = 1", "workers = 2");
     let b = model_table("b", &demo_22m(), "");
@@ -218,7 +205,7 @@ fn a_reload_changes_and_removes_idle_models() {
         let workers = parts.iter().filter(|line| line["role"] == "worker" && line["state"] == "ready");
         (workers.count() == 2).then_some(())
     });
-    run(&fleet, &["unload", "a", "--idle"]);
+    fleet.run(&["unload", "a", "--idle"]);
     fleet.configure(&b);
     fleet.reload(&[]);
     eventually("a has left the fleet", || {

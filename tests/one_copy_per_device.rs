@@ -119,17 +119,6 @@ fn model_line(fleet: &ServedFleet, name: &str) -> Option<Value> {
     lines.into_iter().find(|line| line["role"] == "model" && line["name"] == name)
 }
 
-fn run(fleet: &ServedFleet, arguments: &[&str]) {
-    let output = fleet.run_command(arguments);
-    assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
-}
-
-fn refusal(fleet: &ServedFleet, arguments: &[&str]) -> String {
-    let output = fleet.run_command(arguments);
-    assert!(!output.status.success(), "{arguments:?} succeeds");
-    text(&output).1
-}
-
 fn process(fleet: &ServedFleet, name: &str) -> FleetProcess {
     fleet.processes().into_iter().find(|process| process.name == name).unwrap()
 }
@@ -220,14 +209,14 @@ fn commands_concern_the_copies_of_a_name_together_or_say_that_they_cannot() {
     let file = runtime_dir.with_extension("toml");
     let fleet = ServedFleet::start_command(directory, command);
 
-    run(&fleet, &["add-worker", "m"]);
-    run(&fleet, &["add-worker", "m"]);
+    fleet.run(&["add-worker", "m"]);
+    fleet.run(&["add-worker", "m"]);
     await_workers(&fleet, "m", &[first, first, second, second]);
-    run(&fleet, &["remove-worker", "worker-0"]);
+    fleet.run(&["remove-worker", "worker-0"]);
     await_workers(&fleet, "m", &[first, second, second]);
-    run(&fleet, &["add-worker", "m"]);
+    fleet.run(&["add-worker", "m"]);
     await_workers(&fleet, "m", &[first, first, second, second]);
-    run(&fleet, &["restart", "--rolling", "--model", "m"]);
+    fleet.run(&["restart", "--rolling", "--model", "m"]);
     await_workers(&fleet, "m", &[first, first, second, second]);
 
     // One more on each device than the file said before.
@@ -244,7 +233,7 @@ fn commands_concern_the_copies_of_a_name_together_or_say_that_they_cannot() {
         "{reloaded}"
     );
 
-    run(&fleet, &["unload", "m", "--timeout", "1s"]);
+    fleet.run(&["unload", "m", "--timeout", "1s"]);
     eventually("both copies of m are gone", || {
         let left = copies(&fleet);
         (left.len() == 1 && left.iter().all(|copy| copy.starts_with("model:other "))).then_some(())
@@ -266,7 +255,7 @@ fn two_models_of_one_file_share_the_copy_on_a_device_that_both_name() {
         ])
     };
     assert_eq!(copies(&fleet), shared());
-    run(&fleet, &["unload", "m"]);
+    fleet.run(&["unload", "m"]);
     let left = BTreeSet::from([format!("model:m {} [\"both\"]", devices[1])]);
     eventually("only the shared copy is left", || (copies(&fleet) == left).then_some(()));
     let done = runtime().block_on(generate_all(
@@ -309,9 +298,9 @@ fn a_model_that_could_not_be_loaded_is_not_loaded_by_the_next_weight_server() {
     let arguments = "--workers 1 --threads 1 --kv-tokens 2048 --ctx-size 64 --step-tokens 8 --no-pack";
     let load = ["load", file.to_str().unwrap(), "--name", "m", "--device", "host"];
     let load = [&load[..], &arguments.split(' ').collect::<Vec<_>>()].concat();
-    let said = refusal(&fleet, &load);
+    let said = fleet.refusal(&load);
     assert!(said.contains("are needed on host"), "{said}");
-    run(&fleet, &["unload", "other"]);
+    fleet.run(&["unload", "other"]);
     let before = fleet.only_process("weight-server").pid;
     proc::send_signal(before, "KILL");
     eventually("the next weight-server", || {
@@ -322,7 +311,7 @@ fn a_model_that_could_not_be_loaded_is_not_loaded_by_the_next_weight_server() {
     std::thread::sleep(std::time::Duration::from_secs(1));
     assert_eq!(copies(&fleet), BTreeSet::new());
     assert_eq!(model_line(&fleet, "m").unwrap()["state"], "failed");
-    run(&fleet, &load);
+    fleet.run(&load);
     await_workers(&fleet, "m", &[&host[0]]);
     fleet.stop();
 }
@@ -445,7 +434,7 @@ fn a_copy_that_cannot_be_loaded_is_named_and_comes_when_there_is_memory() {
     let done = runtime().block_on(generate_all(&fleet.grpc, &requests(2, 8)));
     assert!(done.iter().all(Result::is_ok), "the other copy serves: {done:?}");
 
-    run(&fleet, &["unload", "other"]);
+    fleet.run(&["unload", "other"]);
     await_workers(&fleet, "m", &[&devices[0], &devices[1]]);
     assert_eq!(states().unwrap().1, ["ready", "ready"]);
     eventually("the router knows that too", || (http.metric(&metric) == Some(0.0)).then_some(()));
@@ -462,7 +451,7 @@ fn a_copy_with_other_content_than_the_others_is_refused_and_they_go_on() {
     let other = folder.path().join("other.gguf");
     std::fs::copy(demo_7m(), &other).unwrap();
     std::fs::rename(&other, &file).unwrap();
-    run(&fleet, &["unload", "other"]);
+    fleet.run(&["unload", "other"]);
     eventually("the copy of the other file is refused", || {
         let line = model_line(&fleet, "m")?;
         let copies = line["copies"].as_array()?.clone();

@@ -53,11 +53,6 @@ fn set<const N: usize>(copies: [&str; N]) -> BTreeSet<String> {
     copies.map(str::to_owned).into()
 }
 
-fn run(fleet: &ServedFleet, arguments: &[&str]) {
-    let output = fleet.run_command(arguments);
-    assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
-}
-
 #[test]
 fn models_of_one_file_share_a_copy_and_keep_their_own_settings() {
     let folder = tempfile::tempdir().unwrap();
@@ -89,7 +84,7 @@ fn models_of_one_file_share_a_copy_and_keep_their_own_settings() {
     assert_eq!(lines("ballast:weights_bytes{"), 2, "each copy once: {metrics}");
     assert_eq!(lines("ballast:weights_workers{"), 3, "long, short and small: {metrics}");
 
-    run(&fleet, &["unload", "long"]);
+    fleet.run(&["unload", "long"]);
     let left = set(["model:long [\"short\"]", "model:small [\"small\",\"small-2\"]"]);
     assert_eq!(copies(&fleet), left);
     assert_eq!(answer(&http, "short"), texts[2]);
@@ -97,13 +92,13 @@ fn models_of_one_file_share_a_copy_and_keep_their_own_settings() {
     let path = demo_22m();
     let load =
         ["load", path.to_str().unwrap(), "--device", &device(), "--threads", "1", "--kv-tokens", "256"];
-    run(&fleet, &[&load[..], &["--name", "long", "--alias", "gpt"]].concat());
+    fleet.run(&[&load[..], &["--name", "long", "--alias", "gpt"]].concat());
     assert_eq!(copies(&fleet), both);
     assert_eq!(answer(&http, "gpt"), texts[0]);
     let taken = fleet.run_command(&[&load[..], &["--name", "other", "--alias", "short"]].concat());
     assert!(!taken.status.success() && text(&taken).1.contains("\"short\""), "{}", text(&taken).1);
-    run(&fleet, &["unload", "long"]);
-    run(&fleet, &["unload", "short"]);
+    fleet.run(&["unload", "long"]);
+    fleet.run(&["unload", "short"]);
     eventually("the copy without a model is gone", || {
         (copies(&fleet) == set(["model:small [\"small\",\"small-2\"]"])).then_some(())
     });

@@ -21,17 +21,18 @@ const ONE_WORKER: [&str; 4] = ["--workers", "1", "--threads", "1"];
 /// A user without rights on any machine.
 const OTHER_USER: u32 = 65_534;
 
-fn run(fleet: &ServedFleet, arguments: &[&str]) {
-    let output = fleet.run_command(arguments);
-    assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
-}
-
 fn load_second(fleet: &ServedFleet) {
     let model = demo_22m();
-    run(
-        fleet,
-        &["load", model.to_str().unwrap(), "--name", "second", "--threads", "1", "--device", &device()],
-    );
+    fleet.run(&[
+        "load",
+        model.to_str().unwrap(),
+        "--name",
+        "second",
+        "--threads",
+        "1",
+        "--device",
+        &device(),
+    ]);
 }
 
 #[test]
@@ -40,7 +41,7 @@ fn a_model_is_unloaded_although_the_weight_server_restarts_meanwhile() {
     for _ in 0..3 {
         load_second(&fleet);
         proc::send_signal(fleet.only_process("weight-server").pid, "KILL");
-        run(&fleet, &["unload", "second"]);
+        fleet.run(&["unload", "second"]);
         let lines = fleet.try_ps_lines().unwrap();
         assert!(lines.iter().all(|line| line["name"] != "model:second"), "{lines:?}");
         eventually("one generation is left", || {
@@ -86,7 +87,7 @@ fn a_model_of_the_same_file_under_another_name_waits_until_the_file_is_unloaded(
         )
     };
     let fleet = ServedFleet::start_config(&config("m"));
-    run(&fleet, &["remove-worker", "worker-0"]);
+    fleet.run(&["remove-worker", "worker-0"]);
     let weight_server = fleet.only_process("weight-server").pid;
     proc::send_signal(weight_server, "STOP");
     fleet.configure(&config("q"));
@@ -129,8 +130,8 @@ fn a_stream_in_flight_ends_whole_when_its_worker_is_removed_or_its_model_unloade
     let requests = [long_request("first"), long_request("second")];
     let done = runtime().block_on(fleet.generate_during_fault(&requests, || {
         std::thread::scope(|scope| {
-            scope.spawn(|| run(&fleet, &["remove-worker", "worker-0"]));
-            scope.spawn(|| run(&fleet, &["unload", "second"]));
+            scope.spawn(|| fleet.run(&["remove-worker", "worker-0"]));
+            scope.spawn(|| fleet.run(&["unload", "second"]));
             eventually("both workers drain", || {
                 let workers = fleet.processes_by_role("worker");
                 workers.iter().all(|worker| worker.state == "draining").then_some(())
@@ -141,12 +142,12 @@ fn a_stream_in_flight_ends_whole_when_its_worker_is_removed_or_its_model_unloade
         let whole = whole.unwrap();
         assert_eq!((whole.tokens.len(), whole.resumes), (16 * 300, 0));
     }
-    run(&fleet, &["add-worker", "first"]);
+    fleet.run(&["add-worker", "first"]);
     await_served("first");
 
     // The streams are cut when the time is over, and the router has no other worker for them.
     let cut = runtime().block_on(fleet.generate_during_fault(&[long_request("first")], || {
-        run(&fleet, &["unload", "first", "--timeout", "1ms"]);
+        fleet.run(&["unload", "first", "--timeout", "1ms"]);
     }));
     assert!(cut[0].is_err(), "{cut:?}");
     fleet.stop();
@@ -158,11 +159,11 @@ fn tokens_of_removed_workers_are_forgotten() {
     let tokens = || Some(runtime().block_on(try_weight_server_status(&fleet))?.registered_tokens);
     eventually("one token is registered", || (tokens()? == 1).then_some(()));
     for _ in 0..2 {
-        run(&fleet, &["add-worker"]);
-        run(&fleet, &["add-worker"]);
+        fleet.run(&["add-worker"]);
+        fleet.run(&["add-worker"]);
         eventually("three tokens are registered", || (tokens()? == 3).then_some(()));
-        run(&fleet, &["remove-worker", "worker-1"]);
-        run(&fleet, &["remove-worker", "worker-2"]);
+        fleet.run(&["remove-worker", "worker-1"]);
+        fleet.run(&["remove-worker", "worker-2"]);
         eventually("one token is left", || (tokens()? == 1).then_some(()));
     }
     fleet.stop();

@@ -259,7 +259,7 @@ pub(crate) fn figure_texts(figures: &DeviceFigures) -> Vec<String> {
 
 pub(crate) fn quarantine_text(quarantine: &Quarantine) -> String {
     let end = match quarantine.ends_in_ms {
-        Some(0) => "until the driver is content".to_owned(),
+        Some(0) => "until the driver reports no problem".to_owned(),
         Some(left) => format!("tried again in {} s", left.div_ceil(1000)),
         None => "until a command ends it".to_owned(),
     };

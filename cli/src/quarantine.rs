@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! `ballast quarantine`: takes a device of a running fleet out of service, or into service again.
+//! `ballast quarantine`: takes a device of a running fleet out of service, or returns it.
 
 use std::path::PathBuf;
 
@@ -22,7 +22,7 @@ pub(crate) struct QuarantineArguments {
     /// For the log and `ballast ps`
     #[arg(long, value_name = "TEXT", default_value = "by a command", conflicts_with = "end")]
     reason: String,
-    /// Take the device into service again
+    /// Return the device to service
     #[arg(long)]
     end: bool,
     /// Runtime directory of the fleet [default: that of the only running fleet]

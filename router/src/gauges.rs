@@ -164,7 +164,7 @@ impl MetricsPage {
         }
     }
 
-    /// What the router itself has lost of its log or its spans, and the workers of theirs.
+    /// Log lines and spans that the router and its workers have lost.
     fn render_losses(
         &mut self,
         name: &str,

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Which devices may be worked with. A plain value: reports, ended workers and commands go in, the
-//! devices that are quarantined or taken into service again come out.
+//! devices that are quarantined or returned to service come out.
 //!
 //! ```text
 //!              Xid, ECC error, lost, silent, hung steps, command
 //! in service ----------------------------------------------------> quarantined
 //!      ^                                                                |
-//!      '---- its time is over and the driver is content, or a command --'
+//!      '---- its time is over and the driver asks for nothing, or a command --'
 //! ```
 //! 1. A fault of the driver or of three workers quarantines a device, and a fault of one process
 //!    does not.
@@ -17,6 +17,8 @@
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
+
+use proto::fleet::v1::DeviceFigures;
 
 /// The time of the first quarantine: a driver that resets a GPU needs seconds.
 pub(crate) const FIRST_QUARANTINE: Duration = Duration::from_secs(60);
@@ -40,18 +42,6 @@ const REPORT_LIFETIME: Duration = Duration::from_secs(5);
 /// Xids that a process causes, and that leave the device as it is. The list of NVIDIA's device
 /// plugin for Kubernetes, and 154, which announces what `recovery_action` says.
 const XIDS_OF_PROCESSES: [u64; 7] = [13, 31, 43, 45, 68, 109, 154];
-
-/// Figures that the board and the driver report.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DeviceFigures {
-    pub temperature_celsius: Option<u32>,
-    pub power_milliwatts: Option<u32>,
-    pub utilization_percent: Option<u32>,
-    pub memory_used_bytes: Option<u64>,
-    pub memory_total_bytes: Option<u64>,
-    pub corrected_ecc_errors: Option<u64>,
-    pub uncorrected_ecc_errors: Option<u64>,
-}
 
 /// What the monitor says of one GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -181,18 +171,18 @@ impl DeviceHealth {
         state.quarantine.take().is_some()
     }
 
-    /// The devices whose time is over and with which the driver is content. A device without a
-    /// monitor is tried after its time.
+    /// The devices whose time is over and of which the driver reports no problem. A device without
+    /// a monitor is tried after its time.
     pub(crate) fn due(&self, now: Instant) -> Vec<String> {
         let is_due = |state: &DeviceState| {
             let is_over = |quarantine: &Quarantine| quarantine.ends.is_some_and(|ends| ends <= now);
-            let is_content = match &state.report {
+            let has_no_problem = match &state.report {
                 None => true,
                 Some((at, report)) => {
                     now.saturating_duration_since(*at) < REPORT_LIFETIME && lasting_fault(report).is_none()
                 }
             };
-            state.quarantine.as_ref().is_some_and(is_over) && is_content
+            state.quarantine.as_ref().is_some_and(is_over) && has_no_problem
         };
         self.devices.iter().filter(|(_, state)| is_due(state)).map(|(name, _)| name.clone()).collect()
     }

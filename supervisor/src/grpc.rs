@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! The gRPC service ballast.fleet.v1 on supervisor.sock: commands and status for `ballast ps` and
-//! other clients. Only this module uses its messages.
+//! other clients. Other modules use only those of its messages that are plain figures.
 
 mod device_messages;
 

@@ -86,7 +86,7 @@ impl CacheState {
 
 /// The reservations of each device, summed by whom they are for. A GPU with unified memory counts
 /// on the row of the host.
-fn device_rows(ledger: &Ledger) -> Vec<DeviceLedger> {
+pub fn device_rows(ledger: &Ledger) -> Vec<DeviceLedger> {
     let mut rows: BTreeMap<&str, DeviceLedger> = BTreeMap::new();
     let mut unified: BTreeMap<&str, &str> = BTreeMap::new();
     for device in &ledger.devices {

@@ -63,9 +63,10 @@ mod worker_drain;
 
 pub use commands::CommandError;
 pub use config::{SupervisionConfig, SupervisionConfigError};
-pub use device_health::{DeviceFigures, DeviceStatus, QuarantineStatus};
+pub use device_health::{DeviceStatus, QuarantineStatus};
 pub use event_loop::{FleetStartError, raise_descriptor_limit};
 pub use fleet::FleetHandle;
+pub use ledger_cache::device_rows;
 pub use model_record::{RecordedModel, recorded_models};
 pub use spec::{
     ChildRole, ChildSpec, CompleteWorkerConfig, ConfigReader, CopyMemory, CopySpec, FleetSpec, ModelSpec,

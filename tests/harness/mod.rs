@@ -275,6 +275,21 @@ impl ServedFleet {
         ballast().args(arguments).arg("--runtime-dir").arg(self.runtime_dir()).output().unwrap()
     }
 
+    /// Runs a `ballast` command on this fleet, which succeeds.
+    #[track_caller]
+    pub(crate) fn run(&self, arguments: &[&str]) {
+        let output = self.run_command(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", text(&output).1);
+    }
+
+    /// Runs a `ballast` command on this fleet, which fails, and returns what it says.
+    #[track_caller]
+    pub(crate) fn refusal(&self, arguments: &[&str]) -> String {
+        let output = self.run_command(arguments);
+        assert!(!output.status.success(), "{arguments:?} succeeds");
+        text(&output).1
+    }
+
     pub(crate) fn processes_by_role(&self, role: &str) -> Vec<FleetProcess> {
         self.processes().into_iter().filter(|process| process.role == role).collect()
     }

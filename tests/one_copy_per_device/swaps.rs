@@ -5,9 +5,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use super::{
-    await_workers, copies, expected_copies, model, model_line, planned, refusal, requests, run, two_devices,
-};
+use super::{await_workers, copies, expected_copies, model, model_line, planned, requests, two_devices};
 use crate::harness::api::{generate_all, runtime};
 use crate::harness::{ServedFleet, demo_7m, demo_22m, eventually, runs_on_host};
 
@@ -18,7 +16,7 @@ fn a_swap_replaces_the_copies_on_all_devices_or_none() {
     let config = model("m", &demo_7m(), &devices, "workers = 1");
     let fleet = ServedFleet::start_config(&format!("{config}[routing]\nmode = \"least-loaded\"\n"));
     await_workers(&fleet, "m", &[first, second]);
-    run(&fleet, &["add-worker", "m"]);
+    fleet.run(&["add-worker", "m"]);
     await_workers(&fleet, "m", &[first, first, second]);
     let path = || model_line(&fleet, "m").unwrap()["path"].clone();
     let before = path();
@@ -27,7 +25,7 @@ fn a_swap_replaces_the_copies_on_all_devices_or_none() {
     let damaged = folder.path().join("cut.gguf");
     let bytes = std::fs::read(demo_22m()).unwrap();
     std::fs::write(&damaged, &bytes[..bytes.len() - 4096]).unwrap();
-    refusal(&fleet, &["swap", "m", damaged.to_str().unwrap()]);
+    fleet.refusal(&["swap", "m", damaged.to_str().unwrap()]);
     assert_eq!((path(), copies(&fleet)), (before, expected_copies(&devices, "[\"m\"]")));
     await_workers(&fleet, "m", &[first, first, second]);
 
@@ -36,7 +34,7 @@ fn a_swap_replaces_the_copies_on_all_devices_or_none() {
     let file = demo_22m();
     // Streams of the old file end whole, while the new one takes over.
     let during = runtime().block_on(
-        fleet.generate_during_fault(&requests, || run(&fleet, &["swap", "m", file.to_str().unwrap()])),
+        fleet.generate_during_fault(&requests, || fleet.run(&["swap", "m", file.to_str().unwrap()])),
     );
     for (old, during) in old.iter().zip(&during) {
         assert_eq!(old.as_ref().unwrap().tokens, during.as_ref().unwrap().tokens);
@@ -70,7 +68,7 @@ fn a_swap_that_fits_on_one_of_two_devices_is_undone() {
     let fleet = ServedFleet::start_config(&format!("host-budget = \"{budget}\"\n{config}"));
     await_workers(&fleet, "m", &[&devices[0], &devices[1]]);
     let file = demo_22m();
-    let said = refusal(&fleet, &["swap", "m", file.to_str().unwrap()]);
+    let said = fleet.refusal(&["swap", "m", file.to_str().unwrap()]);
     assert!(said.contains("are needed on host"), "{said}");
     eventually("nothing of the new file is left", || {
         (copies(&fleet) == expected_copies(&devices, "[\"m\"]")).then_some(())

@@ -2,10 +2,10 @@
 
 //! What `ballast top` shows of a fleet, as plain values.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 
-use proto::fleet::v1::{Child, ChildState, Device, Model, ModelState, Role};
-use proto::weights::v1::{Ledger, ReservationKind};
+use proto::fleet::v1::{Child, ChildState, Device, DeviceLedger, Model, ModelState, Role};
+use proto::weights::v1::{DeviceCapacity, Ledger};
 use service::ByteSize;
 
 use super::rates::WorkerTokenRates;
@@ -166,29 +166,26 @@ fn model_line(snapshot: &FleetSnapshot, model: &Model, processes: &[ProcessLine]
 }
 
 fn device_lines(ledger: &Ledger, known: &[Device]) -> Vec<DeviceLine> {
-    let mut lines: BTreeMap<&str, DeviceLine> = BTreeMap::new();
-    let mut unified: HashMap<&str, &str> = HashMap::new();
-    for device in &ledger.devices {
-        let (row, capacity) = (device.device.as_str(), device.capacity_bytes);
-        let name = if device.unified_devices.is_empty() { row.to_owned() } else { format!("{row} + GPU") };
-        let known = known.iter().find(|known| known.device == row);
-        let (health, is_faulty) = known.map(health).unwrap_or_default();
-        lines.insert(row, DeviceLine { name, capacity, weights: 0, workers: 0, other: 0, health, is_faulty });
-        unified.extend(device.unified_devices.iter().map(|gpu| (gpu.as_str(), row)));
-    }
-    for row in &ledger.reservations {
-        let device = unified.get(row.device.as_str()).copied().unwrap_or(&row.device);
-        let Some(line) = lines.get_mut(device) else { continue };
-        let sum = match row.kind() {
-            ReservationKind::Weights | ReservationKind::Loading => &mut line.weights,
-            ReservationKind::Lease | ReservationKind::Orphaned => &mut line.workers,
-            ReservationKind::Verifying | ReservationKind::Copying | ReservationKind::Unspecified => {
-                &mut line.other
-            }
-        };
-        *sum = sum.saturating_add(row.bytes);
-    }
-    lines.into_values().collect()
+    let line = |row: DeviceLedger| {
+        let is_it = |device: &&DeviceCapacity| device.device == row.device;
+        let unified = ledger.devices.iter().find(is_it).map(|device| device.unified_devices.as_slice());
+        let unified = unified.unwrap_or_default();
+        let of_row =
+            known.iter().filter(|known| known.device == row.device || unified.contains(&known.device));
+        // A GPU that is out of service first, then one that has figures.
+        let shown = of_row.max_by_key(|known| (known.quarantine.is_some(), known.figures.is_some()));
+        let (health, is_faulty) = shown.map(health).unwrap_or_default();
+        DeviceLine {
+            name: if unified.is_empty() { row.device } else { format!("{} + GPU", row.device) },
+            capacity: row.capacity_bytes,
+            weights: row.weights_bytes,
+            workers: row.workers_bytes,
+            other: row.other_bytes,
+            health,
+            is_faulty,
+        }
+    };
+    supervisor::device_rows(ledger).into_iter().map(line).collect()
 }
 
 /// What the line of a device ends with, and whether the device is out of service.

@@ -19,8 +19,8 @@ const HTML: &str = "text/html; charset=utf-8";
 const CSS: &str = "text/css; charset=utf-8";
 const JAVASCRIPT: &str = "text/javascript; charset=utf-8";
 
-/// Only files and API of this router. The page shows what models write, so that no text of theirs
-/// may become a script, a style or a request.
+/// The page loads only files and API of this router. It shows the output of models, which must
+/// never become a script, a style or a request.
 const SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; \
      connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; \
      frame-ancestors 'none'";

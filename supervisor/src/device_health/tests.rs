@@ -48,7 +48,7 @@ fn a_quarantine_is_reported_once_and_its_reason_is_kept() {
 }
 
 #[test]
-fn a_device_returns_after_its_time_when_the_driver_is_content() {
+fn a_device_returns_after_its_time_when_the_driver_reports_no_problem() {
     let (mut health, start) = (DeviceHealth::default(), Instant::now());
     let asks = DeviceReport { recovery_action: "reset the GPU".to_owned(), ..report() };
     assert!(health.reported(start, asks.clone()));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Carries out what [`DeviceHealth`] decides: takes a device out of service and into service again.
+//! Carries out what [`DeviceHealth`] decides: takes a device out of service, and returns it.
 //!
 //! ```text
 //! quarantine: workers are killed --> the router resumes their streams on other devices
@@ -82,7 +82,7 @@ impl SupervisorLoop {
         }
     }
 
-    /// Takes devices into service again whose time is over.
+    /// Returns devices to service whose time is over.
     pub(super) fn return_due_devices(&mut self, now: Instant) {
         for device in self.health.due(now) {
             self.return_to_service(&device);

@@ -225,6 +225,10 @@ impl SupervisorLoop {
         model.room_wait = None;
         let spec = model.spec.clone();
         self.load_copies(name);
+        // All its devices are quarantined, and it is idle again.
+        if !self.models.contains_key(name) {
+            return;
+        }
         // The workers ask for the weights of the draft model too.
         if let Some(draft) = self.draft_in_fleet(&spec)
             && let Err(error) = self.wake(&draft, false)

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use proto::fleet::v1 as wire;
 
-use crate::device_health::{DeviceFigures, DeviceReport, DeviceStatus, QuarantineStatus};
+use crate::device_health::{DeviceReport, DeviceStatus, QuarantineStatus};
 
 impl From<wire::DeviceReport> for DeviceReport {
     fn from(report: wire::DeviceReport) -> Self {
@@ -21,7 +21,7 @@ impl From<wire::DeviceReport> for DeviceReport {
         } = report;
         Self {
             device,
-            figures: figures.map(DeviceFigures::from).unwrap_or_default(),
+            figures: figures.unwrap_or_default(),
             new_xids,
             new_uncorrected_ecc_errors,
             recovery_action,
@@ -31,62 +31,11 @@ impl From<wire::DeviceReport> for DeviceReport {
     }
 }
 
-impl From<wire::DeviceFigures> for DeviceFigures {
-    fn from(figures: wire::DeviceFigures) -> Self {
-        let wire::DeviceFigures {
-            temperature_celsius,
-            power_milliwatts,
-            utilization_percent,
-            memory_used_bytes,
-            memory_total_bytes,
-            corrected_ecc_errors,
-            uncorrected_ecc_errors,
-        } = figures;
-        Self {
-            temperature_celsius,
-            power_milliwatts,
-            utilization_percent,
-            memory_used_bytes,
-            memory_total_bytes,
-            corrected_ecc_errors,
-            uncorrected_ecc_errors,
-        }
-    }
-}
-
-impl From<DeviceFigures> for wire::DeviceFigures {
-    fn from(figures: DeviceFigures) -> Self {
-        let DeviceFigures {
-            temperature_celsius,
-            power_milliwatts,
-            utilization_percent,
-            memory_used_bytes,
-            memory_total_bytes,
-            corrected_ecc_errors,
-            uncorrected_ecc_errors,
-        } = figures;
-        Self {
-            temperature_celsius,
-            power_milliwatts,
-            utilization_percent,
-            memory_used_bytes,
-            memory_total_bytes,
-            corrected_ecc_errors,
-            uncorrected_ecc_errors,
-        }
-    }
-}
-
 impl From<DeviceStatus> for wire::Device {
     fn from(status: DeviceStatus) -> Self {
         let DeviceStatus { device, figures, xids, quarantine } = status;
         let xids = xids.into_iter().map(|(xid, count)| wire::XidCount { xid, count });
-        Self {
-            device,
-            figures: figures.map(wire::DeviceFigures::from),
-            xids: xids.collect(),
-            quarantine: quarantine.map(wire::Quarantine::from),
-        }
+        Self { device, figures, xids: xids.collect(), quarantine: quarantine.map(wire::Quarantine::from) }
     }
 }
 
