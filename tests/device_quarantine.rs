@@ -212,8 +212,18 @@ fn faults_that_the_driver_reports_quarantine_their_device_at_once() {
     let said = fleet.refusal(&load);
     assert!(said.contains(reason), "{said}");
 
+    // An idle model cannot be woken meanwhile, and can be as soon as its device is back.
+    fleet.run(&["unload", "alone", "--idle"]);
+    eventually("the wake fails", || {
+        ask("alone");
+        let line = line(&fleet, "alone").filter(|line| line["role"] == "model")?;
+        (line["state"] == "idle" && line["failure"].as_str()?.contains(reason)).then_some(())
+    });
     fleet.run(&["quarantine", SECOND, "--end"]);
+    let returned = Instant::now();
+    eventually("the idle model is served", || (ask("alone").0 == 200).then_some(()));
+    // A wake that has failed is tried again after 30 s.
+    assert!(returned.elapsed() < Duration::from_secs(20), "{:?}", returned.elapsed());
     eventually("a worker of m is back", || (workers_on(&fleet, SECOND).len() == 1).then_some(()));
-    eventually("the model is served", || (ask("alone").0 == 200).then_some(()));
     fleet.stop();
 }

@@ -80,7 +80,7 @@ impl AccessEntry {
 impl Drop for AccessEntry {
     fn drop(&mut self) {
         let Self { request_id, method, path, version, status, bytes, .. } = &*self;
-        let milliseconds = |until: Instant| until.duration_since(self.began).as_secs_f64() * 1e3;
+        let milliseconds = |until: Instant| until.duration_since(self.began).as_micros() as f64 / 1e3;
         let took_ms = milliseconds(Instant::now());
         let head_ms = self.head.map(milliseconds);
         let end = if self.is_complete { "complete" } else { "cut" };

@@ -75,6 +75,13 @@ impl IdleModels {
         self.0.insert(model.spec.name.clone(), model);
     }
 
+    /// What kept the models from this device is gone. Returns those that may be woken at once now.
+    pub(crate) fn forget_failures_on(&mut self, device: &str) -> Vec<String> {
+        let failed = self.0.values_mut().filter(|model| model.spec.copy_on(device).is_some());
+        let failed = failed.filter_map(|model| model.failure.take().map(|_| model.spec.name.clone()));
+        failed.collect()
+    }
+
     pub(crate) fn contains(&self, name: &str) -> bool {
         self.0.contains_key(name)
     }

@@ -165,6 +165,9 @@ impl SupervisorLoop {
         if let Some(unload) = self.quarantine_unloads.remove(device) {
             unload.abort();
         }
+        for name in self.idle_models.forget_failures_on(device) {
+            self.publish_idle(&name);
+        }
         for model in self.models.values_mut() {
             let is_wanted = model.unloading.is_none() && model.room_wait.is_none();
             if is_wanted && model.spec.copy_on(device).is_some() {

@@ -75,7 +75,7 @@ impl SupervisorLoop {
         self.publish_idle(&name);
     }
 
-    fn publish_idle(&self, name: &str) {
+    pub(super) fn publish_idle(&self, name: &str) {
         if let Some(status) = self.idle_models.status(name, Instant::now()) {
             self.publish(FleetEvent::Model(status));
         }
