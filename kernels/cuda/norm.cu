@@ -9,21 +9,19 @@
 //   rms_norm_heads        one warp per head, in place
 //   add_residual          x += y alone
 //
-// Order of sums: thread t takes vectors t, t + THREADS, ... of eight values; the lanes of a warp
-// add their sums by a butterfly; the warps' sums are added in order. The number of rows does not
-// change it. Limit: bytes, 8 to 16 per value. At one row it is the latency of a load, a reduction
-// and a store, some 2 us.
+// norm_rows.cuh has the order of sums; the number of rows does not change it. Limit: bytes, 8 to 16
+// per value. At one row it is the latency of a load, a reduction and a store, some 2 us.
 
 #include "abi/elementwise.cuh"
 #include "linear/quantize.cuh"
-#include "numeric.cuh"
+#include "norm_rows.cuh"
 #include "stream_order.cuh"
 
 namespace {
 
+using namespace norm_rows;
+
 constexpr int THREADS = NORM_THREADS;
-constexpr int WARPS = THREADS / 32;
-constexpr int VECTOR = 8;
 // Vectors that a thread keeps in registers between its two passes: rows of up to 16,384 values.
 constexpr int VECTORS_PER_THREAD = 4;
 static_assert(VECTOR * VECTORS_PER_THREAD * THREADS == NORM_QUANTIZED_COLS_MAX);
@@ -33,24 +31,7 @@ __device__ float block_sum(float x) {
     x = warp_sum(x);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
     __syncthreads();
-    float total = sums[0];
-#pragma unroll
-    for (int warp = 1; warp < WARPS; warp++) total += sums[warp];
-    return total;
-}
-
-__device__ float norm_factor(float squares, int cols, float eps) {
-    return __frcp_rn(__fsqrt_rn(__fdiv_rn(squares, static_cast<float>(cols)) + eps));
-}
-
-__device__ void load(float (&v)[VECTOR], const float *from) {
-    float4 a = reinterpret_cast<const float4 *>(from)[0], b = reinterpret_cast<const float4 *>(from)[1];
-    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-}
-
-__device__ void store(float *to, const float (&v)[VECTOR]) {
-    reinterpret_cast<float4 *>(to)[0] = make_float4(v[0], v[1], v[2], v[3]);
-    reinterpret_cast<float4 *>(to)[1] = make_float4(v[4], v[5], v[6], v[7]);
+    return add_in_order(sums);
 }
 
 // The row is not quantized.

@@ -8,12 +8,20 @@
 #include "matvec.cuh"
 #include "skinny_matmul.cuh"
 
-#define MATVEC_KERNEL(NAME, FORMAT, M)                                                 \
-    extern "C" __global__ void __launch_bounds__(matvec::THREADS)                      \
-        matvec_##NAME##_##M(const __grid_constant__ LinearParams params, int stages) { \
-        matvec::multiply<FORMAT, M>(params, stages);                                   \
-    }                                                                                  \
+#define MATVEC_KERNEL(NAME, FORMAT, M)                                                                  \
+    extern "C" __global__ void __launch_bounds__(matvec::THREADS)                                       \
+        matvec_##NAME##_##M(const __grid_constant__ LinearParams params, float *residual, int stages) { \
+        matvec::multiply<FORMAT, M>(params, residual, stages);                                          \
+    }                                                                                                   \
     CHECK_SIGNATURE(matvec_##NAME##_##M, LinearMatvec);
+
+#define NORM_MATVEC_KERNEL(NAME, FORMAT)                                            \
+    extern "C" __global__ void __launch_bounds__(matvec::THREADS)                   \
+        norm_matvec_##NAME(const __grid_constant__ LinearParams params,             \
+                           const __grid_constant__ NormedInput input, int stages) { \
+        matvec::multiply_normed<FORMAT>(params, input, stages);                     \
+    }                                                                               \
+    CHECK_SIGNATURE(norm_matvec_##NAME, LinearNormMatvec);
 
 #define MATMUL_KERNEL(NAME, TOKENS, FORMAT, MT, NT, WM, WN, WK)                             \
     extern "C" __global__ void __launch_bounds__(32 * WM * WN * WK, 1)                      \
@@ -31,10 +39,11 @@
 
 // QUANT_MATMULS is in abi/linear.cuh, which the build writes from MatmulShape in
 // kernels/src/cuda/abi/linear.rs. So launcher and kernels have the same shapes.
-#define QUANT_KERNELS(NAME, FORMAT) \
-    MATVEC_KERNEL(NAME, FORMAT, 1)  \
-    MATVEC_KERNEL(NAME, FORMAT, 2)  \
-    MATVEC_KERNEL(NAME, FORMAT, 3)  \
-    MATVEC_KERNEL(NAME, FORMAT, 4)  \
-    SKINNY_KERNEL(NAME, FORMAT, 16) \
+#define QUANT_KERNELS(NAME, FORMAT)  \
+    MATVEC_KERNEL(NAME, FORMAT, 1)   \
+    MATVEC_KERNEL(NAME, FORMAT, 2)   \
+    MATVEC_KERNEL(NAME, FORMAT, 3)   \
+    MATVEC_KERNEL(NAME, FORMAT, 4)   \
+    NORM_MATVEC_KERNEL(NAME, FORMAT) \
+    SKINNY_KERNEL(NAME, FORMAT, 16)  \
     QUANT_MATMULS(NAME, FORMAT)

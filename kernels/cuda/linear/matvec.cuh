@@ -17,10 +17,12 @@
 //     bulk copies   pair 0 -> stage 0 | pair 8 -> stage 1 | ...
 //     dot products                    | pair 0            | pair 8
 //                   values of 256 columns go to shared memory
-//     epilogue      a thread per row and token adds its values in ascending order of columns
+//     epilogue      a thread per row and token adds its values in ascending order of columns, and
+//                   adds the sum to the residual stream if there is one
 //
-// Shared memory holds the activation rows of all tokens for the whole block. The order of sums is
-// that of matmul.cuh.
+// Shared memory holds the activation rows of all tokens for the whole block. They come from
+// activation tiles, or the block computes them (normed_input.cuh). The order of sums is that of
+// matmul.cuh.
 //
 // Limit: weight bytes over memory bandwidth (an H200 copies at 4.3 TB/s). Arithmetic takes about
 // 0.8 instructions (Q4_K) per weight and token, where the bandwidth leaves time for 3.9. Measured
@@ -35,6 +37,7 @@
 #pragma once
 
 #include "async_copy.cuh"
+#include "normed_input.cuh"
 #include "params.cuh"
 
 namespace matvec {
@@ -49,47 +52,13 @@ __device__ inline int tiles_per_batch(int pairs_per_row_tile) {
     return pairs_per_row_tile >= WARPS ? 1 : (WARPS + pairs_per_row_tile - 1) / pairs_per_row_tile;
 }
 
+// Waits for the previous kernel, then copies the tokens' activation rows from the activation tiles
+// to shared memory.
 template <class Format, int M>
-__device__ void multiply(const LinearParams &params, int stages) {
-    extern __shared__ __align__(128) uint8_t shared[];
+__device__ void fill_act_rows(const LinearParams &params, uint8_t *act_rows) {
     constexpr int ACT_ROW_BYTES = act_row_bytes(Format::ACTIVATION);
-    constexpr int STAGE_BYTES = TILES_PER_STAGE * Format::TILE_BYTES;
-    int col_tiles = params.col_tiles;
-    int pairs_per_row_tile = (col_tiles + TILES_PER_STAGE - 1) / TILES_PER_STAGE;
-    int batch_tiles = tiles_per_batch(pairs_per_row_tile);
-    uint8_t *pipeline = shared;
-    uint8_t *act_rows = pipeline + WARPS * stages * STAGE_BYTES;
-    float *values = reinterpret_cast<float *>(act_rows + M * col_tiles * ACT_ROW_BYTES);
-    int values_per_batch = batch_tiles * col_tiles * TILE_ROWS * M;
-    uint64_t *barriers = reinterpret_cast<uint64_t *>(values + 2 * values_per_batch);
-
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    pipeline += warp * stages * STAGE_BYTES;
-    barriers += warp * stages;
-    int total = count_row_tile_groups<1>(params);
-    int first_tile = static_cast<int64_t>(blockIdx.x) * total / gridDim.x;
-    int tiles = static_cast<int64_t>(blockIdx.x + 1) * total / gridDim.x - first_tile;
-    int tile_pairs = tiles * pairs_per_row_tile;
-
-    auto load_stage = [&](int tile_pair, int stage) {
-        RowTile row_tile = find_row_tile<1>(params, first_tile + tile_pair / pairs_per_row_tile);
-        int col = tile_pair % pairs_per_row_tile * TILES_PER_STAGE;
-        uint32_t bytes = min(TILES_PER_STAGE, col_tiles - col) * Format::TILE_BYTES;
-        const uint8_t *from = params.weights[row_tile.matrix] +
-                              (static_cast<size_t>(row_tile.first) * col_tiles + col) * Format::TILE_BYTES;
-        barrier_expect(barriers + stage, bytes);
-        bulk_copy(pipeline + stage * STAGE_BYTES, from, bytes, barriers + stage);
-    };
-    if (lane == 0) {
-        for (int stage = 0; stage < stages; stage++) barrier_init(barriers + stage);
-        barrier_init_done();
-        for (int stage = 0; stage < stages && warp + stage * WARPS < tile_pairs; stage++)
-            load_stage(warp + stage * WARPS, stage);
-    }
-    launch_next_kernel();
+    const int col_tiles = params.col_tiles;
     wait_for_previous_kernel();
-
-    // Copies the tokens' activation rows from the activation tiles to shared memory.
     for (int at = threadIdx.x; at < M * col_tiles * (ACT_ROW_BYTES / 16); at += THREADS) {
         int p = at % (ACT_ROW_BYTES / 16), act_row = at / (ACT_ROW_BYTES / 16), col = act_row % col_tiles,
             m = act_row / col_tiles;
@@ -112,6 +81,47 @@ __device__ void multiply(const LinearParams &params, int stages) {
         }
         *reinterpret_cast<uint4 *>(act_rows + act_row * ACT_ROW_BYTES + p * 16) = v;
     }
+}
+
+// `fill` waits for the previous kernel and fills the activation rows.
+template <class Format, int M, class Fill>
+__device__ void multiply_with(const LinearParams &params, float *residual, int stages, Fill fill) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    constexpr int ACT_ROW_BYTES = act_row_bytes(Format::ACTIVATION);
+    constexpr int STAGE_BYTES = TILES_PER_STAGE * Format::TILE_BYTES;
+    int col_tiles = params.col_tiles;
+    int pairs_per_row_tile = (col_tiles + TILES_PER_STAGE - 1) / TILES_PER_STAGE;
+    int batch_tiles = tiles_per_batch(pairs_per_row_tile);
+    uint8_t *pipeline = shared;
+    uint8_t *act_rows = pipeline + WARPS * stages * STAGE_BYTES;
+    float *values = reinterpret_cast<float *>(act_rows + M * col_tiles * ACT_ROW_BYTES);
+    int values_per_batch = batch_tiles * col_tiles * TILE_ROWS * M;
+    uint64_t *barriers = reinterpret_cast<uint64_t *>(values + 2 * values_per_batch);
+
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    pipeline += warp * stages * STAGE_BYTES, barriers += warp * stages;
+    int total = count_row_tile_groups<1>(params);
+    int first_tile = static_cast<int64_t>(blockIdx.x) * total / gridDim.x;
+    int tiles = static_cast<int64_t>(blockIdx.x + 1) * total / gridDim.x - first_tile;
+    int tile_pairs = tiles * pairs_per_row_tile;
+
+    auto load_stage = [&](int tile_pair, int stage) {
+        RowTile row_tile = find_row_tile<1>(params, first_tile + tile_pair / pairs_per_row_tile);
+        int col = tile_pair % pairs_per_row_tile * TILES_PER_STAGE;
+        uint32_t bytes = min(TILES_PER_STAGE, col_tiles - col) * Format::TILE_BYTES;
+        const uint8_t *from = params.weights[row_tile.matrix] +
+                              (static_cast<size_t>(row_tile.first) * col_tiles + col) * Format::TILE_BYTES;
+        barrier_expect(barriers + stage, bytes);
+        bulk_copy(pipeline + stage * STAGE_BYTES, from, bytes, barriers + stage);
+    };
+    if (lane == 0) {
+        for (int stage = 0; stage < stages; stage++) barrier_init(barriers + stage);
+        barrier_init_done();
+        for (int stage = 0; stage < stages && warp + stage * WARPS < tile_pairs; stage++)
+            load_stage(warp + stage * WARPS, stage);
+    }
+    launch_next_kernel();
+    fill(act_rows);
     __syncthreads();
 
     int row = lane % TILE_ROWS, second = lane / TILE_ROWS;
@@ -141,14 +151,33 @@ __device__ void multiply(const LinearParams &params, int stages) {
         __syncthreads();
         for (int at = threadIdx.x; at < (batch_end - batch) * TILE_ROWS * M; at += THREADS) {
             int r = at % TILE_ROWS, m = at / TILE_ROWS % M, tile = at / TILE_ROWS / M;
+            RowTile row_tile = find_row_tile<1>(params, first_tile + batch + tile);
+            int out_row = row_tile.first * TILE_ROWS + r, rows = params.rows[row_tile.matrix];
+            // There is one matrix if there is a residual stream.
+            float *add_to = residual == nullptr || out_row >= rows ? nullptr : residual + m * rows + out_row;
+            float before = add_to == nullptr ? 0.0f : *add_to;
             const float *from = batch_values + (tile * col_tiles * M + m) * TILE_ROWS + r;
             float sum = 0;
 #pragma unroll 8
             for (int col = 0; col < col_tiles; col++) sum += from[col * M * TILE_ROWS];
-            RowTile row_tile = find_row_tile<1>(params, first_tile + batch + tile);
-            store_output(params, row_tile.matrix, row_tile.first * TILE_ROWS + r, m, sum);
+            float stored = store_output(params, row_tile.matrix, out_row, m, sum);
+            if (add_to != nullptr) *add_to = before + stored;
         }
     }
+}
+
+template <class Format, int M>
+__device__ void multiply(const LinearParams &params, float *residual, int stages) {
+    multiply_with<Format, M>(params, residual, stages,
+                             [&](uint8_t *act_rows) { fill_act_rows<Format, M>(params, act_rows); });
+}
+
+// The input is the norm of one row, which the block computes.
+template <class Format>
+__device__ void multiply_normed(const LinearParams &params, const NormedInput &in, int stages) {
+    multiply_with<Format, 1>(params, nullptr, stages, [&](uint8_t *act_rows) {
+        normed_input::fill_act_rows<Format::ACTIVATION>(in, params, act_rows);
+    });
 }
 
 }  // namespace matvec

@@ -39,9 +39,12 @@ __device__ inline int count_row_tile_groups(const LinearParams &params) {
     return groups;
 }
 
-__device__ inline void store_output(const LinearParams &params, int matrix, int row, int token, float value) {
+// Returns what it stored.
+__device__ inline float store_output(const LinearParams &params, int matrix, int row, int token,
+                                     float value) {
     int rows = params.rows[matrix];
-    if (row >= rows || token >= params.tokens) return;
+    if (row >= rows || token >= params.tokens) return value;
     if (params.bias[matrix] != nullptr) value += params.bias[matrix][row];
     params.out[matrix][static_cast<size_t>(token) * rows + row] = value;
+    return value;
 }

@@ -9,7 +9,8 @@
 //   F16, BF16   each value: the nearest, ties to even; F16 saturates at 65,504
 //
 // Lane l has values 8 l to 8 l + 7; columns beyond the row are zero. The code is not in
-// quantize.cu, because kernels that compute activations also quantize them.
+// quantize.cu, because kernels that compute activations also quantize them. `Row` says where the
+// values go: to an activation tile (ActTileRow), or to a row in shared memory (ActRow).
 
 #pragma once
 
@@ -26,6 +27,36 @@ struct ActTileRow {
     uint8_t *f16_unit;
     size_t f16_unit_stride;
     uint8_t *f16_sums;
+
+    __device__ uint8_t *vector(int p) const { return act_tile + act_tile_offset(token, p); }
+    // Of a block of 32 columns.
+    __device__ float *block_scale(int block) const {
+        return reinterpret_cast<float *>(act_tile + ACT_TILE_QUANT_BYTES) + block * ACT_TILE_TOKENS + token;
+    }
+    __device__ float *block_sum(int block) const { return block_scale(8 + block); }
+    // Of 256 columns.
+    __device__ float *row_scale() const {
+        return reinterpret_cast<float *>(act_tile + ACT_TILE_QUANT_BYTES) + token;
+    }
+    __device__ int16_t *row_sums() const {
+        return reinterpret_cast<int16_t *>(act_tile + ACT_TILE_QUANT_BYTES + 32) + token * 16;
+    }
+};
+
+// An activation row (tile.cuh) in shared memory.
+template <ActivationFormat KIND>
+struct ActRow {
+    uint8_t *row;
+
+    __device__ uint8_t *vector(int p) const { return row + 16 * p; }
+    __device__ float *block_scale(int block) const {
+        return reinterpret_cast<float *>(row + ACT_ROW_SCALES) + block;
+    }
+    __device__ float *block_sum(int block) const {
+        return reinterpret_cast<float *>(row + act_row_sums(KIND)) + block;
+    }
+    __device__ float *row_scale() const { return reinterpret_cast<float *>(row + ACT_ROW_SCALES); }
+    __device__ int16_t *row_sums() const { return reinterpret_cast<int16_t *>(row + act_row_sums(KIND)); }
 };
 
 // Where `token` is in column tile `col`, in activation tiles of `bytes`.
@@ -42,13 +73,14 @@ __device__ inline ActTileRow act_tile_row(const QuantizedRows &rows, int bytes, 
 }
 
 // The eight quants of a lane are half of a 16-byte vector.
-__device__ inline void store_quants(const ActTileRow &row, const int (&q)[8]) {
+template <class Row>
+__device__ inline void store_quants(const Row &row, const int (&q)[8]) {
     int lane = threadIdx.x % 32;
     auto pack = [](int a, int b, int c, int d) {
         return (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (d & 255) << 24;
     };
     uint2 bytes = {uint32_t(pack(q[0], q[1], q[2], q[3])), uint32_t(pack(q[4], q[5], q[6], q[7]))};
-    *reinterpret_cast<uint2 *>(row.act_tile + act_tile_offset(row.token, lane / 2) + lane % 2 * 8) = bytes;
+    *reinterpret_cast<uint2 *>(row.vector(lane / 2) + lane % 2 * 8) = bytes;
 }
 
 __device__ inline float rounded_to_half(float x) { return __half2float(__float2half_rn(x)); }
@@ -57,7 +89,8 @@ template <ActivationFormat KIND>
 struct QuantizePer32 {
     static constexpr ActivationFormat ACTIVATION = KIND;
 
-    static __device__ void store(const float (&v)[8], const ActTileRow &row) {
+    template <class Row>
+    static __device__ void store(const float (&v)[8], const Row &row) {
         float largest = 0;
 #pragma unroll
         for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(v[i]));
@@ -75,11 +108,9 @@ struct QuantizePer32 {
         sum += __shfl_xor_sync(~0u, sum, 2);
         int lane = threadIdx.x % 32;
         if (lane % 4 == 0) {
-            float *scales = reinterpret_cast<float *>(row.act_tile + ACT_TILE_QUANT_BYTES);
-            int at = lane / 4 * ACT_TILE_TOKENS + row.token;
-            scales[at] = rounded_to_half(d);
+            *row.block_scale(lane / 4) = rounded_to_half(d);
             if constexpr (ACTIVATION == ActivationFormat::Q8_1)
-                scales[64 + at] = rounded_to_half(float(sum) * d);
+                *row.block_sum(lane / 4) = rounded_to_half(float(sum) * d);
         }
     }
 };
@@ -87,8 +118,11 @@ struct QuantizePer32 {
 struct QuantizePer256 {
     static constexpr ActivationFormat ACTIVATION = ActivationFormat::Q8_K;
 
+    static __device__ void store_f16(const ActRow<ACTIVATION> &, const int (&)[8], int, float) {}
+
     // The eight quants of a lane are half of the even and half of the odd columns of 16.
     static __device__ void store_f16(const ActTileRow &row, const int (&q)[8], int sum, float scale) {
+        if (row.f16_unit == nullptr) return;
         int lane = threadIdx.x % 32, vector = lane % 8 / 2 * 2;
         auto pack = [](int a, int b) {
             return uint32_t(__half_as_ushort(__int2half_rn(a))) | uint32_t(__half_as_ushort(__int2half_rn(b)))
@@ -106,7 +140,8 @@ struct QuantizePer256 {
             *reinterpret_cast<float *>(row.f16_sums + F16_SUMS_SCALES + row.token * sizeof(float)) = scale;
     }
 
-    static __device__ void store(const float (&v)[8], const ActTileRow &row) {
+    template <class Row>
+    static __device__ void store(const float (&v)[8], const Row &row) {
         int lane = threadIdx.x % 32;
         // The first of the values of largest magnitude, with its sign.
         float max = 0;
@@ -130,12 +165,10 @@ struct QuantizePer256 {
         }
         store_quants(row, q);
         sum += __shfl_xor_sync(~0u, sum, 1);
-        if (lane % 2 == 0)
-            reinterpret_cast<int16_t *>(row.act_tile + ACT_TILE_QUANT_BYTES + 32)[row.token * 16 + lane / 2] =
-                int16_t(sum);
+        if (lane % 2 == 0) row.row_sums()[lane / 2] = int16_t(sum);
         float scale = max == 0 ? 0.0f : 1.0f / inverse;
-        if (lane == 0) reinterpret_cast<float *>(row.act_tile + ACT_TILE_QUANT_BYTES)[row.token] = scale;
-        if (row.f16_unit != nullptr) store_f16(row, q, sum, scale);
+        if (lane == 0) *row.row_scale() = scale;
+        store_f16(row, q, sum, scale);
     }
 };
 
@@ -155,10 +188,19 @@ struct RoundTo16 {
         uint32_t words[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) words[i] = round(v[2 * i]) | uint32_t(round(v[2 * i + 1])) << 16;
-        *reinterpret_cast<uint4 *>(row.act_tile + act_tile_offset(row.token, threadIdx.x % 32)) = {
-            words[0], words[1], words[2], words[3]};
+        *reinterpret_cast<uint4 *>(row.vector(threadIdx.x % 32)) = {words[0], words[1], words[2], words[3]};
     }
 };
 
 using RoundToF16 = RoundTo16<false>;
 using RoundToBF16 = RoundTo16<true>;
+
+// The quantizer of an activation format of quants.
+template <ActivationFormat KIND>
+struct QuantizerOf {
+    using Type = QuantizePer32<KIND>;
+};
+template <>
+struct QuantizerOf<ActivationFormat::Q8_K> {
+    using Type = QuantizePer256;
+};

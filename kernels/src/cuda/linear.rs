@@ -13,8 +13,9 @@ use quant::layout::{TILE_COLS, TILE_ROWS, Tiles};
 
 use super::abi::float_linear::FloatMatmul;
 use super::abi::linear::{
-    LINEAR_F32_TOKENS, LINEAR_F32_WARPS, LinearF32, LinearMatmul, LinearMatvec, LinearParams, LinearSkinny,
-    LinearWgmma, MATVEC_TILES_PER_STAGE, MATVEC_WARPS, SkinnyPipeline, WGMMA_PRODUCT_SHARED_BYTES,
+    LINEAR_F32_TOKENS, LINEAR_F32_WARPS, LinearF32, LinearMatmul, LinearMatvec, LinearNormMatvec,
+    LinearParams, LinearSkinny, LinearWgmma, MATVEC_TILES_PER_STAGE, MATVEC_WARPS, SkinnyPipeline,
+    WGMMA_PRODUCT_SHARED_BYTES,
 };
 pub use super::abi::linear::{MATRICES_MAX, MatmulShape};
 use super::error::device_error;
@@ -119,6 +120,11 @@ impl LinearKernels {
         Self { device: device.clone(), families }
     }
 
+    pub(super) fn family(&self, dtype: DType) -> Result<&LazyModule, OpError> {
+        let family = self.families.iter().find(|family| family.0 == dtype);
+        family.map(|(_, module)| module).ok_or(OpError::Type { op: OP, dtype })
+    }
+
     /// The fastest method for `row_tiles` tiles of 16 rows and this many tokens.
     pub fn method(&self, dtype: DType, row_tiles: usize, tokens: usize) -> LinearMethod {
         if dtype == DType::F32 {
@@ -183,9 +189,7 @@ impl LinearKernels {
         let Some(first) = products.first() else { return Ok(()) };
         let shape = first.shape;
         let dtype = shape.dtype();
-        let Some((_, family)) = self.families.iter().find(|family| family.0 == dtype) else {
-            return Err(OpError::Type { op: OP, dtype });
-        };
+        let family = self.family(dtype)?;
         check_products(x, products)?;
         if x.tokens == 0 || shape.col_tiles() == 0 {
             return Ok(());
@@ -199,11 +203,11 @@ impl LinearKernels {
                 let name = matvec_name(dtype, tokens).ok_or_else(|| no_kernel(tokens))?;
                 let (launch, stages) =
                     self.matvec_launch(family, name, tokens, x, products).map_err(in_op)?;
+                let arguments = LinearMatvec { params, residual: 0, stages };
                 // SAFETY: tiles, activation tiles and outputs have the lengths that the kernel
                 // derives from rows, col_tiles and tokens: `check_products` compared them. The
                 // kernel lays out shared memory as in linear/matvec.cuh, from the same numbers.
-                unsafe { launch_kernel(family, name, stream, launch, &LinearMatvec { params, stages }) }
-                    .map_err(device_error(OP))
+                unsafe { launch_kernel(family, name, stream, launch, &arguments) }.map_err(device_error(OP))
             }
             LinearMethod::Skinny => {
                 let name = skinny_name(dtype).ok_or_else(|| no_kernel(x.tokens))?;
@@ -272,10 +276,10 @@ impl LinearKernels {
 
     /// The launch of a matvec kernel and its number of pipeline stages. linear/matvec.cuh divides
     /// shared memory in the same way.
-    fn matvec_launch(
+    pub(super) fn matvec_launch<A>(
         &self,
         family: &LazyModule,
-        name: KernelName<LinearMatvec>,
+        name: KernelName<A>,
         tokens: usize,
         x: QuantizedActivations<'_>,
         products: &[MatrixProduct<'_>],
@@ -363,7 +367,7 @@ impl LinearKernels {
 }
 
 /// The reason why a launch could not be prepared.
-enum LaunchError {
+pub(super) enum LaunchError {
     Op(OpError),
     Cuda(CudaError),
 }
@@ -380,7 +384,7 @@ impl From<CudaError> for LaunchError {
     }
 }
 
-fn in_op(error: LaunchError) -> OpError {
+pub(super) fn in_op(error: LaunchError) -> OpError {
     match error {
         LaunchError::Op(error) => error,
         LaunchError::Cuda(error) => device_error(OP)(error),
@@ -388,7 +392,7 @@ fn in_op(error: LaunchError) -> OpError {
 }
 
 /// The kernels' parameters for at most MATRICES_MAX products.
-fn linear_params(x: QuantizedActivations<'_>, products: &[MatrixProduct<'_>]) -> LinearParams {
+pub(super) fn linear_params(x: QuantizedActivations<'_>, products: &[MatrixProduct<'_>]) -> LinearParams {
     let mut params = LinearParams {
         weights: [0; MATRICES_MAX],
         out: [0; MATRICES_MAX],
@@ -451,7 +455,10 @@ pub(super) fn act_row_bytes(format: DType) -> usize {
     }
 }
 
-fn check_products(x: QuantizedActivations<'_>, products: &[MatrixProduct<'_>]) -> Result<(), OpError> {
+pub(super) fn check_products(
+    x: QuantizedActivations<'_>,
+    products: &[MatrixProduct<'_>],
+) -> Result<(), OpError> {
     let fail = |what, found, expected| Err(OpError::Shape { op: OP, what, found, expected });
     if products.len() > MATRICES_MAX {
         return fail("matrices of one launch", products.len(), MATRICES_MAX);
@@ -488,7 +495,7 @@ fn check_products(x: QuantizedActivations<'_>, products: &[MatrixProduct<'_>]) -
     Ok(())
 }
 
-fn no_kernel(tokens: usize) -> OpError {
+pub(super) fn no_kernel(tokens: usize) -> OpError {
     OpError::Shape { op: OP, what: "tokens of a matrix-vector kernel", found: tokens, expected: 4 }
 }
 
@@ -510,7 +517,7 @@ macro_rules! of_type {
     };
 }
 
-fn matvec_name(dtype: DType, tokens: usize) -> Option<KernelName<LinearMatvec>> {
+pub(super) fn matvec_name(dtype: DType, tokens: usize) -> Option<KernelName<LinearMatvec>> {
     macro_rules! names {
         ($($dtype:ident = $type:literal),*) => {
             match (dtype, tokens) {
@@ -520,6 +527,20 @@ fn matvec_name(dtype: DType, tokens: usize) -> Option<KernelName<LinearMatvec>> 
                     (DType::$dtype, 3) => Some(of_type!($type, "matvec", "3")),
                     (DType::$dtype, 4) => Some(of_type!($type, "matvec", "4")),
                 )*
+                _ => None,
+            }
+        };
+    }
+    quant_types!(names)
+}
+
+pub(super) fn norm_matvec_name(dtype: DType) -> Option<KernelName<LinearNormMatvec>> {
+    macro_rules! names {
+        ($($dtype:ident = $type:literal),*) => {
+            match dtype {
+                $(DType::$dtype => {
+                    Some(kernel_name!(concat!("linear_", $type), concat!("norm_matvec_", $type)))
+                })*
                 _ => None,
             }
         };

@@ -18,6 +18,7 @@ pub mod embed;
 mod error;
 pub mod experts;
 pub mod float_linear;
+mod fused_linear;
 pub mod gather;
 pub mod kv_write;
 mod launch;

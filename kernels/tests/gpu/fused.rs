@@ -52,10 +52,14 @@ impl OpRunner {
     }
 
     fn matrix(&mut self, dtype: DType, cols: usize) -> Result<Linear<Cuda>> {
-        let mut data = vec![0; OUT * cols / dtype.block_len() * dtype.block_bytes()];
-        quant::encode(dtype, &self.random.values(OUT * cols), &mut data)?;
+        self.matrix_of(dtype, cols, OUT)
+    }
+
+    fn matrix_of(&mut self, dtype: DType, cols: usize, rows: usize) -> Result<Linear<Cuda>> {
+        let mut data = vec![0; rows * cols / dtype.block_len() * dtype.block_bytes()];
+        quant::encode(dtype, &self.random.values(rows * cols), &mut data)?;
         let data = Bytes::from(data).into();
-        Ok(Linear { weight: Weight { dtype, dims: vec![cols, OUT], layout: 0, data }, bias: None })
+        Ok(Linear { weight: Weight { dtype, dims: vec![cols, rows], layout: 0, data }, bias: None })
     }
 
     fn take(&mut self, what: &'static str, x: &CudaTensor, rows: usize, cols: usize) -> Result<()> {
@@ -144,6 +148,55 @@ fn rounded_rows(ops: &mut OpRunner, dtype: DType, rows: usize, cols: usize) -> R
         ops.take(what, tensor, rows, OUT)?;
     }
     Ok(())
+}
+
+/// Products that are added to the residual stream, and norms of it that are multiplied.
+pub(crate) fn residual_sums_are_those_of_single_ops(gpu: &TestGpu) -> Result<()> {
+    let mut pair = pair(gpu)?;
+    // One type for each format of quantized activations, and widths up to the longest row that a
+    // product normalises and beyond it.
+    for dtype in [DType::Q8_0, DType::Q5_1, DType::Q4_K, DType::Q6_K, DType::F16, DType::F32] {
+        let narrow: &[usize] = if dtype.block_len() == 32 { &[32, 416, 2080] } else { &[256, 2304] };
+        for &width in narrow.iter().chain(&[4096, 8192, 8448]) {
+            for rows in [1, 2, 5] {
+                compare(&mut pair, &format!("{rows} rows of {width} for {dtype}"), |ops| {
+                    residual_sums(ops, dtype, rows, width)
+                })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn residual_sums(ops: &mut OpRunner, dtype: DType, rows: usize, width: usize) -> Result<()> {
+    const INNER: usize = 256;
+    let (mut x, inner) = (ops.tensor(rows, width)?, ops.tensor(rows, INNER)?);
+    let mut down = ops.matrix_of(dtype, INNER, width)?;
+    down.bias = Some(ops.vector(width));
+    let (norm, matrix, other) = (ops.vector(width), ops.matrix(dtype, width)?, ops.matrix(dtype, width)?);
+    let (mut delta, mut normed) = (ops.cuda.tensor(rows, width)?, ops.cuda.tensor(rows, width)?);
+    let (mut out, mut other_out) = (ops.cuda.tensor(rows, OUT)?, ops.cuda.tensor(rows, OUT)?);
+
+    ops.cuda.linear(&down, &inner, &mut delta, rows)?;
+    ops.end()?;
+    ops.cuda.add_rms_norm(&mut x, &delta, &norm, EPS, &mut normed, rows)?;
+    ops.end()?;
+    ops.cuda.linears(&normed, &mut [(&matrix, &mut out), (&other, &mut other_out)], rows)?;
+    ops.end()?;
+    for (what, tensor, cols) in [("the product", &delta, width), ("the norm", &normed, width)] {
+        ops.take(what, tensor, rows, cols)?;
+    }
+    ops.take("a product of the norm", &out, rows, OUT)?;
+    ops.take("another of it", &other_out, rows, OUT)?;
+    ops.cuda.linear(&down, &inner, &mut delta, rows)?;
+    ops.end()?;
+    ops.cuda.add(&mut x, &delta, rows)?;
+    ops.end()?;
+    ops.cuda.rms_norm(&x, &norm, EPS, &mut normed, rows)?;
+    ops.end()?;
+    ops.cuda.linear(&matrix, &normed, &mut out, rows)?;
+    ops.take("the sum", &x, rows, width)?;
+    ops.take("a product of its norm", &out, rows, OUT)
 }
 
 /// The part of a layer between its two groups of matrices.

@@ -5,7 +5,7 @@
 
 use std::fmt::Write;
 
-use super::tiles::{ACT_TILE_TOKENS, F16Quants};
+use super::tiles::{ACT_TILE_TOKENS, F16Quants, QuantizedRows};
 
 abi! {
     header "linear.cuh";
@@ -16,6 +16,9 @@ abi! {
         const MATRICES_MAX: usize = 4;
         /// Warps of a matrix-vector block.
         const MATVEC_WARPS: usize = 8;
+        /// The longest row that a matrix-vector kernel normalises. Its threads keep the row in
+        /// registers.
+        const NORM_PRODUCT_COLS_MAX: usize = 8192;
         /// Weight tiles in one pipeline stage of a matrix-vector warp.
         const MATVEC_TILES_PER_STAGE: usize = 2;
         /// Rows of a block of linear_f32.cu. Each has one warp.
@@ -48,6 +51,18 @@ abi! {
             /// columns 256 c to 256 c + 255.
             act_tiles: u64 as "const uint8_t *",
         }
+        /// The row that a product normalises before it multiplies it (linear/normed_input.cuh).
+        struct NormedInput [64 bytes] {
+            /// f32 [cols].
+            x: u64 as "const float *",
+            /// f32 [cols].
+            weight: u64 as "const float *",
+            /// f32 [cols]: the normalised row, for kernels that read it later.
+            out: u64 as "float *",
+            /// The same, quantized.
+            quantized: QuantizedRows,
+            eps: f32,
+        }
         /// How linear/skinny_matmul.cuh divides shared memory.
         struct SkinnyPipeline [12 bytes] {
             /// Pipeline stages of each warp.
@@ -59,7 +74,9 @@ abi! {
         }
     }
     kernels {
-        kernel LinearMatvec(params: LinearParams, stages: i32);
+        /// `residual`, f32 [tokens][rows], is null if there are several matrices.
+        kernel LinearMatvec(params: LinearParams, residual: u64 as "float *", stages: i32);
+        kernel LinearNormMatvec(params: LinearParams, input: NormedInput, stages: i32);
         kernel LinearMatmul(params: LinearParams, stages: i32);
         kernel LinearSkinny(params: LinearParams, pipeline: SkinnyPipeline);
         /// Q4_K reads `quants` and not `params.act_tiles`. The other types read `params.act_tiles`

@@ -6,11 +6,12 @@
 use ops::OpError;
 
 use super::command::{CommandList, KernelCommand};
-use super::fusion::count_fusible;
-use super::kernel_set::{KernelSet, rope_angles};
-use super::operand::ActivationTiles;
+use super::fusion::{count_fusible, divide_sums};
+use super::kernel_set::{KernelSet, matrix_product, rope_angles};
+use super::operand::{ActivationTiles, FloatRange};
 use crate::cuda::attention::AttentionPlanAddress;
 use crate::cuda::error::device_error;
+use crate::cuda::fused_linear::NormInput;
 use crate::cuda::norm_rope_kv::NormRopeKvOperands;
 use crate::cuda::{DeviceView, Stream};
 
@@ -24,7 +25,8 @@ impl KernelSet {
     ///    op works in place.
     /// 3. Indices among a step's words are below the lengths of what they index.
     pub(super) unsafe fn enqueue(&self, stream: &Stream, commands: &CommandList) -> Result<(), OpError> {
-        let mut rest = commands.list.as_slice();
+        let list = divide_sums(&commands.list);
+        let mut rest = list.as_slice();
         while !rest.is_empty() {
             let taken = count_fusible(rest, &commands.plans);
             let (these, behind) = rest.split_at(taken);
@@ -49,9 +51,18 @@ impl KernelSet {
         // SAFETY: for all calls and views below, this function's contract.
         unsafe {
             match commands {
+                [product @ KernelCommand::Product { .. }, KernelCommand::Add { x, .. }] => {
+                    self.enqueue_added_product(stream, product, &commands[1], *x)
+                }
                 [KernelCommand::Product { activation_tiles, .. }, ..] => {
                     self.enqueue_products(stream, *activation_tiles, commands)
                 }
+                [
+                    norm @ KernelCommand::Norm { .. },
+                    KernelCommand::Quantize { activation_tiles, .. },
+                    KernelCommand::Product { .. },
+                    ..,
+                ] => self.enqueue_normed_products(stream, norm, *activation_tiles, &commands[2..], plans),
                 [one] => self.enqueue_one(stream, one, plans),
                 [first, KernelCommand::Quantize { activation_tiles, .. }] => {
                     self.enqueue_quantized(stream, first, *activation_tiles, plans)
@@ -69,6 +80,59 @@ impl KernelSet {
                 other => unreachable!("count_fusible put together {other:?}"),
             }
         }
+    }
+
+    /// # Safety
+    /// As [`Self::enqueue`].
+    unsafe fn enqueue_added_product(
+        &self,
+        stream: &Stream,
+        product: &KernelCommand,
+        sum: &KernelCommand,
+        residual: FloatRange,
+    ) -> Result<(), OpError> {
+        let KernelCommand::Product { activation_tiles, .. } = *product else {
+            unreachable!("count_fusible took {product:?} for a product");
+        };
+        // SAFETY: for all calls and views below, this function's contract.
+        unsafe {
+            let x = activation_tiles.activations();
+            let computed =
+                self.linear.launch_added(stream, x, &matrix_product(product)?, &mut residual.view_mut())?;
+            if !computed {
+                self.enqueue_one(stream, product, &[])?;
+                self.enqueue_one(stream, sum, &[])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As [`Self::enqueue`].
+    unsafe fn enqueue_normed_products(
+        &self,
+        stream: &Stream,
+        norm: &KernelCommand,
+        activation_tiles: ActivationTiles,
+        products: &[KernelCommand],
+        plans: &[AttentionPlanAddress],
+    ) -> Result<(), OpError> {
+        let KernelCommand::Norm { x, weight, eps, out } = *norm else {
+            unreachable!("count_fusible took {norm:?} for a norm");
+        };
+        // SAFETY: for all calls and views below, this function's contract.
+        unsafe {
+            let mut rows =
+                NormInput { x: x.view(), weight: weight.view(), eps: eps.value(), out: out.view_mut() };
+            let matrices =
+                products.iter().map(|product| matrix_product(product)).collect::<Result<Vec<_>, _>>()?;
+            let input = activation_tiles.activations();
+            if !self.linear.launch_normed(stream, &mut rows, input, &matrices)? {
+                self.enqueue_quantized(stream, norm, activation_tiles, plans)?;
+                self.enqueue_products(stream, activation_tiles, products)?;
+            }
+        }
+        Ok(())
     }
 
     /// # Safety

@@ -7,6 +7,8 @@
 //! products of one type with the same input            one launch of linear_*.cu
 //! norm, gate or attention, then quantize              the kernel that also writes activation tiles
 //! [2 norms of heads,] 2 rotations, write to the cache norm_rope_kv.cu
+//! norm, quantize, products, for one token             linear/matvec.cuh normalises its input
+//! product, sum with the residual stream, likewise     linear/matvec.cuh adds its output
 //! ```
 //!
 //! A fused launch writes the same bits to the same places as its commands would one by one.
@@ -14,18 +16,80 @@
 //! it returns.
 
 use super::command::KernelCommand;
+use super::operand::FloatRange;
 use crate::cuda::attention::{AttentionKernels, AttentionPlanAddress};
-use crate::cuda::linear::MATRICES_MAX;
+use crate::cuda::linear::{LinearKernels, MATRICES_MAX};
 use crate::cuda::norm::NormKernels;
 use crate::cuda::norm_rope_kv::NormRopeKvKernels;
 use crate::cuda::quantized_output::QuantizedOutput;
 
+/// Divides a residual sum with a norm in two, if the product before it can do the sum.
+pub(super) fn divide_sums(list: &[KernelCommand]) -> Vec<KernelCommand> {
+    let mut divided = Vec::with_capacity(list.len() + list.len() / 4);
+    for (at, command) in list.iter().enumerate() {
+        match *command {
+            KernelCommand::AddNorm { x, y, weight, eps, out }
+                if ends_with_addable_product(&list[..at], y) =>
+            {
+                divided.push(KernelCommand::Add { x, y });
+                divided.push(KernelCommand::Norm { x, weight, eps, out });
+            }
+            other => divided.push(other),
+        }
+    }
+    divided
+}
+
+/// Whether the last of `list` is the only product of its launch, computes `y`, and can add it to
+/// the residual stream.
+fn ends_with_addable_product(list: &[KernelCommand], y: FloatRange) -> bool {
+    let [before @ .., last @ KernelCommand::Product { activation_tiles, matrix, out, .. }] = list else {
+        return false;
+    };
+    let is_alone = before.last().is_none_or(|other| !share_a_launch(last, other));
+    is_alone && *out == y && LinearKernels::can_add(matrix.dtype, activation_tiles.tokens as usize)
+}
+
+/// Whether both are products of one type with the same input.
+fn share_a_launch(one: &KernelCommand, other: &KernelCommand) -> bool {
+    let key = |command: &KernelCommand| match command {
+        KernelCommand::Product { activation_tiles, matrix, .. } => Some((*activation_tiles, matrix.dtype)),
+        _ => None,
+    };
+    key(one).is_some() && key(one) == key(other)
+}
+
+/// The number of products at the beginning of `list` that one launch computes.
+fn count_products(list: &[KernelCommand]) -> usize {
+    let Some(first) = list.first() else { return 0 };
+    list.iter().take(MATRICES_MAX).take_while(|other| share_a_launch(first, other)).count()
+}
+
 /// Returns the number of commands at the beginning of `list` that one launch computes. `list` is
 /// not empty.
 pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddress]) -> usize {
-    if let Some(KernelCommand::Product { activation_tiles, matrix, .. }) = list.first() {
-        let together = |other: &&KernelCommand| matches!(other, KernelCommand::Product { activation_tiles: p, matrix: m, .. } if p == activation_tiles && m.dtype == matrix.dtype);
-        return list.iter().take(MATRICES_MAX).take_while(together).count();
+    if let [KernelCommand::Product { out, .. }, ..] = list {
+        let products = count_products(list);
+        return match list {
+            [_, KernelCommand::Add { y, .. }, ..]
+                if y == out && ends_with_addable_product(&list[..1], *y) =>
+            {
+                2
+            }
+            _ => products,
+        };
+    }
+    if let [
+        KernelCommand::Norm { out, .. },
+        KernelCommand::Quantize { x, activation_tiles },
+        KernelCommand::Product { activation_tiles: input, matrix, .. },
+        ..,
+    ] = list
+        && x == out
+        && input == activation_tiles
+        && LinearKernels::can_normalise(matrix.dtype, input.tokens as usize, input.cols as usize)
+    {
+        return 2 + count_products(&list[2..]);
     }
     if is_norm_rope_kv(list) {
         return if matches!(list[0], KernelCommand::Rope { .. }) { 3 } else { 5 };

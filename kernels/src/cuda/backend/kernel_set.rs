@@ -36,7 +36,7 @@ pub(super) struct KernelSet {
     shortlists: ShortlistKernels,
     embed: EmbedKernels,
     quantize: QuantizeKernels,
-    linear: LinearKernels,
+    pub(super) linear: LinearKernels,
     experts: ExpertKernels,
 }
 
@@ -69,18 +69,8 @@ impl KernelSet {
     ) -> Result<(), OpError> {
         let mut products = Vec::with_capacity(MATRICES_MAX);
         for command in commands {
-            let KernelCommand::Product { matrix, bias, out, .. } = *command else {
-                unreachable!("{command:?} is among the products of one launch");
-            };
-            products.push(MatrixProduct {
-                shape: matrix.tiles()?,
-                // SAFETY: the caller's contract.
-                tiles: unsafe { matrix.range.view() },
-                // SAFETY: as above.
-                bias: bias.map(|bias| unsafe { bias.view() }),
-                // SAFETY: as above.
-                out: unsafe { out.view_mut() },
-            });
+            // SAFETY: the caller's contract.
+            products.push(unsafe { matrix_product(command)? });
         }
         // SAFETY: as above.
         let x = unsafe { activation_tiles.activations() };
@@ -239,6 +229,25 @@ impl KernelSet {
                 ref other => unreachable!("the kernel of {other:?} writes no activation tiles"),
             }
         }
+    }
+}
+
+/// Panics if the command is no product, because a dropped command would give wrong text.
+///
+/// # Safety
+/// As [`KernelSet::enqueue`].
+pub(super) unsafe fn matrix_product<'a>(command: &KernelCommand) -> Result<MatrixProduct<'a>, OpError> {
+    let KernelCommand::Product { matrix, bias, out, .. } = *command else {
+        unreachable!("{command:?} is among the products of one launch");
+    };
+    // SAFETY: for all views below, the caller's contract.
+    unsafe {
+        Ok(MatrixProduct {
+            shape: matrix.tiles()?,
+            tiles: matrix.range.view(),
+            bias: bias.map(|bias| bias.view()),
+            out: out.view_mut(),
+        })
     }
 }
 
