@@ -14,6 +14,7 @@ mod burst;
 mod drafts;
 mod fleet;
 mod report;
+pub mod serving;
 mod streams;
 mod structured;
 mod worker_startup;

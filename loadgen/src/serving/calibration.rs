@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The first two requests to a server: whether it answers, and how its tokenizer counts.
+
+use rand::SeedableRng;
+use rand::rngs::Xoshiro256PlusPlus;
+use tokio::time::Instant;
+
+use super::client::{ServerError, ServingClient};
+use super::prose::{CountedPrompt, TokenScale, write_words};
+use super::target::RequestTemplate;
+
+/// Bytes of the two prompts. The long one fits into every context.
+const SHORT_BYTES: usize = 60;
+const LONG_BYTES: usize = 300;
+
+/// Asks for one token after two prompts, and compares their counts of tokens.
+pub async fn measure_token_scale(
+    client: &ServingClient,
+    template: &RequestTemplate,
+) -> Result<TokenScale, ServerError> {
+    let short = count(client, template, SHORT_BYTES).await?;
+    let long = count(client, template, LONG_BYTES).await?;
+    Ok(TokenScale::through(short, long).unwrap_or(TokenScale::TYPICAL))
+}
+
+async fn count(
+    client: &ServingClient,
+    template: &RequestTemplate,
+    bytes: usize,
+) -> Result<CountedPrompt, ServerError> {
+    let prompt = write_words(&mut Xoshiro256PlusPlus::seed_from_u64(bytes as u64), bytes);
+    let request = client.request(template, &[], &prompt, 1);
+    let answer = client.stream(request, Instant::now()).await;
+    let url = client.base_url().to_owned();
+    let answer = answer.map_err(|failure| ServerError::FirstRequest { url, failure })?;
+    Ok(CountedPrompt { bytes: prompt.len(), tokens: answer.prompt_tokens })
+}

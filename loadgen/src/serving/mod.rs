@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Load on any OpenAI-compatible server, as `vllm bench serve` measures it.
+//!
+//! Schedule, mixes, statistics and files are plain values. [`driver`] has the tasks and the clock,
+//! [`client`] the connections.
+
+mod answer;
+mod arrivals;
+mod calibration;
+mod client;
+mod driver;
+mod goodput;
+mod metrics;
+mod mix;
+mod prose;
+mod result;
+mod result_file;
+mod sharegpt;
+mod sse;
+mod statistics;
+mod target;
+
+pub use answer::{RequestFailure, StreamedAnswer};
+pub use arrivals::{ArrivalError, Arrivals, RequestRate};
+pub use calibration::measure_token_scale;
+pub use client::{ServedModel, ServerError, ServingClient};
+pub use driver::{CONVERSATIONS_MAX, RequestRecord, ServingLoad, ServingRun, drive};
+pub use goodput::{LatencyMetric, Objective, RequestLatencies, meets};
+pub use metrics::{FailureCount, ServingMetrics};
+pub use mix::{ConversationTurn, MixKind, RandomLengths, ServingMix};
+pub use prose::TokenScale;
+pub use result::{PERCENTILES, ServingSettings, date_of_now, result_json};
+pub use result_file::{ResultFileError, StoredRequest, StoredResult};
+pub use sharegpt::{ShareGptError, ShareGptPair, read_sharegpt};
+pub use statistics::SortedSample;
+pub use target::{RequestTemplate, ServingBackend};
