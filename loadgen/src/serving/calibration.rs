@@ -6,6 +6,7 @@ use rand::SeedableRng;
 use rand::rngs::Xoshiro256PlusPlus;
 use tokio::time::Instant;
 
+use super::answer::RequestFailure;
 use super::client::{ServerError, ServingClient};
 use super::prose::{CountedPrompt, TokenScale, write_words};
 use super::target::RequestTemplate;
@@ -33,6 +34,12 @@ async fn count(
     let request = client.request(template, &[], &prompt, 1);
     let answer = client.stream(request, Instant::now()).await;
     let url = client.base_url().to_owned();
-    let answer = answer.map_err(|failure| ServerError::FirstRequest { url, failure })?;
+    let answer = answer.map_err(|failure| match failure {
+        // Some servers show their models without a key.
+        RequestFailure::Status { status: status @ (401 | 403), .. } => {
+            ServerError::Unauthorized { url, status }
+        }
+        failure => ServerError::FirstRequest { url, failure },
+    })?;
     Ok(CountedPrompt { bytes: prompt.len(), tokens: answer.prompt_tokens })
 }

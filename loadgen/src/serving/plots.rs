@@ -5,7 +5,7 @@
 use plotters::prelude::*;
 
 /// Pixels; a page scales them.
-const SIZE: (u32, u32) = (640, 320);
+const SIZE: (u32, u32) = (480, 270);
 /// Colours that people with colour blindness tell apart (Okabe and Ito 2008).
 const COLOURS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
@@ -86,7 +86,9 @@ pub(crate) fn draw(plot: &Plot) -> Result<String, PlotError> {
             .configure_mesh()
             .disable_mesh()
             .axis_style(GREY)
-            .label_style(("sans-serif", 12).into_font().color(&GREY))
+            .label_style(("sans-serif", 13).into_font().color(&GREY))
+            .x_labels(6)
+            .y_labels(6)
             .x_desc(plot.x_name)
             .y_desc(plot.y_name)
             .draw()

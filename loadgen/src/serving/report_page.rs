@@ -13,7 +13,7 @@ const STYLE: &str = "body{font:15px/1.4 system-ui,sans-serif;max-width:84rem;mar
     color:#1a1a1a;background:#fff}table{border-collapse:collapse;margin:1rem 0}\
     th,td{padding:.2rem .8rem;text-align:right;border-bottom:1px solid #ddd}th:first-child{text-align:left}\
     .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(26rem,1fr));gap:1rem}\
-    figure{margin:0}figcaption{font-weight:600}svg{width:100%;height:auto}\
+    figure{margin:0}.wide{overflow-x:auto}figcaption{font-weight:600}svg{width:100%;height:auto}\
     .mark{display:inline-block;width:.8em;height:.8em;margin-right:.4em}";
 
 /// Rows of the table: the field, and its name.
@@ -80,7 +80,7 @@ pub fn report_page(results: &[(String, StoredResult)]) -> Result<String, PlotErr
 }
 
 fn table(results: &[(String, StoredResult)], rows: &[(&str, &str)]) -> String {
-    let mut text = "<table>\n<tr><th></th>".to_owned();
+    let mut text = "<div class=\"wide\"><table>\n<tr><th></th>".to_owned();
     for (at, (name, _)) in results.iter().enumerate() {
         let colour = colour_text(at);
         let mark = format!("<span class=\"mark\" style=\"background:{colour}\"></span>");
@@ -96,13 +96,21 @@ fn table(results: &[(String, StoredResult)], rows: &[(&str, &str)]) -> String {
         values.iter().for_each(|value| text += &format!("<td>{}</td>", escape(value)));
         text += "</tr>\n";
     }
-    text + "</table>\n"
+    text + "</table></div>\n"
 }
 
 fn value_text(result: &StoredResult, field: &str) -> String {
     match result.fields.get(field) {
         None | Some(serde_json::Value::Null) => String::new(),
         Some(serde_json::Value::String(text)) => text.clone(),
+        // The mix: "dataset_name random, input_len 32".
+        Some(serde_json::Value::Object(fields)) => {
+            let parts = fields.iter().map(|(name, value)| match value.as_str() {
+                Some(text) => format!("{name} {text}"),
+                None => format!("{name} {value}"),
+            });
+            parts.collect::<Vec<_>>().join(", ")
+        }
         Some(value) if value.is_f64() => format!("{:.2}", value.as_f64().unwrap_or_default()),
         Some(value) => value.to_string(),
     }
