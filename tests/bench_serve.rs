@@ -249,6 +249,33 @@ fn the_same_seed_sends_the_same_prompts() {
 }
 
 #[test]
+fn prompts_of_a_sharegpt_file_are_sent_with_the_lengths_of_their_answers() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("sharegpt.json");
+    let messages = |prompt: &str| {
+        let answer = json!({"from": "gpt", "value": "word ".repeat(90)});
+        json!({"id": "x", "conversations": [{"from": "human", "value": prompt}, answer]})
+    };
+    let prompts = ["What is the capital of France?", "How do I sort a list in Rust?"];
+    std::fs::write(&file, json!(prompts.map(messages)).to_string()).unwrap();
+    let seen: Arc<Mutex<String>> = Arc::default();
+    let kept = Arc::clone(&seen);
+    let server = ScriptedServer::start(move |_, request| {
+        kept.lock().unwrap().push_str(request);
+        Reply::stream([chunk("a"), usage(1), "[DONE]".to_owned()])
+    });
+    let file = file.to_str().unwrap();
+    let mut arguments = vec!["--dataset-name", "sharegpt", "--dataset-path", file];
+    arguments.extend(["--num-prompts", "2", "--ignore-eos", "false"]);
+    let (table, result) = measure(&server.url(), &arguments);
+    assert_eq!(result["completed"], 2, "{table}");
+    let seen = seen.lock().unwrap();
+    // 450 bytes at 4.5 bytes a token: this server's counts do not tell its own scale.
+    assert!(prompts.iter().all(|prompt| seen.contains(prompt)), "{seen}");
+    assert_eq!(seen.matches("\"max_tokens\":100,").count(), 2, "{seen}");
+}
+
+#[test]
 fn wrong_arguments_and_files_are_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("other.json");

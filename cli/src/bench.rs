@@ -33,9 +33,9 @@ enum BenchCommand {
     /// Load on a running fleet or another OpenAI-compatible server, as vLLM's benchmark measures it
     Serve(Box<serve::ServeArguments>),
     /// Compare two results of `serve`, or two sets of them, with confidence intervals
-    Compare(stored_results::CompareArguments),
+    Compare(stored_results::ResultComparisonArguments),
     /// Show results of `serve` as one HTML page with plots
-    Report(stored_results::ReportArguments),
+    Report(stored_results::ResultPageArguments),
     /// Prefill and decode speed of concurrent streams
     Throughput(ThroughputArguments),
     /// Times of worker starts: attach, an added worker, and the restart of a killed worker

@@ -36,7 +36,7 @@ pub(crate) fn usage(completion_tokens: u64) -> String {
     json!({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": completion_tokens}}).to_string()
 }
 
-type Script = dyn Fn(usize, &str) -> Reply + Send + Sync;
+type AnswerScript = dyn Fn(usize, &str) -> Reply + Send + Sync;
 
 pub(crate) struct ScriptedServer {
     address: SocketAddr,
@@ -51,7 +51,7 @@ impl ScriptedServer {
     pub(crate) fn start(script: impl Fn(usize, &str) -> Reply + Send + Sync + 'static) -> ScriptedServer {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let (script, is_over): (Arc<Script>, _) = (Arc::new(script), Arc::new(AtomicBool::new(false)));
+        let (script, is_over): (Arc<AnswerScript>, _) = (Arc::new(script), Arc::new(AtomicBool::new(false)));
         let (number, over) = (Arc::new(AtomicUsize::new(0)), Arc::clone(&is_over));
         std::thread::spawn(move || {
             for stream in listener.incoming() {
@@ -80,7 +80,7 @@ impl Drop for ScriptedServer {
 }
 
 /// Answers the requests of one connection.
-fn serve(stream: TcpStream, script: &Script, number: &AtomicUsize) -> std::io::Result<()> {
+fn serve(stream: TcpStream, script: &AnswerScript, number: &AtomicUsize) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     let mut reader = BufReader::new(stream.try_clone()?);
     let mut writer = stream;

@@ -5,7 +5,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use loadgen::serving::{Comparison, StoredResult, Verdict, compare, report_page};
+use loadgen::serving::{Comparison, ComparisonVerdict, StoredResult, compare, report_page};
 use service::Exit;
 use service::exit::one_line;
 use service::printable::printable_lines;
@@ -14,7 +14,7 @@ use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::terminal::print_stdout;
 
 #[derive(clap::Args)]
-pub(super) struct CompareArguments {
+pub(super) struct ResultComparisonArguments {
     /// A result, or a directory with the results of several runs (*.json)
     #[arg(value_name = "A.json|DIR")]
     a: PathBuf,
@@ -30,7 +30,7 @@ pub(super) struct CompareArguments {
 }
 
 #[derive(clap::Args)]
-pub(super) struct ReportArguments {
+pub(super) struct ResultPageArguments {
     /// Results, of `bench serve` or of vLLM's benchmark
     #[arg(value_name = "RESULT.json", required = true)]
     results: Vec<PathBuf>,
@@ -39,7 +39,7 @@ pub(super) struct ReportArguments {
     html: PathBuf,
 }
 
-pub(super) fn compare_results(arguments: &CompareArguments) -> CliResult {
+pub(super) fn compare_results(arguments: &ResultComparisonArguments) -> CliResult {
     if !(0.5..1.0).contains(&arguments.confidence) {
         return Err(CliError::new(Exit::Usage, "--confidence is from 0.5 up to, and not including, 1"));
     }
@@ -54,7 +54,7 @@ pub(super) fn compare_results(arguments: &CompareArguments) -> CliResult {
     }
 }
 
-pub(super) fn report(arguments: &ReportArguments) -> CliResult {
+pub(super) fn report(arguments: &ResultPageArguments) -> CliResult {
     let named = |path: &PathBuf| {
         let name = path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         Ok((name, read_result(path)?))
@@ -103,9 +103,9 @@ fn table(comparison: &Comparison) -> String {
     );
     for row in &comparison.rows {
         let verdict = match row.verdict {
-            Verdict::NoDifferenceShown => "no difference shown",
-            Verdict::BIsBetter => "B is better",
-            Verdict::BIsWorse => "B is worse",
+            ComparisonVerdict::NoDifferenceShown => "no difference shown",
+            ComparisonVerdict::BIsBetter => "B is better",
+            ComparisonVerdict::BIsWorse => "B is worse",
         };
         text += &format!(
             "{:<24} {:>12.3} {:>12.3} {:>7.3}   {:.3} to {:.3}: {verdict}\n",

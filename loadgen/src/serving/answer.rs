@@ -7,8 +7,8 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Bytes of a server's error text that are kept.
-const ERROR_TEXT_BYTES_MAX: usize = 300;
+/// Characters of a server's error text that are kept.
+const ERROR_TEXT_CHARS_MAX: usize = 300;
 
 /// A complete answer. Times count from the start of the run.
 #[derive(Clone, Debug, PartialEq)]
@@ -70,8 +70,7 @@ pub(crate) fn error_text(body: &str) -> String {
         message.as_str().map(str::to_owned)
     });
     let text = message.unwrap_or_else(|| body.trim().to_owned());
-    let cut = text.floor_char_boundary(ERROR_TEXT_BYTES_MAX);
-    text[..cut].to_owned()
+    text.chars().take(ERROR_TEXT_CHARS_MAX).collect()
 }
 
 #[derive(Deserialize)]
@@ -228,6 +227,6 @@ mod tests {
         assert_eq!(error_text(r#"{"error": "no model"}"#), "no model");
         assert_eq!(error_text(r#"{"message": "no model"}"#), "no model");
         assert_eq!(error_text(" plain\n"), "plain");
-        assert_eq!(error_text(&"é".repeat(400)).len(), 300);
+        assert_eq!(error_text(&"é".repeat(400)).chars().count(), 300);
     }
 }

@@ -41,7 +41,8 @@ impl FromStr for RequestRate {
     }
 }
 
-/// The times of arrival since the start of the run, without end. The same seed gives the same times.
+/// The times of arrival since the start of the run, without end. A seed always gives the same
+/// times.
 ///
 /// Intervals follow a gamma distribution with shape `burstiness` and mean 1 / rate, as in vLLM's
 /// benchmark. Shape 1 is the exponential distribution of a Poisson process. vLLM stretches the

@@ -16,7 +16,8 @@ use super::target::{PastTurn, RequestTemplate};
 const STREAM_BYTES_MAX: usize = 64 << 20;
 /// The list of models, and the text of an error.
 const DOCUMENT_BYTES_MAX: usize = 1 << 20;
-/// How long a response may stay open after `[DONE]`. Its connection is used again once it has ended.
+/// How long a response may stay open after `[DONE]`. Its connection is used again once it has
+/// ended.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long the list of models may take, which needs no engine.
 const MODELS_TIMEOUT: Duration = Duration::from_secs(10);
@@ -42,15 +43,15 @@ pub enum ServerError {
 
 /// A model of the server.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-pub struct ServedModel {
+pub struct ListedModel {
     pub id: String,
     /// vLLM and Ballast say it.
     pub max_model_len: Option<u32>,
 }
 
 #[derive(Deserialize)]
-struct ServedModels {
-    data: Vec<ServedModel>,
+struct ModelList {
+    data: Vec<ListedModel>,
 }
 
 /// A client of one server. Requests share its connections.
@@ -90,7 +91,7 @@ impl ServingClient {
     }
 
     /// The wanted model, or the first one.
-    pub async fn model(&self, wanted: Option<&str>) -> Result<ServedModel, ServerError> {
+    pub async fn model(&self, wanted: Option<&str>) -> Result<ListedModel, ServerError> {
         let url = self.base_url.clone();
         let unreachable = |cause| ServerError::Unreachable { url: url.clone(), cause };
         let request = self.with_key(self.http.get(format!("{url}/v1/models")));
@@ -101,8 +102,8 @@ impl ServingClient {
         if matches!(status, 401 | 403) {
             return Err(ServerError::Unauthorized { url, status });
         }
-        let models = serde_json::from_str::<ServedModels>(&text).ok().filter(|_| status == 200);
-        let Some(ServedModels { data: models }) = models else {
+        let models = serde_json::from_str::<ModelList>(&text).ok().filter(|_| status == 200);
+        let Some(ModelList { data: models }) = models else {
             return Err(ServerError::NoModels { url, status, text: error_text(&text) });
         };
         let has = models.iter().map(|model| model.id.clone()).collect::<Vec<_>>().join(", ");

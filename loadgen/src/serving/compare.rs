@@ -38,7 +38,7 @@ const SETTINGS: [&str; 11] = [
 /// What the interval says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Verdict {
+pub enum ComparisonVerdict {
     NoDifferenceShown,
     BIsBetter,
     BIsWorse,
@@ -54,7 +54,7 @@ pub struct ComparisonRow {
     pub ratio: f64,
     pub ratio_low: f64,
     pub ratio_high: f64,
-    pub verdict: Verdict,
+    pub verdict: ComparisonVerdict,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -79,7 +79,7 @@ pub enum CompareError {
 
 /// A figure: its name, and how a side's resample gives it.
 #[derive(Clone, Copy)]
-enum Figure {
+enum ComparedFigure {
     Rate(RateFigure),
     Mean(LatencyFigure),
     Percentile(LatencyFigure, f64),
@@ -100,22 +100,22 @@ enum LatencyFigure {
     E2el,
 }
 
-const FIGURES: [(&str, Figure); 15] = [
-    ("request_throughput", Figure::Rate(RateFigure::Requests)),
-    ("output_throughput", Figure::Rate(RateFigure::OutputTokens)),
-    ("total_token_throughput", Figure::Rate(RateFigure::AllTokens)),
-    ("mean_ttft_ms", Figure::Mean(LatencyFigure::Ttft)),
-    ("median_ttft_ms", Figure::Percentile(LatencyFigure::Ttft, 50.0)),
-    ("p99_ttft_ms", Figure::Percentile(LatencyFigure::Ttft, 99.0)),
-    ("mean_tpot_ms", Figure::Mean(LatencyFigure::Tpot)),
-    ("median_tpot_ms", Figure::Percentile(LatencyFigure::Tpot, 50.0)),
-    ("p99_tpot_ms", Figure::Percentile(LatencyFigure::Tpot, 99.0)),
-    ("mean_itl_ms", Figure::Mean(LatencyFigure::Itl)),
-    ("median_itl_ms", Figure::Percentile(LatencyFigure::Itl, 50.0)),
-    ("p99_itl_ms", Figure::Percentile(LatencyFigure::Itl, 99.0)),
-    ("mean_e2el_ms", Figure::Mean(LatencyFigure::E2el)),
-    ("median_e2el_ms", Figure::Percentile(LatencyFigure::E2el, 50.0)),
-    ("p99_e2el_ms", Figure::Percentile(LatencyFigure::E2el, 99.0)),
+const FIGURES: [(&str, ComparedFigure); 15] = [
+    ("request_throughput", ComparedFigure::Rate(RateFigure::Requests)),
+    ("output_throughput", ComparedFigure::Rate(RateFigure::OutputTokens)),
+    ("total_token_throughput", ComparedFigure::Rate(RateFigure::AllTokens)),
+    ("mean_ttft_ms", ComparedFigure::Mean(LatencyFigure::Ttft)),
+    ("median_ttft_ms", ComparedFigure::Percentile(LatencyFigure::Ttft, 50.0)),
+    ("p99_ttft_ms", ComparedFigure::Percentile(LatencyFigure::Ttft, 99.0)),
+    ("mean_tpot_ms", ComparedFigure::Mean(LatencyFigure::Tpot)),
+    ("median_tpot_ms", ComparedFigure::Percentile(LatencyFigure::Tpot, 50.0)),
+    ("p99_tpot_ms", ComparedFigure::Percentile(LatencyFigure::Tpot, 99.0)),
+    ("mean_itl_ms", ComparedFigure::Mean(LatencyFigure::Itl)),
+    ("median_itl_ms", ComparedFigure::Percentile(LatencyFigure::Itl, 50.0)),
+    ("p99_itl_ms", ComparedFigure::Percentile(LatencyFigure::Itl, 99.0)),
+    ("mean_e2el_ms", ComparedFigure::Mean(LatencyFigure::E2el)),
+    ("median_e2el_ms", ComparedFigure::Percentile(LatencyFigure::E2el, 50.0)),
+    ("p99_e2el_ms", ComparedFigure::Percentile(LatencyFigure::E2el, 99.0)),
 ];
 
 /// The samples of one side.
@@ -144,7 +144,7 @@ pub fn compare(a: &[StoredResult], b: &[StoredResult], confidence: f64) -> Resul
     let rows = FIGURES.iter().zip(ratios).enumerate().filter_map(|(at, ((name, figure), ratios))| {
         let (a, b) = (whole[0][at]?, whole[1][at]?);
         let (ratio_low, ratio_high) = interval(ratios, confidence)?;
-        let is_rate = matches!(figure, Figure::Rate(_));
+        let is_rate = matches!(figure, ComparedFigure::Rate(_));
         let verdict = verdict(is_rate, ratio_low, ratio_high);
         Some(ComparisonRow { name, a, b, ratio: ratio(Some(a), Some(b))?, ratio_low, ratio_high, verdict })
     });
@@ -157,11 +157,11 @@ fn ratio(a: Option<f64>, b: Option<f64>) -> Option<f64> {
     ratio.is_finite().then_some(ratio)
 }
 
-fn verdict(more_is_better: bool, low: f64, high: f64) -> Verdict {
+fn verdict(more_is_better: bool, low: f64, high: f64) -> ComparisonVerdict {
     match (low > 1.0, high < 1.0) {
-        (false, false) => Verdict::NoDifferenceShown,
-        (is_more, _) if is_more == more_is_better => Verdict::BIsBetter,
-        _ => Verdict::BIsWorse,
+        (false, false) => ComparisonVerdict::NoDifferenceShown,
+        (is_more, _) if is_more == more_is_better => ComparisonVerdict::BIsBetter,
+        _ => ComparisonVerdict::BIsWorse,
     }
 }
 
@@ -208,11 +208,11 @@ impl Side {
         FIGURES.iter().map(|(_, figure)| self.figure(*figure, &requests, &windows)).collect()
     }
 
-    fn figure(&self, figure: Figure, requests: &[u32], windows: &[u32]) -> Option<f64> {
+    fn figure(&self, figure: ComparedFigure, requests: &[u32], windows: &[u32]) -> Option<f64> {
         match figure {
-            Figure::Rate(rate) => self.rates[rate as usize].mean(windows),
-            Figure::Mean(latency) => self.latencies[latency as usize].mean(requests),
-            Figure::Percentile(latency, percent) => {
+            ComparedFigure::Rate(rate) => self.rates[rate as usize].mean(windows),
+            ComparedFigure::Mean(latency) => self.latencies[latency as usize].mean(requests),
+            ComparedFigure::Percentile(latency, percent) => {
                 self.latencies[latency as usize].percentile(requests, percent)
             }
         }

@@ -43,7 +43,7 @@ fn agreements(name: &str, shared: f64, runs: u64) -> usize {
     (0..60)
         .filter(|pair| {
             let (a, b) = (side(pair * 100), side(pair * 100 + 50));
-            row(&compare(&a, &b, 0.95).unwrap(), name).verdict == Verdict::NoDifferenceShown
+            row(&compare(&a, &b, 0.95).unwrap(), name).verdict == ComparisonVerdict::NoDifferenceShown
         })
         .count()
 }
@@ -69,11 +69,11 @@ fn a_real_difference_is_shown_with_its_direction() {
     let slower = compare(&a, &b, 0.95).unwrap();
     let mean = row(&slower, "mean_ttft_ms");
     assert!(mean.ratio_low > 1.2 && mean.ratio_high < 1.8 && (mean.ratio - 1.5).abs() < 0.15, "{mean:?}");
-    assert_eq!(mean.verdict, Verdict::BIsWorse);
+    assert_eq!(mean.verdict, ComparisonVerdict::BIsWorse);
     let faster = compare(&b, &a, 0.95).unwrap();
-    assert_eq!(row(&faster, "mean_ttft_ms").verdict, Verdict::BIsBetter);
-    assert_eq!(row(&faster, "mean_itl_ms").verdict, Verdict::NoDifferenceShown);
-    assert_eq!(row(&faster, "output_throughput").verdict, Verdict::NoDifferenceShown);
+    assert_eq!(row(&faster, "mean_ttft_ms").verdict, ComparisonVerdict::BIsBetter);
+    assert_eq!(row(&faster, "mean_itl_ms").verdict, ComparisonVerdict::NoDifferenceShown);
+    assert_eq!(row(&faster, "output_throughput").verdict, ComparisonVerdict::NoDifferenceShown);
 }
 
 #[test]
@@ -85,8 +85,8 @@ fn more_throughput_is_better() {
     let comparison = compare(&[slow], &[fast], 0.95).unwrap();
     let rate = row(&comparison, "request_throughput");
     assert!((rate.a - 10.0).abs() < 0.2 && (rate.ratio - 2.0).abs() < 0.05, "{rate:?}");
-    assert_eq!(rate.verdict, Verdict::BIsBetter);
-    assert_eq!(row(&comparison, "output_throughput").verdict, Verdict::BIsBetter);
+    assert_eq!(rate.verdict, ComparisonVerdict::BIsBetter);
+    assert_eq!(row(&comparison, "output_throughput").verdict, ComparisonVerdict::BIsBetter);
 }
 
 #[test]
@@ -109,7 +109,7 @@ fn settings_that_differ_are_named() {
     b.fields["model_id"] = json!("other");
     b.fields["failed"] = json!(3);
     b.fields["total_input_tokens"] = json!(600 * 9);
-    let warnings = compare(&[a.clone()], &[b], 0.95).unwrap().warnings.join("\n");
+    let warnings = compare(std::slice::from_ref(&a), &[b], 0.95).unwrap().warnings.join("\n");
     for text in [
         "model_id differs: \"m\" and \"other\"",
         "request_rate differs: \"inf\" and 10.0",
@@ -128,6 +128,6 @@ fn results_without_requests_cannot_be_compared() {
     let mut empty = result(1, 10, 0.1, 0.0);
     empty.ttfts.clear();
     let full = result(1, 10, 0.1, 0.0);
-    assert_eq!(compare(&[full.clone()], &[empty], 0.95), Err(CompareError::NoRequests));
+    assert_eq!(compare(std::slice::from_ref(&full), &[empty], 0.95), Err(CompareError::NoRequests));
     assert_eq!(compare(&[full], &[], 0.95), Err(CompareError::Empty));
 }

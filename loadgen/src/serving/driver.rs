@@ -53,7 +53,7 @@ impl ServingLoad {
 
 /// One request. Times count from the start of the run.
 #[derive(Clone, Debug, PartialEq)]
-pub struct RequestRecord {
+pub struct SentRequest {
     /// When the request should have been sent. Latencies count from here.
     pub scheduled: Duration,
     /// Time that the request then waited for the limit of concurrency.
@@ -63,7 +63,7 @@ pub struct RequestRecord {
     pub outcome: Result<StreamedAnswer, RequestFailure>,
 }
 
-impl RequestRecord {
+impl SentRequest {
     /// How late the client itself was.
     pub fn send_delay(&self) -> Duration {
         self.sent.saturating_sub(self.scheduled + self.queue_time)
@@ -74,7 +74,7 @@ impl RequestRecord {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ServingRun {
     /// In the order of their schedule.
-    pub requests: Vec<RequestRecord>,
+    pub requests: Vec<SentRequest>,
     /// Until the last request ended.
     pub duration: Duration,
     /// Later turns of conversations that a failure ended.
@@ -114,7 +114,7 @@ pub async fn drive(
     Ok(collect(finished))
 }
 
-type Finished = (Vec<RequestRecord>, u64);
+type Finished = (Vec<SentRequest>, u64);
 
 /// Sorts the records of all conversations.
 fn collect(finished: Vec<Finished>) -> ServingRun {
@@ -220,7 +220,7 @@ impl Run {
         (records, not_sent)
     }
 
-    async fn ask(&self, past: &[PastTurn], turn: &ConversationTurn, scheduled: Duration) -> RequestRecord {
+    async fn ask(&self, past: &[PastTurn], turn: &ConversationTurn, scheduled: Duration) -> SentRequest {
         let request = self.client.request(&self.template, past, &turn.prompt, turn.output_tokens);
         let asked = self.began.elapsed();
         let permit = match &self.concurrency {
@@ -232,6 +232,6 @@ impl Run {
         let outcome = self.client.stream(request, self.began).await;
         drop(permit);
         let queue_time = if self.concurrency.is_some() { sent - asked } else { Duration::ZERO };
-        RequestRecord { scheduled, queue_time, sent, ended: self.began.elapsed(), outcome }
+        SentRequest { scheduled, queue_time, sent, ended: self.began.elapsed(), outcome }
     }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::answer::StreamedAnswer;
-use super::driver::{RequestRecord, ServingRun};
+use super::driver::{SentRequest, ServingRun};
 use super::goodput::{Objective, RequestLatencies, meets};
 use super::statistics::SortedSample;
 
@@ -67,13 +67,13 @@ pub(crate) fn gaps(answer: &StreamedAnswer) -> Vec<f64> {
 
 impl ServingMetrics {
     pub fn of(run: &ServingRun, objectives: &[Objective]) -> Self {
-        let answers: Vec<(&RequestRecord, &StreamedAnswer)> =
+        let answers: Vec<(&SentRequest, &StreamedAnswer)> =
             run.requests.iter().filter_map(|record| Some((record, record.outcome.as_ref().ok()?))).collect();
         let all: Vec<RequestLatencies> =
             answers.iter().map(|(record, answer)| latencies(record.scheduled, answer)).collect();
         let good = all.iter().filter(|request| meets(objectives, request)).count() as u64;
         let ms = |values: Vec<f64>| SortedSample::new(values.into_iter().map(|s| s * 1e3).collect());
-        let of_all = |time: fn(&RequestRecord) -> Duration| {
+        let of_all = |time: fn(&SentRequest) -> Duration| {
             ms(run.requests.iter().map(|record| time(record).as_secs_f64()).collect())
         };
         Self {
@@ -90,7 +90,7 @@ impl ServingMetrics {
             itl_ms: ms(answers.iter().flat_map(|(_, answer)| gaps(answer)).collect()),
             e2el_ms: ms(all.iter().map(|request| request.e2el).collect()),
             queue_time_ms: of_all(|record| record.queue_time),
-            send_delay_ms: of_all(RequestRecord::send_delay),
+            send_delay_ms: of_all(SentRequest::send_delay),
             failures: count_failures(run),
             turns_not_sent: run.turns_not_sent,
         }
@@ -109,7 +109,7 @@ impl ServingMetrics {
 
 /// Output tokens in each second of the run. An event may have several tokens, or parts of one: each
 /// event of an answer counts the same share of its tokens.
-fn output_tokens_by_second(answers: &[(&RequestRecord, &StreamedAnswer)]) -> Vec<f64> {
+fn output_tokens_by_second(answers: &[(&SentRequest, &StreamedAnswer)]) -> Vec<f64> {
     let mut seconds = Vec::new();
     for (_, answer) in answers {
         let share = answer.output_tokens as f64 / answer.token_times.len() as f64;
@@ -125,7 +125,7 @@ fn output_tokens_by_second(answers: &[(&RequestRecord, &StreamedAnswer)]) -> Vec
 }
 
 /// The most requests that were between send and end at one time.
-fn peak_concurrency(answers: &[(&RequestRecord, &StreamedAnswer)]) -> u64 {
+fn peak_concurrency(answers: &[(&SentRequest, &StreamedAnswer)]) -> u64 {
     let mut changes: Vec<(Duration, i64)> =
         answers.iter().flat_map(|(record, answer)| [(record.sent, 1), (answer.end, -1)]).collect();
     // At one instant, ends come before sends.
@@ -160,12 +160,12 @@ mod tests {
     }
 
     /// Four tokens, one every half second, the first a second after `sent`.
-    fn record(scheduled: f64, sent: f64) -> RequestRecord {
+    fn record(scheduled: f64, sent: f64) -> SentRequest {
         let token_times: Vec<Duration> = (0..4).map(|n| seconds(sent + 1.0 + 0.5 * f64::from(n))).collect();
         let end = seconds(sent + 2.5);
         let answer =
             StreamedAnswer { token_times, end, prompt_tokens: 10, output_tokens: 4, text: String::new() };
-        RequestRecord {
+        SentRequest {
             scheduled: seconds(scheduled),
             queue_time: Duration::ZERO,
             sent: seconds(sent),
@@ -174,11 +174,11 @@ mod tests {
         }
     }
 
-    fn failed(failure: RequestFailure) -> RequestRecord {
-        RequestRecord { outcome: Err(failure), ..record(0.0, 0.0) }
+    fn failed(failure: RequestFailure) -> SentRequest {
+        SentRequest { outcome: Err(failure), ..record(0.0, 0.0) }
     }
 
-    fn run(requests: Vec<RequestRecord>) -> ServingRun {
+    fn run(requests: Vec<SentRequest>) -> ServingRun {
         ServingRun { requests, duration: seconds(10.0), turns_not_sent: 0 }
     }
 
@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn a_wait_for_the_limit_of_concurrency_is_latency_and_no_delay_of_the_client() {
-        let waited = RequestRecord { queue_time: seconds(3.0), ..record(0.0, 3.0) };
+        let waited = SentRequest { queue_time: seconds(3.0), ..record(0.0, 3.0) };
         let metrics = ServingMetrics::of(&run(vec![waited]), &[]);
         assert_eq!((metrics.ttft_ms.max(), metrics.queue_time_ms.max()), (4000.0, 3000.0));
         assert!(!metrics.is_client_slow());
