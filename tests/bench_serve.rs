@@ -156,7 +156,7 @@ fn a_server_that_stands_still_for_a_second_shows_in_the_open_loop_and_hides_in_t
     assert!(ms(&open, "p99_ttft_ms") > 800.0 && ms(&open, "p90_ttft_ms") > 400.0, "{table}");
 
     let server = stalling_server();
-    let closed = ["--max-concurrency", "1", "--duration", "2s", "--num-prompts", "100000"];
+    let closed = ["--max-concurrency", "1", "--duration", "4s", "--num-prompts", "100000"];
     let (table, closed) = measure(&server.url(), &closed);
     assert!(ms(&closed, "completed") > 150.0, "{table}");
     assert!(ms(&closed, "p99_ttft_ms") < 400.0, "one slow request of many: {table}");

@@ -138,7 +138,7 @@ pub(super) async fn serve(arguments: ServeArguments) -> CliResult {
         temperature: arguments.temperature,
         ignore_eos: arguments.ignore_eos,
     };
-    let scale = measure_token_scale(&client, &template).await.map_err(server_error)?;
+    let scale = measure_token_scale(&client, &template, model.max_model_len).await.map_err(server_error)?;
     let kind = arguments.mix.kind(&scale, model.max_model_len, arguments.seed)?;
     let mix = ServingMix { kind, seed: arguments.seed, scale, context_tokens: model.max_model_len };
     let mix = Arc::new(mix);

@@ -11,17 +11,20 @@ use super::client::{ServerError, ServingClient};
 use super::prose::{CountedPrompt, TokenScale, write_words};
 use super::target::RequestTemplate;
 
-/// Bytes of the two prompts. The long one fits into every context.
+/// Bytes of the two prompts. Texts of 200 words differ by some percent in their tokens.
 const SHORT_BYTES: usize = 60;
-const LONG_BYTES: usize = 300;
+const LONG_BYTES: usize = 1200;
 
 /// Asks for one token after two prompts, and compares their counts of tokens.
 pub async fn measure_token_scale(
     client: &ServingClient,
     template: &RequestTemplate,
+    context_tokens: Option<u32>,
 ) -> Result<TokenScale, ServerError> {
+    // A token has a byte or more, so that half as many bytes leave room for a chat template.
+    let fitting = context_tokens.map_or(LONG_BYTES, |tokens| tokens as usize / 2);
     let short = count(client, template, SHORT_BYTES).await?;
-    let long = count(client, template, LONG_BYTES).await?;
+    let long = count(client, template, LONG_BYTES.min(fitting)).await?;
     Ok(TokenScale::through(short, long).unwrap_or(TokenScale::TYPICAL))
 }
 

@@ -43,11 +43,15 @@ const WORDS: &str = "about above across action after again against age air all a
     when where which while white who whole why wide wild will wind window winter wish with woman wonder \
     wood word work world would write year yellow yes yet young your";
 
-/// Writes words until the text has this many bytes. The text has at least one word.
+/// The mean length of a word with its space is 5.7 bytes.
+const HALF_A_WORD: usize = 3;
+
+/// Writes words until the text has about this many bytes, on average exactly. The text has at least
+/// one word.
 pub(crate) fn write_words(random: &mut Xoshiro256PlusPlus, bytes: usize) -> String {
     let words: Vec<&str> = WORDS.split_ascii_whitespace().collect();
     let mut text = words[random.random_range(0..words.len())].to_owned();
-    while text.len() < bytes {
+    while text.len() + HALF_A_WORD < bytes {
         text.push(' ');
         text.push_str(words[random.random_range(0..words.len())]);
     }
@@ -104,8 +108,10 @@ mod tests {
         let mut random = Xoshiro256PlusPlus::seed_from_u64(1);
         for bytes in [0, 1, 100, 5000] {
             let text = write_words(&mut random, bytes);
-            assert!(text.len() >= bytes && text.len() < bytes + 12 && !text.is_empty(), "{text}");
+            assert!(text.len() + 3 >= bytes && text.len() < bytes + 12 && !text.is_empty(), "{text}");
         }
+        let mean = (0..1000).map(|_| write_words(&mut random, 200).len()).sum::<usize>() as f64 / 1000.0;
+        assert!((mean - 200.0).abs() < 1.0, "{mean}");
     }
 
     #[test]
