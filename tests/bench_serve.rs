@@ -69,6 +69,27 @@ fn a_fleet_is_found_measured_compared_and_shown() {
     assert!(comparison["warnings"].to_string().contains("seed differs: 1 and 2"), "{comparison}");
     let same = text(&bench(&["compare", &path("a.json"), &path("a.json")])).0;
     assert_eq!(same.matches("no difference shown").count(), 15, "{same}");
+    // Other latencies, and two runs of them.
+    let mut slower = result.clone();
+    for latency in slower["latencies"].as_array_mut().unwrap() {
+        *latency = json!(latency.as_f64().unwrap() + 1.0);
+    }
+    std::fs::create_dir(path("slower")).unwrap();
+    for file in ["slower/1.json", "slower/2.json"] {
+        std::fs::write(path(file), slower.to_string()).unwrap();
+    }
+    let verdict = |a: &str, b: &str| {
+        let table = text(&bench(&["compare", &path(a), &path(b)])).0;
+        let line = table.lines().find(|line| line.starts_with("mean_e2el_ms")).unwrap();
+        line.rsplit(": ").next().unwrap().to_owned()
+    };
+    assert_eq!(verdict("a.json", "slower/1.json"), "B is worse in this run");
+    assert_eq!(verdict("slower", "a.json"), "B is better in this run");
+    std::fs::create_dir(path("faster")).unwrap();
+    for file in ["faster/1.json", "faster/2.json"] {
+        std::fs::copy(path("a.json"), path(file)).unwrap();
+    }
+    assert_eq!(verdict("faster", "slower"), "B is worse");
     let page = path("page.html");
     let directory = folder.path().to_str().unwrap();
     assert!(bench(&["compare", directory, directory]).status.success(), "a directory is several runs");

@@ -104,6 +104,9 @@ fn table(comparison: &Comparison) -> String {
     for row in &comparison.rows {
         let verdict = match row.verdict {
             ComparisonVerdict::NoDifferenceShown => "no difference shown",
+            // One run does not show how runs differ.
+            ComparisonVerdict::BIsBetter if a.min(b) == 1 => "B is better in this run",
+            ComparisonVerdict::BIsWorse if a.min(b) == 1 => "B is worse in this run",
             ComparisonVerdict::BIsBetter => "B is better",
             ComparisonVerdict::BIsWorse => "B is worse",
         };
