@@ -6,8 +6,8 @@
 //! 1. It starts the real executable and calls its sockets. No process of the fleet is linked in.
 //!    [`serving`] instead measures a server that runs already.
 //! 2. Times are wall-clock times at the client side of the sockets.
-//! 3. Every run does the same work: streams do not stop early, unless the user lets them. They share
-//!    a prefix only where prefix sharing is measured.
+//! 3. Every run does the same work: streams do not stop early, unless the user lets them. They
+//!    share a prefix only where prefix sharing is measured.
 
 #![forbid(unsafe_code)]
 
