@@ -11,6 +11,7 @@ mod access_log;
 mod admin_audit;
 mod admission;
 mod bad_input;
+mod bench_serve;
 mod cgroups;
 mod chat_templates;
 mod clients;

@@ -2,6 +2,11 @@
 
 //! `ballast bench`: measures a fleet from outside, as clients and operators see it.
 
+mod mix;
+mod serve;
+mod serving_table;
+mod stored_results;
+
 use std::path::{Path, PathBuf};
 
 use loadgen::{
@@ -25,6 +30,12 @@ pub(crate) struct BenchArguments {
 
 #[derive(clap::Subcommand)]
 enum BenchCommand {
+    /// Load on a running fleet or another OpenAI-compatible server, as vLLM's benchmark measures it
+    Serve(Box<serve::ServeArguments>),
+    /// Compare two results of `serve`, or two sets of them, with confidence intervals
+    Compare(stored_results::ResultComparisonArguments),
+    /// Show results of `serve` as one HTML page with plots
+    Report(stored_results::ResultPageArguments),
     /// Prefill and decode speed of concurrent streams
     Throughput(ThroughputArguments),
     /// Times of worker starts: attach, an added worker, and the restart of a killed worker
@@ -141,6 +152,9 @@ struct BenchFleetArguments {
 pub(crate) fn run(arguments: BenchArguments) -> CliResult {
     block_on(async {
         match arguments.what {
+            BenchCommand::Serve(arguments) => serve::serve(*arguments).await,
+            BenchCommand::Compare(arguments) => stored_results::compare_results(&arguments),
+            BenchCommand::Report(arguments) => stored_results::report(&arguments),
             BenchCommand::Throughput(arguments) => throughput(arguments).await,
             BenchCommand::WorkerStarts(arguments) => worker_starts(arguments).await,
             BenchCommand::Drafts(arguments) => drafts(arguments).await,

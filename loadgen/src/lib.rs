@@ -4,9 +4,10 @@
 //! see it.
 //!
 //! 1. It starts the real executable and calls its sockets. No process of the fleet is linked in.
+//!    [`serving`] instead measures a server that runs already.
 //! 2. Times are wall-clock times at the client side of the sockets.
-//! 3. Every run does the same work: streams do not stop early, and share a prefix only where prefix
-//!    sharing is measured.
+//! 3. Every run does the same work: streams do not stop early, unless the user lets them. They
+//!    share a prefix only where prefix sharing is measured.
 
 #![forbid(unsafe_code)]
 
@@ -14,6 +15,7 @@ mod burst;
 mod drafts;
 mod fleet;
 mod report;
+pub mod serving;
 mod streams;
 mod structured;
 mod worker_startup;

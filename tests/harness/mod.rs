@@ -9,6 +9,7 @@ pub(crate) mod collector;
 pub(crate) mod http;
 pub(crate) mod proc;
 pub(crate) mod random;
+pub(crate) mod scripted_server;
 pub(crate) mod separate;
 pub(crate) mod unusable_worker;
 
