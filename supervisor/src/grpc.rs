@@ -559,6 +559,7 @@ impl From<CommandError> for Status {
             CommandError::NotAWorker { .. }
             | CommandError::AmbiguousModel { .. }
             | CommandError::NoConfiguration
+            | CommandError::DeviceUnusable { .. }
             | CommandError::Configuration { .. } => Status::invalid_argument(text),
             CommandError::NameTaken { .. } => Status::already_exists(text),
             CommandError::StartFailed { .. } | CommandError::TooManyWorkers { .. } => {

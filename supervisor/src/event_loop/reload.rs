@@ -57,6 +57,7 @@ impl SupervisorLoop {
             if let (ReloadScope::All, Some(reader)) = (scope, &self.spec.read_again) {
                 (reader.accept)();
             }
+            self.add_devices(std::mem::take(&mut wanted.gpus));
             self.unusable.retain(|_, model| scope != ReloadScope::All && !model.is_from_directory);
             self.unusable.extend(wanted.unusable.iter().map(|model| (model.name.clone(), model.clone())));
             for model in wanted.models {

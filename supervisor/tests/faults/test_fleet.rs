@@ -221,6 +221,8 @@ fn fleet_spec(behaviours: &ChildBehaviours) -> FleetSpec {
     FleetSpec {
         weight_server: config("weight-server", "weight-server", &behaviours.weight_server, ""),
         router: config("router", "router", &behaviours.router, ""),
+        devices: Default::default(),
+        find_gpu: Arc::new(|_| Err("no GPU".to_owned())),
         mps: None,
         device_monitor: None,
         router_socket: None,
