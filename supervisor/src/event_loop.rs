@@ -14,6 +14,7 @@ mod children;
 mod commands;
 mod copies;
 mod crashes;
+mod device_lists;
 mod devices;
 mod idle;
 mod notifications;

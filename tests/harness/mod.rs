@@ -11,6 +11,7 @@ pub(crate) mod proc;
 pub(crate) mod random;
 pub(crate) mod separate;
 pub(crate) mod unusable_worker;
+pub(crate) mod upgrade;
 
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
