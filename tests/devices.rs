@@ -95,8 +95,7 @@ fn a_load_onto_a_gpu_that_the_fleet_does_not_see_is_refused_and_changes_nothing(
     let before = fleet.processes();
     let load = |device: &str| {
         runtime().block_on(async {
-            let channel =
-                service::grpc::connect(&fleet.runtime_dir().join("supervisor.sock")).await.unwrap();
+            let channel = service::grpc::connect(&fleet.runtime_dir().join("supervisor.sock")).await.unwrap();
             let request = LoadModelRequest {
                 name: "second".to_owned(),
                 path: demo_22m().to_str().unwrap().to_owned(),

@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use crate::harness::api::{TestRequest, generate_all, runtime};
 use crate::harness::upgrade::{complete_all, complete_during, copy_of_executable, serve_with};
 use crate::harness::{
-    ServedFleet, ballast, demo_7m, demo_22m, device, eventually, executable, first_json_line, proc, serve_config, streams_last_seconds,
-    text,
+    ServedFleet, ballast, demo_7m, demo_22m, device, eventually, executable, first_json_line, proc,
+    serve_config, streams_last_seconds, text,
 };
 
 /// `ballast.toml` for a demo model. Streams may last longer than the test.

@@ -113,8 +113,7 @@ pub(crate) fn choose(
                     format!("{selector} cannot be used: {why}; --device host runs without a GPU"),
                 )
             };
-            let gpu =
-                usable_gpu(selector, seen, "this process").map_err(|why| refused(Exit::Usage, &why))?;
+            let gpu = usable_gpu(selector, seen, "this process").map_err(|why| refused(Exit::Usage, &why))?;
             match without_kernel {
                 Some(why) => Err(refused(Exit::ModelRefused, why)),
                 None => Ok(DeviceChoice::gpu(gpu.clone(), None)),

@@ -18,9 +18,7 @@ use serde::{Deserialize, Serialize};
 use service::runtime_dir::WORKERS_MAX;
 use service::{ByteSize, Exit, RuntimeDir};
 use supervisor::mps::MpsConfig;
-use supervisor::{
-    ChildRole, FleetDevices, FleetSpec, GpuDevice, ModelSpec, SupervisionConfig, WorkerSlot,
-};
+use supervisor::{ChildRole, FleetDevices, FleetSpec, GpuDevice, ModelSpec, SupervisionConfig, WorkerSlot};
 use toml::{Table, Value};
 use traces::TracingConfig;
 use worker::ComputeDevice;
@@ -211,8 +209,7 @@ impl FleetConfig {
         let choices = sized.iter().flat_map(|model| &model.copies).map(|copy| &copy.choice);
         let gpus = choices.chain(&of_directory).filter_map(|choice| choice.gpu.as_ref());
         self.check_gpu_budget(gpus.clone())?;
-        let monitor =
-            MonitorConfig { supervisor_socket: directory.supervisor_socket(), devices: Vec::new() };
+        let monitor = MonitorConfig { supervisor_socket: directory.supervisor_socket(), devices: Vec::new() };
         let of_fleet = self.clone();
         Ok(FleetSpec {
             weight_server: self.weight_server(directory),

@@ -125,7 +125,9 @@ pub(crate) fn recorded_gpus(directory: &RuntimeDir) -> Vec<GpuDevice> {
     let path = directory.config(ChildRole::WeightServer.subcommand());
     match config::load::<WeightServerRecord>(&path) {
         Ok(record) => record.devices,
-        Err(ConfigFileError::Read { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+        Err(ConfigFileError::Read { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+            Vec::new()
+        }
         Err(error) => {
             let cause = service::exit::one_line(&error);
             tracing::error!(cause, "the record of the fleet's GPUs is lost");

@@ -48,8 +48,7 @@ impl UpdatedFleet {
     /// Streams run during the change.
     fn assert_whole_during(&mut self, what: &str, change: impl FnOnce(&mut ServedFleet)) {
         let grpc = self.fleet.grpc.clone();
-        let rounds =
-            complete_during(&grpc, &self.requests, &self.expected, || change(&mut self.fleet));
+        let rounds = complete_during(&grpc, &self.requests, &self.expected, || change(&mut self.fleet));
         assert!(rounds > 0);
         eprintln!("measured: {} streams were whole during {what}", rounds * self.requests.len());
     }

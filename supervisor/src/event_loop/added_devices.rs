@@ -22,8 +22,8 @@ use crate::spec::{ChildRole, ChildSpec, ModelSpec};
 use crate::state::ChildEvent;
 
 impl SupervisorLoop {
-    /// Looks for the GPUs of the model that the fleet does not use yet, in a task: a driver may take
-    /// seconds to answer.
+    /// Looks for the GPUs of the model that the fleet does not use yet, in a task: a driver may
+    /// take seconds to answer.
     pub(super) fn load_by_command(&mut self, model: ModelSpec, reply: CommandReply<()>) {
         let is_unknown = |device: &&str| !is_host_device(device) && self.spec.devices.get(device).is_none();
         let unknown: Vec<String> = model.devices().filter(is_unknown).map(str::to_owned).collect();

@@ -20,8 +20,7 @@ use service::runtime_dir::ClaimedRuntimeDir;
 use service::{ByteSize, Notify, Shutdown};
 use supervisor::{
     BackoffReason, ChildState, CopyMemory, CopySpec, FleetHandle, FleetSpec, GpuDevice, ModelSpec,
-    SupervisionConfig,
-    WorkerSlot,
+    SupervisionConfig, WorkerSlot,
 };
 use tonic::transport::Channel;
 

@@ -417,7 +417,10 @@ fn a_gpu_that_is_added_later_has_its_own_budget_and_a_known_one_keeps_its_budget
     let mut state = state();
     let actions = state.handle(on_device(later, load(1, "a", 1, MIB)), at(0));
     let refused = |actions: &[WeightServerAction]| {
-        matches!(answers(actions)[..], [(_, Err(LoadFailure::Reservation(ReservationError::UnknownDevice { .. })))])
+        matches!(
+            answers(actions)[..],
+            [(_, Err(LoadFailure::Reservation(ReservationError::UnknownDevice { .. })))]
+        )
     };
     assert!(refused(&actions), "{actions:?}");
     let added = |id: &str, mib: u64| WeightServerEvent::DeviceAdded {
@@ -449,8 +452,11 @@ fn the_node_of_a_gpu_that_is_added_later_is_no_memory_of_the_host() {
     limits.host_capacity_is_measured = true;
     let mut state = WeightServerState::new(limits, InheritedState::default(), at(0));
     let node = memory::numa::node_of_device(HOST_NODE);
-    let device =
-        DeviceConfig { id: "GPU-own-node".to_owned(), budget: DeviceBudget::Own(ByteSize(MIB)), numa_node: node };
+    let device = DeviceConfig {
+        id: "GPU-own-node".to_owned(),
+        budget: DeviceBudget::Own(ByteSize(MIB)),
+        numa_node: node,
+    };
     let added = || WeightServerEvent::DeviceAdded { device: device.clone(), node_bytes: 300 * MIB };
     state.handle(added(), at(0));
     state.handle(added(), at(0));
