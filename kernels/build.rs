@@ -5,7 +5,7 @@
 //! nvcc comes from CUDA_HOME, PATH or scripts/cuda-toolkit. BALLAST_CUDA_ARCHS lists the contents
 //! of an image: `sm_90a` is machine code, `compute_90` is PTX that newer drivers compile when they
 //! load it. The default is what the development machines need. A release sets
-//! "sm_90a,sm_100,sm_120,compute_120". Bulk copies need at least 9.0.
+//! what kernels/release-archs has. Bulk copies need at least 9.0.
 //!
 //! Before nvcc runs, build.rs writes the tables of src/cuda/abi as headers to $OUT_DIR/abi.
 //! Afterwards it lists the kernels of each image in $OUT_DIR/compiled_kernels.rs. With this list

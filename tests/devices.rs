@@ -5,7 +5,10 @@
 use crate::harness::admin::weight_server_status;
 use crate::harness::api::runtime;
 use crate::harness::{ServedFleet, ballast, demo_7m, demo_22m, device, synth, text};
-use proto::weights::v1::ReservationKind;
+use proto::fleet::v1::LoadModelRequest;
+use proto::fleet::v1::fleet_client::FleetClient;
+use proto::weights::v1::weight_server_client::WeightServerClient;
+use proto::weights::v1::{DeviceMemory, LoadRequest, ReservationKind, device_memory};
 use serde_json::Value;
 use std::path::Path;
 
@@ -80,6 +83,80 @@ fn a_gpu_that_is_not_there_is_named_with_what_to_do() {
         assert!(stderr.starts_with("ballast: cuda:63 cannot be used: "), "{stderr}");
         assert!(stderr.ends_with("; --device host runs without a GPU\n"), "{stderr}");
     }
+}
+
+/// No machine has it.
+const ABSENT_GPU: &str = "GPU-00112233-4455-6677-8899-aabbccddeeff";
+
+/// A client that does not ask the driver itself.
+#[test]
+fn a_load_onto_a_gpu_that_the_fleet_does_not_see_is_refused_and_changes_nothing() {
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1"]);
+    let before = fleet.processes();
+    let load = |device: &str| {
+        runtime().block_on(async {
+            let channel = service::grpc::connect(&fleet.runtime_dir().join("supervisor.sock")).await.unwrap();
+            let request = LoadModelRequest {
+                name: "second".to_owned(),
+                path: demo_22m().to_str().unwrap().to_owned(),
+                workers: 1,
+                device: device.to_owned(),
+                ..LoadModelRequest::default()
+            };
+            FleetClient::new(channel).load_model(request).await.map(drop).unwrap_err()
+        })
+    };
+    for (device, why) in [(ABSENT_GPU, ""), ("cuda:0", "it is no device; a load names \"host\"")] {
+        let refusal = load(device);
+        assert_eq!(refusal.code(), tonic::Code::InvalidArgument, "{refusal:?}");
+        let text = format!("`device` of model \"second\": {device} cannot be used: {why}");
+        assert!(refusal.message().starts_with(&text), "{}", refusal.message());
+    }
+    let pids = |processes: Vec<crate::harness::FleetProcess>| -> Vec<u32> {
+        processes.iter().map(|process| process.pid).collect()
+    };
+    assert_eq!(pids(fleet.processes()), pids(before), "no process came or went");
+    fleet.stop();
+}
+
+/// A loader would begin with the context of the GPU. This one has no GPU, and fails.
+#[test]
+fn the_weight_server_hears_of_a_gpu_with_the_first_load_onto_it() {
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1"]);
+    let load = |device_memory: Option<DeviceMemory>| {
+        runtime().block_on(async {
+            let socket = fleet.runtime_dir().join("weights-admin.sock");
+            let channel = service::grpc::connect(&socket).await.unwrap();
+            let request = LoadRequest {
+                model: "second".to_owned(),
+                path: demo_22m().to_str().unwrap().to_owned(),
+                device: ABSENT_GPU.to_owned(),
+                no_packing: false,
+                device_memory,
+            };
+            let mut events = WeightServerClient::new(channel).load(request).await.unwrap().into_inner();
+            loop {
+                match events.message().await {
+                    Ok(Some(_)) => {}
+                    Ok(None) => panic!("the load has no outcome"),
+                    Err(status) => return status.message().to_owned(),
+                }
+            }
+        })
+    };
+    let row = || {
+        let ledger = runtime().block_on(weight_server_status(&fleet)).ledger.unwrap();
+        ledger.devices.into_iter().find(|row| row.device == ABSENT_GPU)
+    };
+    let refusal = load(None);
+    assert!(refusal.starts_with(&format!("there is no device {ABSENT_GPU}: known are ")), "{refusal}");
+    assert!(row().is_none());
+    let memory = DeviceMemory { budget: Some(device_memory::Budget::Bytes(1 << 30)), numa_node: None };
+    let failure = load(Some(memory));
+    assert!(!failure.starts_with("there is no device"), "{failure}");
+    let row = row().unwrap();
+    assert_eq!((row.capacity_bytes, row.reserved_bytes), (1 << 30, 0), "{failure}");
+    fleet.stop();
 }
 
 #[test]

@@ -7,6 +7,7 @@
 //! (BALLAST_TEST_SECOND_DEVICE), they are these.
 
 mod swaps;
+mod updates;
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -17,7 +18,7 @@ use crate::harness::api::{Continuation, TestRequest, generate_all, runtime};
 use crate::harness::http::HttpClient;
 use crate::harness::{
     FleetProcess, ServedFleet, ballast, demo_7m, demo_22m, device, eventually, first_json_line, gpu_name,
-    proc, runs_on_host, second_gpu, serve_config, text,
+    gpu_uuid, proc, runs_on_host, second_gpu, serve_config, text,
 };
 
 /// The names of two devices in the configuration. `None`, with a SKIPPED line, if this machine has
@@ -228,6 +229,13 @@ fn commands_concern_the_copies_of_a_name_together_or_say_that_they_cannot() {
     let fewer = model("m", &demo_7m(), &devices[..1], "workers = 2");
     std::fs::write(&file, format!("{fewer}{other}")).unwrap();
     let reloaded = crate::harness::text(&fleet.run_command(&["reload"])).0;
+    let named = |device: &String| if device.starts_with("host") { device.clone() } else { gpu_uuid(device) };
+    let expected = format!("devices of model m: {}, {} -> {}", named(first), named(second), named(first));
+    assert_eq!(reloaded.trim(), expected);
+    await_workers(&fleet, "m", &[first, first, first]);
+    let elsewhere = model("m", &demo_7m(), &devices[1..], "workers = 2");
+    std::fs::write(&file, format!("{elsewhere}{other}")).unwrap();
+    let reloaded = text(&fleet.run_command(&["reload"])).0;
     assert!(
         reloaded.starts_with("not applied until the supervisor restarts: device of model m"),
         "{reloaded}"

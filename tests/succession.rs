@@ -8,14 +8,13 @@ use std::io::ErrorKind;
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixDatagram, UnixStream};
-use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::harness::api::{TestRequest, connect, generate, generate_all, runtime};
+use crate::harness::api::{TestRequest, generate_all, runtime};
+use crate::harness::upgrade::{complete_all, complete_during, copy_of_executable, serve_with};
 use crate::harness::{
-    ServedFleet, TIMEOUT, ballast, demo_7m, demo_22m, device, eventually, executable, first_json_line, proc,
+    ServedFleet, ballast, demo_7m, demo_22m, device, eventually, executable, first_json_line, proc,
     serve_config, streams_last_seconds, text,
 };
 
@@ -38,17 +37,6 @@ fn requests(count: u64, max_tokens: u32) -> Vec<TestRequest> {
         ..TestRequest::default()
     };
     (0..count).map(request).collect()
-}
-
-impl ServedFleet {
-    /// Kills the supervisor. The command has to start a successor on the same runtime directory.
-    fn succeed(&mut self, mut successor: Command) {
-        proc::send_signal(self.supervisor.id(), "KILL");
-        let _ = self.supervisor.wait();
-        let mut successor = successor.spawn().unwrap();
-        first_json_line(&mut successor);
-        self.supervisor = successor;
-    }
 }
 
 #[test]
@@ -212,23 +200,6 @@ fn a_worker_that_drains_while_its_supervisor_dies_is_replaced_by_the_successor()
     fleet.stop();
 }
 
-/// The file that a process executes.
-fn program(pid: u32) -> PathBuf {
-    std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default()
-}
-
-fn copy_of_executable(folder: &Path, name: &str) -> PathBuf {
-    let copy = folder.join(name);
-    std::fs::copy(executable(), &copy).unwrap();
-    copy
-}
-
-fn serve_with(program: &Path, command: &Command) -> Command {
-    let mut other = Command::new(program);
-    other.args(command.get_args()).stdin(Stdio::null()).stdout(Stdio::piped()).env_remove("NOTIFY_SOCKET");
-    other
-}
-
 /// Another executable takes over a fleet under load, and then replaces each process. The old file
 /// is gone by then, as after an upgrade of a package.
 #[test]
@@ -249,63 +220,11 @@ fn another_executable_takes_over_a_fleet_under_load_without_a_lost_stream() {
         .map(|request| TestRequest { model: "m".to_owned(), ..request })
         .collect();
     let expected = runtime().block_on(complete_all(&fleet.grpc, &requests));
-    let (done, grpc) = (AtomicBool::new(false), fleet.grpc.clone());
-    let rounds = std::thread::scope(|scope| {
-        let load = scope.spawn(|| {
-            let mut rounds = 0;
-            while !done.load(Ordering::Relaxed) {
-                assert_eq!(runtime().block_on(complete_all(&grpc, &requests)), expected, "round {rounds}");
-                rounds += 1;
-            }
-            rounds
-        });
+    let rounds = complete_during(&fleet.grpc.clone(), &requests, &expected, || {
         std::fs::remove_file(&old).unwrap();
         fleet.succeed(serve_with(&new, &serve_config(&run, &config)));
-        for arguments in
-            [&["restart", "weight-server"][..], &["restart", "--rolling"], &["restart", "router"]]
-        {
-            let restarted = fleet.run_command(arguments);
-            assert!(restarted.status.success(), "{arguments:?}: {}", text(&restarted).1);
-        }
-        eventually("every process executes the new file", || {
-            let processes = fleet.try_processes()?;
-            processes
-                .iter()
-                .all(|process| process.state == "ready" && program(process.pid) == new)
-                .then_some(())
-        });
-        done.store(true, Ordering::Relaxed);
-        load.join().unwrap()
+        fleet.replace_processes(&new);
     });
     assert!(rounds > 0);
     fleet.stop();
-}
-
-/// The tokens of all requests. A request that meets a router on its way out is sent again, as
-/// clients do; a stream that has begun has to end well.
-async fn complete_all(url: &str, requests: &[TestRequest]) -> Vec<Vec<u32>> {
-    let tasks: Vec<_> = requests
-        .iter()
-        .map(|request| {
-            let (url, request) = (url.to_owned(), request.clone());
-            tokio::spawn(async move { complete(&url, &request).await })
-        })
-        .collect();
-    let mut all = Vec::new();
-    for task in tasks {
-        all.push(task.await.unwrap());
-    }
-    all
-}
-
-async fn complete(url: &str, request: &TestRequest) -> Vec<u32> {
-    let end = Instant::now() + TIMEOUT;
-    loop {
-        let (mut client, mut has_begun) = (connect(url).await, false);
-        match generate(&mut client, request, |_| has_begun = true).await {
-            Ok(done) => return done.tokens,
-            Err(status) => assert!(!has_begun && Instant::now() < end, "{status:?}"),
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
 }

@@ -56,6 +56,7 @@ impl ConfigSource {
         listen: Option<SocketAddr>,
     ) -> ConfigReader {
         let (watched, tracing) = (applied.models_directory.clone(), applied.tracing.clone());
+        let gpu_budget = applied.gpu_budget;
         let applied = Arc::new(Mutex::new(applied));
         // Read, and perhaps refused by the supervisor.
         let pending = Arc::new(Mutex::new(None));
@@ -68,6 +69,7 @@ impl ConfigSource {
                     not_applied = diff_settings(&self.fixed, &fixed_settings(&config)?);
                     config.models_directory.clone_from(&watched);
                     config.tracing.clone_from(&tracing);
+                    config.gpu_budget = gpu_budget;
                 }
                 let spec = spec(&config, &directory, listen)?;
                 if scope == ReloadScope::All {
@@ -105,11 +107,14 @@ fn spec(config: &FleetConfig, directory: &RuntimeDir, listen: Option<SocketAddr>
         &recorded_models(directory),
         UnusableTemplate::Refuse,
     ))?;
+    let choices = sized.iter().flat_map(|model| &model.copies).map(|copy| &copy.choice);
+    let gpus = choices.filter_map(|choice| choice.gpu.as_ref());
     Ok(ReloadedSpec {
         router: to_toml_table(&config.router_config(directory, listen))?,
         models: config.model_specs(&sized, &resident)?,
         unusable,
         not_applied: Vec::new(),
+        gpus: config.gpu_devices(gpus),
     })
 }
 

@@ -113,20 +113,30 @@ pub(crate) fn choose(
                     format!("{selector} cannot be used: {why}; --device host runs without a GPU"),
                 )
             };
-            if let Some(problem) = &seen.problem {
-                return Err(refused(Exit::Usage, problem));
-            }
-            let Some(gpu) = seen.gpus.iter().find(|gpu| means(selector, gpu)) else {
-                return Err(refused(Exit::Usage, &format!("there is no such GPU, {}", present(&seen.gpus))));
-            };
-            if let Some(why) = &gpu.unusable {
-                return Err(refused(Exit::Usage, &format!("{}: {why}", gpu.name)));
-            }
+            let gpu = usable_gpu(selector, seen, "this process").map_err(|why| refused(Exit::Usage, &why))?;
             match without_kernel {
                 Some(why) => Err(refused(Exit::ModelRefused, why)),
                 None => Ok(DeviceChoice::gpu(gpu.clone(), None)),
             }
         }
+    }
+}
+
+/// The GPU that is meant, or why it cannot be used. `who` sees these GPUs.
+pub(crate) fn usable_gpu<'a>(
+    selector: DeviceSelector,
+    seen: &'a GpuInventory,
+    who: &str,
+) -> Result<&'a GpuInfo, String> {
+    if let Some(problem) = &seen.problem {
+        return Err(problem.clone());
+    }
+    let Some(gpu) = seen.gpus.iter().find(|gpu| means(selector, gpu)) else {
+        return Err(format!("there is no such GPU, {}", present(&seen.gpus, who)));
+    };
+    match &gpu.unusable {
+        Some(why) => Err(format!("{}: {why}", gpu.name)),
+        None => Ok(gpu),
     }
 }
 
@@ -154,12 +164,12 @@ fn means(selector: DeviceSelector, gpu: &GpuInfo) -> bool {
     }
 }
 
-fn present(gpus: &[GpuInfo]) -> String {
+fn present(gpus: &[GpuInfo], who: &str) -> String {
     let names: Vec<String> =
         gpus.iter().map(|gpu| format!("cuda:{} {} ({})", gpu.ordinal, gpu.name, gpu.uuid)).collect();
     match names.is_empty() {
-        true => "this process sees none".to_owned(),
-        false => format!("this process sees {}", names.join(", ")),
+        true => format!("{who} sees none"),
+        false => format!("{who} sees {}", names.join(", ")),
     }
 }
 

@@ -7,8 +7,6 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use proto::fleet::v1 as wire;
-use proto::weights::v1::GetStatusRequest;
-use proto::weights::v1::weight_server_client::WeightServerClient;
 use proto::worker::v1::ResetPrefixCacheRequest;
 use proto::worker::v1::worker_client::WorkerClient;
 use service::Exit;
@@ -19,7 +17,8 @@ use supervisor::{CopySpec, ModelSpec};
 
 use crate::chat_templates::{UnusableTemplate, read_chat_templates};
 use crate::cli_error::{CliError, CliResult, IoContext};
-use crate::devices::{GpuInfo, GpuInventory};
+use crate::device_selection::DeviceSelection;
+use crate::devices::GpuInventory;
 use crate::fleet_arguments::{ChatTemplateArgument, IdleUnloadArgument, WorkerArguments, model_name};
 use crate::fleet_choice::find_fleet;
 use crate::fleet_config::{check_names, devices_for};
@@ -146,8 +145,9 @@ pub(crate) fn load(arguments: LoadArguments) -> CliResult {
     idle.set(&mut models);
     check_names(&models).map_err(|text| CliError::new(Exit::Usage, text))?;
     let mut seen = devices_for(models.iter().map(|model| &model.device))?;
-    if models[0].device.is_open() && !seen.gpus.is_empty() {
-        seen = known_to_fleet(seen, &fleet)?;
+    // "all" keeps them: their copies come when the quarantine ends.
+    if models[0].device == DeviceSelection::default() && !seen.gpus.is_empty() {
+        seen = without_quarantined(seen, &fleet)?;
     }
     let mut sized = SizedModel::all(&models, 0, &seen)?;
     block_on(read_chat_templates(&mut sized, &[], UnusableTemplate::Refuse))?;
@@ -208,21 +208,19 @@ pub(crate) fn load_request(model: ModelSpec) -> wire::LoadModelRequest {
     }
 }
 
-/// Keeps only the GPUs that are in the ledger of the fleet's weight-server.
-pub(crate) fn known_to_fleet(mut seen: GpuInventory, place: &FleetSelector) -> CliResult<GpuInventory> {
-    let status = block_on(async {
-        let directory = find_fleet(place.runtime_dir.as_deref()).await?;
-        let channel = service::grpc::connect(&directory.weights_admin_socket()).await?;
-        let status = WeightServerClient::new(channel).get_status(GetStatusRequest {}).await;
-        Ok(status.map_err(|status| CliError::from_status("the weight-server", &status))?.into_inner())
+/// Marks the GPUs that are quarantined: a load that leaves the choice open takes another one.
+fn without_quarantined(mut seen: GpuInventory, place: &FleetSelector) -> CliResult<GpuInventory> {
+    let mut devices = Vec::new();
+    call_supervisor(place, "cannot ask for the devices", async |client| {
+        let status = client.get_status(wire::GetStatusRequest { memory: false, ledger: false }).await?;
+        devices = status.into_inner().devices;
+        Ok(())
     })?;
-    let devices = status.ledger.map(|ledger| ledger.devices).unwrap_or_default();
-    let is_known = |gpu: &GpuInfo| {
-        devices.iter().any(|row| row.device == gpu.uuid || row.unified_devices.contains(&gpu.uuid))
-    };
-    seen.gpus.retain(is_known);
-    if seen.gpus.is_empty() {
-        seen.problem = Some("the running fleet was started without a GPU".to_owned());
+    for gpu in &mut seen.gpus {
+        let of_fleet = devices.iter().find(|device| device.device == gpu.uuid);
+        if let Some(quarantine) = of_fleet.and_then(|device| device.quarantine.as_ref()) {
+            gpu.unusable = Some(format!("it is quarantined: {}", quarantine.reason));
+        }
     }
     Ok(seen)
 }

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use cuda::DeviceSelector;
 use device_monitor::MonitorConfig;
 use memory::manifest::HOST_DEVICE;
 use memory::numa::{self, is_host_device};
@@ -17,13 +18,14 @@ use serde::{Deserialize, Serialize};
 use service::runtime_dir::WORKERS_MAX;
 use service::{ByteSize, Exit, RuntimeDir};
 use supervisor::mps::MpsConfig;
-use supervisor::{ChildRole, FleetSpec, ModelSpec, SupervisionConfig, WorkerSlot};
+use supervisor::{ChildRole, FleetDevices, FleetSpec, GpuDevice, ModelSpec, SupervisionConfig, WorkerSlot};
 use toml::{Table, Value};
 use traces::TracingConfig;
+use worker::ComputeDevice;
 
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::config_source::ConfigSource;
-use crate::device_choice::DeviceChoice;
+use crate::device_choice::{DeviceChoice, usable_gpu};
 use crate::device_selection::DeviceSelection;
 use crate::devices::{self, GpuInfo, GpuInventory};
 use crate::gpu_wait::discover_wanted;
@@ -207,16 +209,15 @@ impl FleetConfig {
         let choices = sized.iter().flat_map(|model| &model.copies).map(|copy| &copy.choice);
         let gpus = choices.chain(&of_directory).filter_map(|choice| choice.gpu.as_ref());
         self.check_gpu_budget(gpus.clone())?;
-        let mut weight_server = self.weight_server(directory, gpus);
-        resident.add_devices(&mut weight_server);
-        let mps = (self.gpu.mps && weight_server.contains_key("devices"))
-            .then(|| MpsConfig { directory: directory.mps_directory() });
-        let device_monitor = device_monitor(directory, &weight_server)?;
+        let monitor = MonitorConfig { supervisor_socket: directory.supervisor_socket(), devices: Vec::new() };
+        let of_fleet = self.clone();
         Ok(FleetSpec {
-            weight_server,
+            weight_server: self.weight_server(directory),
             router: to_toml_table(&self.router_config(directory, listen))?,
-            mps,
-            device_monitor,
+            devices: FleetDevices::new(self.gpu_devices(gpus)),
+            find_gpu: Arc::new(move |id| of_fleet.find_gpu(id)),
+            mps: self.gpu.mps.then(|| MpsConfig { directory: directory.mps_directory() }),
+            device_monitor: Some(to_toml_table(&monitor)?),
             router_socket,
             http_address: listen.map(|address| address.to_string()).unwrap_or_default(),
             log,
@@ -323,46 +324,39 @@ impl FleetConfig {
         self.host_budget.map_or_else(available, |budget| budget.0)
     }
 
-    fn weight_server<'a>(&self, directory: &RuntimeDir, gpus: impl Iterator<Item = &'a GpuInfo>) -> Table {
+    /// Without `devices`.
+    fn weight_server(&self, directory: &RuntimeDir) -> Table {
         let mut table = Table::new();
         let runtime_dir = directory.path().to_string_lossy().into_owned();
         table.insert("runtime-dir".to_owned(), Value::String(runtime_dir));
         if let Some(budget) = self.host_budget {
             table.insert("host-budget".to_owned(), Value::String(budget.to_string()));
         }
+        table
+    }
+
+    /// Each GPU once, with what the fleet may use of it.
+    pub(crate) fn gpu_devices<'a>(&self, gpus: impl Iterator<Item = &'a GpuInfo>) -> Vec<GpuDevice> {
         let mut gpus: Vec<&GpuInfo> = gpus.collect();
         gpus.sort_by_key(|gpu| gpu.ordinal);
         gpus.dedup();
-        let device = |gpu: &GpuInfo| {
-            let mut device = Table::new();
-            device.insert("id".to_owned(), Value::String(gpu.uuid.clone()));
-            let budget = match gpu.integrated {
-                true => HOST_DEVICE.to_owned(),
-                false => ByteSize(self.budget_of(gpu)).to_string(),
-            };
-            device.insert("budget".to_owned(), Value::String(budget));
-            if let Some(node) = gpu.numa_node {
-                device.insert("numa-node".to_owned(), Value::Integer(node.into()));
-            }
-            Value::Table(device)
-        };
-        if !gpus.is_empty() {
-            table.insert("devices".to_owned(), gpus.into_iter().map(device).collect::<Vec<_>>().into());
-        }
-        table
+        gpus.into_iter().map(|gpu| self.gpu_device(gpu)).collect()
     }
-}
 
-/// The configuration of the device monitor, if the fleet uses a GPU.
-fn device_monitor(directory: &RuntimeDir, weight_server: &Table) -> CliResult<Option<Table>> {
-    let devices = weight_server.get("devices").and_then(Value::as_array);
-    let Some(devices) = devices else { return Ok(None) };
-    let ids = devices.iter().filter_map(|device| device.get("id")?.as_str());
-    let config = MonitorConfig {
-        supervisor_socket: directory.supervisor_socket(),
-        devices: ids.map(str::to_owned).collect(),
-    };
-    to_toml_table(&config).map(Some)
+    fn gpu_device(&self, gpu: &GpuInfo) -> GpuDevice {
+        let budget = (!gpu.integrated).then(|| ByteSize(self.budget_of(gpu)));
+        GpuDevice::new(gpu.uuid.clone(), budget, gpu.numa_node)
+    }
+
+    /// Looks for a GPU that a load names. Asks the driver through a child process, which sees the
+    /// GPUs that the other processes of the fleet see.
+    fn find_gpu(&self, id: &str) -> Result<GpuDevice, String> {
+        let Ok(ComputeDevice::Gpu(selector @ DeviceSelector::Uuid(_))) = id.parse() else {
+            return Err("it is no device; a load names \"host\", \"host:N\" or the UUID of a GPU".to_owned());
+        };
+        let seen = devices::discover_gpus().map_err(|failure| failure.message().to_owned())?;
+        usable_gpu(selector, &seen, "the fleet").map(|gpu| self.gpu_device(gpu))
+    }
 }
 
 fn check_worker_count(workers: u64) -> Result<(), String> {
@@ -501,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_becomes_a_device_of_the_weight_server() {
+    fn a_gpu_becomes_a_device_of_the_fleet() {
         let gpu = GpuInfo {
             ordinal: 0,
             uuid: "GPU-00112233-4455-6677-8899-aabbccddeeff".to_owned(),
@@ -530,19 +524,19 @@ mod tests {
             models_directory: None,
             source: None,
         };
-        let id = |table: &Table| table.get("id").and_then(Value::as_str).map(str::to_owned);
         let unified = GpuInfo { ordinal: 1, uuid: GpuInfo::h200(7).uuid, ..GpuInfo::gb10() };
         let gpus = [&gpu, &unified, &gpu];
         config.check_gpu_budget(gpus.into_iter()).unwrap();
         let refused = config.check_gpu_budget([&unified].into_iter()).unwrap_err();
         assert!(refused.message().contains("cuda:1 NVIDIA GB10 has no memory of its own"), "{refused:?}");
-        let table = config.weight_server(&RuntimeDir::at(Path::new("/run/x")), gpus.into_iter());
-        let devices = table["devices"].as_array().unwrap();
-        assert_eq!(devices.len(), 2);
-        let device = devices[0].as_table().unwrap();
-        assert_eq!((id(device), device["budget"].as_str()), (Some(gpu.uuid), Some("100GiB")));
-        assert_eq!(device["numa-node"].as_integer(), Some(1));
-        let device = devices[1].as_table().unwrap();
-        assert_eq!((id(device), device["budget"].as_str()), (Some(unified.uuid), Some("host")));
+        let devices = config.gpu_devices(gpus.into_iter());
+        let expected = [
+            GpuDevice::new(gpu.uuid, Some(ByteSize(100 << 30)), Some(1)),
+            GpuDevice::new(unified.uuid, None, None),
+        ];
+        assert_eq!(devices, expected);
+        for (id, why) in [("cuda:1", "it is no device"), ("gpu", "it is no device")] {
+            assert!(config.find_gpu(id).unwrap_err().starts_with(why), "{id}");
+        }
     }
 }

@@ -6,11 +6,8 @@
 //! workers. If a mount is away, it takes what its predecessor recorded, and the resident weights
 //! go on.
 
-use std::path::Path;
-
 use service::RuntimeDir;
 use supervisor::{RecordedModel, recorded_models};
-use toml::{Table, Value};
 
 use crate::bounded_read::read_files;
 use crate::fleet_config::FleetConfig;
@@ -20,8 +17,6 @@ use crate::model_config::FleetModelConfig;
 #[derive(Debug, Default)]
 pub(crate) struct ResidentModels {
     models: Vec<RecordedModel>,
-    /// The GPUs of the predecessor's weight-server.
-    devices: Vec<Value>,
 }
 
 impl ResidentModels {
@@ -52,9 +47,6 @@ impl ResidentModels {
             }
         }
         found.add_drafted(config, &recorded);
-        if !found.models.is_empty() {
-            found.devices = devices_of(&directory.config("weight-server"));
-        }
         found
     }
 
@@ -71,25 +63,4 @@ impl ResidentModels {
     pub(crate) fn get(&self, name: &str) -> Option<&RecordedModel> {
         self.models.iter().find(|model| model.name == name)
     }
-
-    /// Adds the devices of these models to the weight-server's configuration.
-    pub(crate) fn add_devices(&self, weight_server: &mut Table) {
-        let mut devices = match weight_server.remove("devices") {
-            Some(Value::Array(devices)) => devices,
-            _ => Vec::new(),
-        };
-        for device in &self.devices {
-            if !devices.iter().any(|present| present.get("id") == device.get("id")) {
-                devices.push(device.clone());
-            }
-        }
-        if !devices.is_empty() {
-            weight_server.insert("devices".to_owned(), devices.into());
-        }
-    }
-}
-
-fn devices_of(config: &Path) -> Vec<Value> {
-    let table: Table = service::config::load(config).unwrap_or_default();
-    table.get("devices").and_then(Value::as_array).cloned().unwrap_or_default()
 }

@@ -9,7 +9,7 @@ use service::Exit;
 
 use crate::chat_templates::{UnusableTemplate, read_chat_templates};
 use crate::cli_error::{CliError, CliResult};
-use crate::fleet_commands::{DrainTimeout, FleetSelector, call_supervisor, known_to_fleet, load_request};
+use crate::fleet_commands::{DrainTimeout, FleetSelector, call_supervisor, load_request};
 use crate::fleet_config::devices_for;
 use crate::model_config::FleetModelConfig;
 use crate::running_fleet::block_on;
@@ -83,8 +83,9 @@ fn sized(fleet: &FleetSelector, name: &str, file: &std::path::Path) -> CliResult
         configs.push(FleetModelConfig { workers: 0, ..settings(draft)? });
     }
     let mut seen = devices_for(configs.iter().map(|config| &config.device))?;
-    if configs[0].device.is_open() && !seen.gpus.is_empty() {
-        seen = known_to_fleet(seen, fleet)?;
+    if configs[0].device.is_open() {
+        // The choice was made when the model was loaded.
+        seen.gpus.retain(|gpu| model.copies.iter().any(|copy| copy.device == gpu.uuid));
     }
     let mut sized = SizedModel::all(&configs, others, &seen)?;
     block_on(read_chat_templates(&mut sized, &[], UnusableTemplate::Refuse))?;

@@ -92,6 +92,8 @@ impl FaultPlan {
         FleetSpec {
             weight_server: toml::Table::new(),
             router: toml::Table::new(),
+            devices: Default::default(),
+            find_gpu: Arc::new(|_| Err("no GPU".to_owned())),
             mps: None,
             device_monitor: None,
             router_socket: None,

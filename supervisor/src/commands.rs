@@ -55,6 +55,8 @@ pub enum CommandError {
     SwapFailed { old: PathBuf, failure: ModelFailure },
     #[error("no model of this fleet uses the device {device:?}; `ballast ps` lists those in use")]
     UnknownDevice { device: String },
+    #[error("`device` of model {model:?}: {device} cannot be used: {why}")]
+    DeviceUnusable { model: String, device: String, why: String },
     #[error("{device} is not quarantined")]
     NotQuarantined { device: String },
     #[error("{device} is quarantined: {reason}; `ballast quarantine {device} --end` ends that")]

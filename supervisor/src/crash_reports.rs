@@ -206,7 +206,7 @@ mod tests {
     async fn reports_are_written_before_the_end_and_without_a_directory_nothing_is_kept() {
         let directory = tempfile::tempdir().unwrap();
         let channel = service::grpc::connect_lazy(&directory.path().join("no.sock")).unwrap();
-        let admin = WeightServerAdmin::new(channel);
+        let admin = WeightServerAdmin::new(channel, tokio::sync::watch::Sender::default().subscribe());
         let mut reports = CrashReports::start(Some(directory.path()), &admin).unwrap();
         assert!(reports.new_log_tail().is_some());
         let report = crash_report::tests::report("worker-0", 7);

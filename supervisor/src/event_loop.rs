@@ -9,10 +9,12 @@
 //! - in which order a fleet stops;
 //! - how a successor adopts the children of a dead supervisor.
 
+mod added_devices;
 mod children;
 mod commands;
 mod copies;
 mod crashes;
+mod device_lists;
 mod devices;
 mod idle;
 mod notifications;
@@ -36,7 +38,7 @@ use service::notify::NotifyError;
 use service::process_limits::StartError;
 use service::runtime_dir::{ClaimedRuntimeDir, RuntimeDirError};
 use service::{Notify, config};
-use tokio::sync::{broadcast, mpsc};
+use tokio::sync::{broadcast, mpsc, watch};
 use tokio::task::{AbortHandle, JoinHandle};
 
 use self::children::supervised_child;
@@ -51,6 +53,7 @@ use crate::device_health::DeviceHealth;
 use crate::events::SupervisorEvent;
 use crate::fd_store::FdStore;
 use crate::fleet::{CommandSender, EVENT_BROADCAST_CAPACITY, FleetHandle, FleetLoss};
+use crate::fleet_devices::FleetDevices;
 use crate::grpc;
 use crate::idle_models::IdleModels;
 use crate::ledger_cache::LedgerCache;
@@ -183,6 +186,8 @@ struct SupervisorLoop {
     /// The second copy of the FD store, if the parent is systemd.
     parent_fds: ParentFdStore,
     admin: WeightServerAdmin,
+    /// The devices of `spec`, for requests to the weight-server.
+    known_devices: watch::Sender<FleetDevices>,
     crash_reports: CrashReports,
     /// The supervisor's own parent.
     parent: Notify,
@@ -221,7 +226,8 @@ impl FleetHandle {
             CommandSender { event_loop: sender, events: broadcast::channel(EVENT_BROADCAST_CAPACITY).0 };
         let api = service::grpc::bind(&names.supervisor_socket())?;
         let channel = service::grpc::connect_lazy(&names.weights_admin_socket())?;
-        let admin = WeightServerAdmin::new(channel);
+        let known_devices = watch::Sender::new(spec.devices.clone());
+        let admin = WeightServerAdmin::new(channel, known_devices.subscribe());
         let ledger = LedgerCache::new(admin.clone());
         let crash_reports = CrashReports::start(spec.supervision.crash_reports.as_deref(), &admin)
             .map_err(|error| FleetStartError::Thread(StartError(error)))?;
@@ -240,6 +246,7 @@ impl FleetHandle {
             parent_fds: ParentFdStore::start(parent.clone())
                 .map_err(|error| FleetStartError::Thread(StartError(error)))?,
             admin,
+            known_devices,
             crash_reports,
             parent,
             reported_summary: String::new(),
@@ -261,6 +268,7 @@ impl FleetHandle {
         }
         event_loop.add_initial_models(&recorded_models(&names));
         event_loop.record_models();
+        event_loop.add_recorded_devices();
         let living = LivingChildren::find(&names)?;
         if !living.is_empty() {
             event_loop.set_served_models(&living);
@@ -390,7 +398,7 @@ impl SupervisorLoop {
             }
             SupervisorEvent::ResidentWeights { resident } => self.unload_leftovers(resident),
             SupervisorEvent::LeftoversUnloaded => self.request_models(),
-            SupervisorEvent::LedgerRead { ledger } => self.ledger_read(&ledger),
+            SupervisorEvent::LedgerRead { ledger } => self.ledger_read(ledger),
             // The load was begun before the device was quarantined.
             SupervisorEvent::CopyStateChanged { device, .. } if self.health.reason(&device).is_some() => {}
             SupervisorEvent::CopyStateChanged { name, device, state } => {
@@ -407,6 +415,7 @@ impl SupervisorLoop {
             SupervisorEvent::ConfigurationRead { read, scope, reply } => {
                 self.configuration_read(read, scope, reply)
             }
+            SupervisorEvent::DevicesFound { found, model, reply } => self.devices_found(found, *model, reply),
             SupervisorEvent::DevicesReported { reports } => self.devices_reported(reports),
             SupervisorEvent::Command(command) => self.handle_command(command),
         }

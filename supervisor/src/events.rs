@@ -8,11 +8,12 @@ use bytes::Bytes;
 
 use crate::commands::{CommandError, CommandReply, FleetCommand};
 use crate::device_health::DeviceReport;
+use crate::fleet_devices::GpuDevice;
 use crate::memory_room::DeviceLedger;
 use crate::model_swap::SwapEvent;
 use crate::notification::Notification;
 use crate::resident_models::WeightsOnDevice;
-use crate::spec::{ReloadScope, ReloadedSpec};
+use crate::spec::{ModelSpec, ReloadScope, ReloadedSpec};
 use crate::spec_diff::SpecChange;
 use crate::status::ModelState;
 
@@ -93,6 +94,12 @@ pub(crate) enum SupervisorEvent {
         read: Result<ReloadedSpec, CommandError>,
         scope: ReloadScope,
         reply: CommandReply<Vec<SpecChange>>,
+    },
+    /// GPUs that a load names and that the fleet has not used before, or why they cannot be used.
+    DevicesFound {
+        found: Result<Vec<GpuDevice>, CommandError>,
+        model: Box<ModelSpec>,
+        reply: CommandReply<()>,
     },
     /// From the device monitor.
     DevicesReported {

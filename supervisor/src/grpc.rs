@@ -24,6 +24,7 @@ use crate::commands::{CommandError, CommandReply, DRAIN_GRACE, FleetCommand};
 use crate::device_health::DeviceReport;
 use crate::events::SupervisorEvent;
 use crate::fleet::CommandSender;
+use crate::fleet_devices::HOST;
 use crate::ledger_cache::LedgerCache;
 use crate::spec::{ChildRole, CopyMemory, CopySpec, ModelSpec, ReloadScope};
 use crate::spec_diff::SpecChange;
@@ -393,7 +394,7 @@ fn model_spec(request: wire::LoadModelRequest) -> Result<ModelSpec, Status> {
     for wire::FurtherCopy { device, worker_config, weights_bytes, worker_bytes } in
         std::iter::once(first).chain(further_copies)
     {
-        let device = if device.is_empty() { HOST_DEVICE.to_owned() } else { device };
+        let device = if device.is_empty() { HOST.to_owned() } else { device };
         if copies.iter().any(|copy| copy.device == device) {
             return Err(Status::invalid_argument(format!("further_copies: {device} is named twice")));
         }
@@ -417,9 +418,6 @@ fn model_spec(request: wire::LoadModelRequest) -> Result<ModelSpec, Status> {
         settings: table("settings", &settings)?,
     })
 }
-
-/// The device of commands that name no device.
-const HOST_DEVICE: &str = "host";
 
 /// The name of the memfds that hold weights, as smaps shows it.
 const WEIGHT_MAPPINGS: &str = "/memfd:ballast-weights";
@@ -559,6 +557,7 @@ impl From<CommandError> for Status {
             CommandError::NotAWorker { .. }
             | CommandError::AmbiguousModel { .. }
             | CommandError::NoConfiguration
+            | CommandError::DeviceUnusable { .. }
             | CommandError::Configuration { .. } => Status::invalid_argument(text),
             CommandError::NameTaken { .. } => Status::already_exists(text),
             CommandError::StartFailed { .. } | CommandError::TooManyWorkers { .. } => {

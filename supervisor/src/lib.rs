@@ -35,6 +35,7 @@ mod event_loop;
 mod events;
 pub mod fd_store;
 mod fleet;
+mod fleet_devices;
 mod grpc;
 mod idle_models;
 mod ledger_cache;
@@ -66,11 +67,12 @@ pub use config::{SupervisionConfig, SupervisionConfigError};
 pub use device_health::{DeviceStatus, QuarantineStatus};
 pub use event_loop::{FleetStartError, raise_descriptor_limit};
 pub use fleet::FleetHandle;
+pub use fleet_devices::{FleetDevices, GpuDevice};
 pub use ledger_cache::device_rows;
 pub use model_record::{RecordedModel, recorded_models};
 pub use spec::{
-    ChildRole, ChildSpec, CompleteWorkerConfig, ConfigReader, CopyMemory, CopySpec, FleetSpec, ModelSpec,
-    ReloadScope, ReloadedSpec, UnusableModel, WorkerSlot,
+    ChildRole, ChildSpec, CompleteWorkerConfig, ConfigReader, CopyMemory, CopySpec, FindGpu, FleetSpec,
+    ModelSpec, ReloadScope, ReloadedSpec, UnusableModel, WorkerSlot,
 };
 pub use spec_diff::{SettingChange, SpecChange, diff_settings};
 pub use state::{BackoffReason, ChildState, Termination};

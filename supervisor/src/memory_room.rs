@@ -9,10 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use service::ByteSize;
 
+use crate::fleet_devices::{FleetDevices, HOST, is_host_device};
 use crate::spec::ModelSpec;
-
-/// The device that all NUMA nodes ("host:N") are parts of.
-const HOST: &str = "host";
 
 /// What one model takes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,8 +82,23 @@ impl MemoryClaim {
 }
 
 impl DeviceLedger {
+    /// Adds the GPUs of the fleet that the weight-server has not heard of: nothing is on them.
+    pub(crate) fn add_unknown(&mut self, devices: &FleetDevices) {
+        for gpu in devices.iter() {
+            if self.unified.contains(&gpu.id) {
+                continue;
+            }
+            match gpu.own_bytes() {
+                Some(capacity) => {
+                    self.devices.entry(gpu.id.clone()).or_insert(DeviceRow { capacity, reserved: 0 });
+                }
+                None => drop(self.unified.insert(gpu.id.clone())),
+            }
+        }
+    }
+
     fn takes_host_memory(&self, device: &str) -> bool {
-        device == HOST || device.starts_with("host:") || self.unified.contains(device)
+        is_host_device(device) || self.unified.contains(device)
     }
 
     fn counts_on(&self, copy: &CopyClaim, device: &str) -> bool {

@@ -50,18 +50,33 @@ pub(crate) struct ModelCopies {
     copies: Vec<ModelCopy>,
 }
 
-impl ModelCopies {
-    /// Copies on these devices that are being loaded.
-    pub(crate) fn loading<'a>(devices: impl Iterator<Item = &'a str>) -> Self {
-        let copy = |device: &str| ModelCopy {
+impl ModelCopy {
+    fn loading(device: &str) -> Self {
+        Self {
             device: device.to_owned(),
             state: ModelState::Loading { done_bytes: 0, total_bytes: 0 },
             digest: None,
             is_confirmed: false,
             was_served: false,
             lacks_workers: false,
-        };
-        Self { copies: devices.map(copy).collect() }
+        }
+    }
+}
+
+impl ModelCopies {
+    /// Copies on these devices that are being loaded.
+    pub(crate) fn loading<'a>(devices: impl Iterator<Item = &'a str>) -> Self {
+        Self { copies: devices.map(ModelCopy::loading).collect() }
+    }
+
+    /// One more copy, which is being loaded. Its workers start when it is ready.
+    pub(crate) fn add(&mut self, device: &str) {
+        self.copies.push(ModelCopy { lacks_workers: true, ..ModelCopy::loading(device) });
+    }
+
+    /// The model leaves the device.
+    pub(crate) fn remove(&mut self, device: &str) {
+        self.copies.retain(|copy| copy.device != device);
     }
 
     /// Copies that are resident with this digest.

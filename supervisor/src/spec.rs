@@ -12,6 +12,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::config::SupervisionConfig;
+use crate::fleet_devices::{FleetDevices, GpuDevice};
 use crate::mps::MpsConfig;
 use crate::spec_diff::SettingChange;
 use crate::state::RestartPolicy;
@@ -89,6 +90,13 @@ pub struct ChildSpec {
     pub role: ChildRole,
     /// Written to `<name>.toml` before the child starts.
     pub config: toml::Table,
+}
+
+impl ChildSpec {
+    /// The only child of its role.
+    fn of_role(role: ChildRole, config: toml::Table) -> Self {
+        Self { name: role.subcommand().to_owned(), role, config }
+    }
 }
 
 /// One copy of a model's weights.
@@ -228,7 +236,13 @@ pub struct ReloadedSpec {
     pub unusable: Vec<UnusableModel>,
     /// Changes since the start that only a restart of the supervisor applies.
     pub not_applied: Vec<SettingChange>,
+    /// The GPUs of the models.
+    pub gpus: Vec<GpuDevice>,
 }
+
+/// Looks for a GPU by its UUID among those that a process of the fleet sees. The error says why it
+/// cannot be used. It may block for as long as the driver does.
+pub type FindGpu = Arc<dyn Fn(&str) -> Result<GpuDevice, String> + Send + Sync>;
 
 /// Reads the configuration again.
 #[derive(Clone)]
@@ -260,11 +274,16 @@ pub struct UnusableModel {
 
 /// The whole fleet.
 pub struct FleetSpec {
+    /// Without `devices`.
     pub weight_server: toml::Table,
     pub router: toml::Table,
-    /// The workers of GPUs share them through MPS.
+    /// The GPUs that the fleet uses.
+    pub devices: FleetDevices,
+    pub find_gpu: FindGpu,
+    /// The workers of GPUs share them through MPS. It runs if the fleet uses a GPU.
     pub mps: Option<MpsConfig>,
-    /// The configuration of the device monitor, if the fleet uses a GPU.
+    /// The configuration of the device monitor, without its devices. It runs if the fleet uses a
+    /// GPU.
     pub device_monitor: Option<toml::Table>,
     /// Every process of the router inherits it. Connections that arrive during a restart wait in
     /// the socket's queue.
@@ -289,19 +308,13 @@ impl FleetSpec {
         &self,
         living: &BTreeMap<u32, WorkerSlot>,
     ) -> Vec<(ChildSpec, Option<WorkerSlot>)> {
-        let fixed = |role: ChildRole, config: &toml::Table| {
-            (ChildSpec { name: role.subcommand().to_owned(), role, config: config.clone() }, None)
-        };
-        let mut children =
-            vec![fixed(ChildRole::WeightServer, &self.weight_server), fixed(ChildRole::Router, &self.router)];
-        if let Some(mps) = &self.mps {
-            let directory = toml::Value::String(mps.directory.display().to_string());
-            let config = toml::Table::from_iter([("directory".to_owned(), directory)]);
-            children.push(fixed(ChildRole::Mps, &config));
-        }
-        if let Some(config) = &self.device_monitor {
-            children.push(fixed(ChildRole::DeviceMonitor, config));
-        }
+        let mut children = vec![
+            ChildSpec::of_role(ChildRole::WeightServer, self.devices.weight_server(&self.weight_server)),
+            ChildSpec::of_role(ChildRole::Router, self.router.clone()),
+        ];
+        children.extend(self.device_children());
+        let mut children: Vec<(ChildSpec, Option<WorkerSlot>)> =
+            children.into_iter().map(|spec| (spec, None)).collect();
         let weights_of = |name: &str, device: &str| {
             let model = self.models.iter().find(|model| model.name == name)?;
             model.weights_on(device).map(str::to_owned)
@@ -311,6 +324,22 @@ impl FleetSpec {
             workers.into_iter().map(|(index, model, copy)| self.worker_spec(index, model, copy, weights_of));
         children.extend(workers);
         children
+    }
+
+    /// What runs beside the workers of GPUs.
+    pub(crate) fn device_children(&self) -> Vec<ChildSpec> {
+        if self.devices.is_empty() {
+            return Vec::new();
+        }
+        let mps = self.mps.iter().map(|mps| {
+            let directory = toml::Value::String(mps.directory.display().to_string());
+            let config = toml::Table::from_iter([("directory".to_owned(), directory)]);
+            ChildSpec::of_role(ChildRole::Mps, config)
+        });
+        let monitor = self.device_monitor.iter();
+        let monitor =
+            monitor.map(|config| ChildSpec::of_role(ChildRole::DeviceMonitor, self.devices.monitor(config)));
+        mps.chain(monitor).collect()
     }
 
     /// `weights_of` returns the name of the weights of a model of the fleet on a device.

@@ -34,6 +34,10 @@ pub enum SpecChange {
     /// The file of a model that is loaded on demand has other content. The model leaves after its
     /// streams, and the next request loads the new file.
     FileReplaced { spec: ModelSpec },
+    /// Copies on further devices are loaded, and then get workers. On devices that the list no
+    /// longer has, the workers finish their streams, then the copy is unloaded. The lists have a
+    /// device in common, which serves meanwhile.
+    ModelDevices { from: Vec<String>, spec: ModelSpec },
     /// On each device, the last workers drain and stop, or more start.
     WorkerCount { model: String, devices: u32, from: u32, to: u32 },
     /// The workers of the model restart with new settings, one after the other.
@@ -84,12 +88,15 @@ fn diff_models(known: &ModelSpec, wanted: &ModelSpec) -> Vec<SpecChange> {
         (change.from != change.to).then_some(SpecChange::NotApplied { change })
     };
     let text = |path: &std::path::Path| Value::String(path.to_string_lossy().into_owned());
-    let weights = [
-        fixed("path", text(&known.path), text(path)),
-        fixed("device", device_value(known), device_value(wanted)),
-        fixed("pack", known.pack.into(), (*pack).into()),
-    ];
+    let weights =
+        [fixed("path", text(&known.path), text(path)), fixed("pack", known.pack.into(), (*pack).into())];
     let mut changes: Vec<SpecChange> = weights.into_iter().flatten().collect();
+    let has_common_device = known.devices().any(|device| wanted.copy_on(device).is_some());
+    let has_same_devices = is_subset(known, wanted) && is_subset(wanted, known);
+    let is_applied = changes.is_empty() && has_common_device;
+    if !has_same_devices && !is_applied {
+        changes.extend(fixed("device", device_value(known), device_value(wanted)));
+    }
     // The settings of the workers follow from the file and the device. Other weights are needed for
     // new ones.
     let differing = diff_copies(&known.copies, copies);
@@ -98,8 +105,14 @@ fn diff_models(known: &ModelSpec, wanted: &ModelSpec) -> Vec<SpecChange> {
         let model = name.clone();
         changes.push(SpecChange::WorkerSettings { model, changes: differing, copies, settings });
     }
+    if !has_same_devices && is_applied {
+        let from = known.devices().map(str::to_owned).collect();
+        // Before the workers that are there get new settings, and more.
+        changes.insert(0, SpecChange::ModelDevices { from, spec: wanted.clone() });
+    }
     if known.workers != *workers {
-        let devices = u32::try_from(known.copies.len()).unwrap_or(u32::MAX);
+        let devices = if is_applied { copies.len() } else { known.copies.len() };
+        let devices = u32::try_from(devices).unwrap_or(u32::MAX);
         let (model, from, to) = (name.clone(), known.workers, *workers);
         changes.push(SpecChange::WorkerCount { model, devices, from, to });
     }
@@ -108,6 +121,10 @@ fn diff_models(known: &ModelSpec, wanted: &ModelSpec) -> Vec<SpecChange> {
         changes.push(SpecChange::IdleUnload { model, from, to, settings: settings.clone() });
     }
     changes
+}
+
+fn is_subset(model: &ModelSpec, of: &ModelSpec) -> bool {
+    model.devices().all(|device| of.copy_on(device).is_some())
 }
 
 /// One device as a string, several as an array, as in the configuration.
@@ -193,6 +210,10 @@ impl std::fmt::Display for SpecChange {
                     1 => Ok(()),
                     devices => write!(f, " on each of {devices} devices"),
                 }
+            }
+            SpecChange::ModelDevices { from, spec } => {
+                let to = spec.devices().collect::<Vec<_>>().join(", ");
+                write!(f, "devices of model {}: {} -> {to}", spec.name, from.join(", "))
             }
             SpecChange::WorkerCount { model, devices, from, to } => {
                 write!(f, "workers of model {model}: {from} -> {to}")?;
@@ -293,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_on_every_device_is_named_once_and_another_list_of_devices_is_not_applied() {
+    fn a_change_on_every_device_is_named_once() {
         let copy = |device: &str, settings: &str| CopySpec {
             device: device.to_owned(),
             weights: "a".to_owned(),
@@ -308,10 +329,35 @@ mod tests {
             "workers of model a: 1 -> 2 on each of 2 devices",
         ];
         assert_eq!(lines(("", &known), ("", &wanted)), expected);
-        let fewer = [on(vec![copy("host:0", "threads = 1")], 1)];
-        let expected = "not applied until the supervisor restarts: device of model a \
-                        [\"host:0\", \"host:1\"] -> \"host:0\"";
-        assert_eq!(lines(("", &known), ("", &fewer)), [expected]);
+    }
+
+    #[test]
+    fn another_list_of_devices_is_applied_if_one_device_stays() {
+        let copy = |device: &str| CopySpec {
+            device: device.to_owned(),
+            weights: String::new(),
+            worker_config: "threads = 1".parse().unwrap(),
+            memory: CopyMemory::default(),
+        };
+        let on = |devices: &[&str], workers| {
+            let copies = devices.iter().map(|device| copy(device)).collect();
+            [ModelSpec { copies, ..model("a", workers, "") }]
+        };
+        let two = on(&["host:0", "host:1"], 1);
+        let found = |wanted: &[ModelSpec]| lines(("", &two), ("", wanted));
+        assert_eq!(found(&on(&["host:1", "host:0"], 1)), [""; 0], "the order means nothing");
+        let fewer = ["devices of model a: host:0, host:1 -> host:1", "workers of model a: 1 -> 3"];
+        assert_eq!(found(&on(&["host:1"], 3)), fewer);
+        assert_eq!(
+            found(&on(&["host:1", "GPU-a"], 1)),
+            ["devices of model a: host:0, host:1 -> host:1, GPU-a"]
+        );
+        let elsewhere = "not applied until the supervisor restarts: device of model a \
+                         [\"host:0\", \"host:1\"] -> \"GPU-a\"";
+        assert_eq!(found(&on(&["GPU-a"], 1)), [elsewhere]);
+        let mut other_file = on(&["host:0"], 1);
+        other_file[0].path = "/other.gguf".into();
+        assert_eq!(found(&other_file).len(), 2, "path and device");
     }
 
     fn models() -> impl Strategy<Value = Vec<ModelSpec>> {
@@ -347,6 +393,7 @@ mod tests {
                     running[at].idle_unload = to;
                 }
                 SpecChange::WorkerCount { .. }
+                | SpecChange::ModelDevices { .. }
                 | SpecChange::FileReplaced { .. }
                 | SpecChange::RouterSettings { .. }
                 | SpecChange::NotApplied { .. } => unreachable!(),

@@ -13,13 +13,14 @@ use bytes::Bytes;
 use proto::weights::v1 as wire;
 use proto::weights::v1::weight_server_client::WeightServerClient;
 use service::Exit;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use crate::attach_token::AttachToken;
 use crate::events::{ResidentCopy, SupervisorEvent};
+use crate::fleet_devices::{FleetDevices, GpuDevice};
 use crate::memory_room::DeviceLedger;
 use crate::resident_models::{self, WeightsOnDevice};
 use crate::status::{ModelFailure, ModelState};
@@ -57,11 +58,13 @@ pub(crate) struct CopyLoad {
 #[derive(Clone)]
 pub(crate) struct WeightServerAdmin {
     client: WeightServerClient<Channel>,
+    /// Those of the fleet.
+    devices: watch::Receiver<FleetDevices>,
 }
 
 impl WeightServerAdmin {
-    pub(crate) fn new(channel: Channel) -> Self {
-        Self { client: WeightServerClient::new(channel) }
+    pub(crate) fn new(channel: Channel, devices: watch::Receiver<FleetDevices>) -> Self {
+        Self { client: WeightServerClient::new(channel), devices }
     }
 
     /// Repeats the request until the weight-server accepts or refuses the token. Dropping the
@@ -238,6 +241,7 @@ impl WeightServerAdmin {
             path: load.path.to_string_lossy().into_owned(),
             device: load.copy.device.clone(),
             no_packing: !load.pack,
+            device_memory: self.devices.borrow().get(&load.copy.device).map(GpuDevice::memory),
         };
         let mut events = self.client.load(request).await?.into_inner();
         while let Some(event) = events.message().await? {

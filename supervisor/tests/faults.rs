@@ -19,7 +19,7 @@ use std::os::unix::net::UnixDatagram;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use faults::test_fleet::{Pid, SupervisedTestFleet, TEST_TIMEOUT, alive, eventually, fleet_client};
+use faults::test_fleet::{GPU, Pid, SupervisedTestFleet, TEST_TIMEOUT, alive, eventually, fleet_client};
 use proto::fleet::v1 as wire;
 use service::Notify;
 use service::runtime_dir::{ClaimedRuntimeDir, RuntimeDirError};
@@ -30,7 +30,7 @@ fn main() {
     let first = arguments.next();
     match first.as_ref().and_then(|a| a.to_str()) {
         Some(supervisor::shim::SUBCOMMAND) => panic!("{}", supervisor::shim::exec(arguments)),
-        Some("weight-server" | "worker" | "router") => faults::fake_child::main(arguments),
+        Some("weight-server" | "worker" | "router" | "device-monitor") => faults::fake_child::main(arguments),
         Some("supervisor") => faults::test_fleet::supervisor_main(arguments),
         _ => run_tests(first.iter().filter_map(|a| a.to_str())),
     }
@@ -59,6 +59,7 @@ const TESTS: &[FaultTest] = tests![
     children_exit_without_a_successor,
     every_descriptor_is_forwarded_to_systemd,
     steps_that_hang_again_and_again_quarantine_their_device,
+    a_load_may_name_a_gpu_that_the_fleet_did_not_start_with,
 ];
 
 fn run_tests<'a>(mut filters: impl Iterator<Item = &'a str>) {
@@ -516,5 +517,59 @@ async fn steps_that_hang_again_and_again_quarantine_their_device() -> Result<()>
     ensure!(failure == "host is quarantined: 3 steps hung on it within 5 minutes", "{failure}");
     fleet.stop().await;
     fleet.stopped().await;
+    Ok(())
+}
+
+async fn a_load_may_name_a_gpu_that_the_fleet_did_not_start_with() -> Result<()> {
+    let test_fleet = SupervisedTestFleet::new()?;
+    let mut first = test_fleet.start_supervisor()?;
+    let mut client = test_fleet.connected().await?;
+    let before = test_fleet.wait_running_over_grpc(&mut client, 4).await?;
+    ensure!(!before.contains_key("device-monitor"), "a fleet on the host needs none");
+    let load = |device: &str| wire::LoadModelRequest {
+        name: "second".to_owned(),
+        path: "/second.gguf".to_owned(),
+        workers: 1,
+        device: device.to_owned(),
+        ..Default::default()
+    };
+    let refusal = client.load_model(load("GPU-elsewhere")).await.err().context("a refusal")?;
+    ensure!(refusal.code() == tonic::Code::InvalidArgument, "{refusal:?}");
+    let expected = "`device` of model \"second\": GPU-elsewhere cannot be used: there is no such GPU";
+    ensure!(refusal.message() == expected, "{}", refusal.message());
+    ensure!(test_fleet.wait_running_over_grpc(&mut client, 4).await? == before);
+
+    let mut events = client.load_model(load(GPU)).await?.into_inner();
+    let mut last = None;
+    while let Some(event) = events.message().await? {
+        last = event.kind;
+    }
+    ensure!(matches!(last, Some(wire::load_model_event::Kind::Loaded(_))), "{last:?}");
+    let running = test_fleet.wait_running_over_grpc(&mut client, 6).await?;
+    ensure!(running.contains_key("device-monitor") && running.contains_key("worker-2"), "{running:?}");
+    ensure!(before.iter().all(|(name, pid)| running[name] == *pid), "nothing restarts: {running:?}");
+    let weight_server = || std::fs::read_to_string(test_fleet.runtime_dir().join("weight-server.toml"));
+    ensure!(weight_server()?.contains(GPU), "the next weight-server knows it");
+
+    // Its successor has neither the GPU nor the model in its configuration.
+    first.kill()?;
+    first.wait()?;
+    let mut second = test_fleet.start_supervisor()?;
+    let mut client = test_fleet.connected().await?;
+    let adopted = test_fleet.wait_running_over_grpc(&mut client, 6).await?;
+    ensure!(adopted == running, "processes changed: {running:?} {adopted:?}");
+    ensure!(weight_server()?.contains(GPU), "a weight-server after that knows it too");
+    adopted["weight-server"].kill()?;
+    eventually("the next weight-server has the model", || {
+        let mut client = client.clone();
+        async move {
+            let models = client.get_status(wire::GetStatusRequest::default()).await?.into_inner().models;
+            let model = models.into_iter().find(|model| model.name == "second").context("the model")?;
+            Ok(model.state() == wire::ModelState::Ready)
+        }
+    })
+    .await?;
+    client.stop_fleet(wire::StopFleetRequest {}).await?;
+    ensure!(second.wait()?.success());
     Ok(())
 }

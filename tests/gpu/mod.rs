@@ -7,6 +7,7 @@
 //! (`--test-threads=1`) on a device that no other process uses; `scripts/gpu-run` does this. Lines
 //! that begin with "measured:" are for the summary of that script.
 
+mod added_device;
 mod bad_input;
 mod copies;
 mod cycles;

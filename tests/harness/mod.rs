@@ -12,6 +12,7 @@ pub(crate) mod random;
 pub(crate) mod scripted_server;
 pub(crate) mod separate;
 pub(crate) mod unusable_worker;
+pub(crate) mod upgrade;
 
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};

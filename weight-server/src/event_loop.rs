@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use handoff::lease_record::LeaseRecord;
+use memory::numa;
 use service::{ByteSize, RunningClock};
 use tokio::sync::{broadcast, mpsc, oneshot};
 use tokio::task::JoinHandle;
@@ -194,6 +195,10 @@ impl WeightServerLoop {
             LoopInput::LoadHandedOver { generation, contents, fds } => {
                 self.generations.insert(generation, Arc::new(fds));
                 self.handle_event(WeightServerEvent::LoadHandedOver { generation, contents });
+            }
+            LoopInput::AddDevice { device } => {
+                let node_bytes = numa::available_on(device.numa_node.into_iter());
+                self.handle_event(WeightServerEvent::DeviceAdded { device, node_bytes });
             }
             LoopInput::Load { params, call } => {
                 let id = self.next_call();

@@ -9,6 +9,7 @@ use std::time::Duration;
 use handoff::lease_record::LeaseRecord;
 
 use crate::catalog::{GenerationContents, LoadKey};
+use crate::config::DeviceConfig;
 use crate::ids::{CallId, ConnectionId};
 use crate::lease_table::WorkerProcess;
 use crate::refusal::{AttachRefusal, LoadFailure, UnloadRefusal, VerifyFailure};
@@ -25,6 +26,12 @@ pub struct LoadParams {
 
 #[derive(Debug)]
 pub enum WeightServerEvent {
+    /// The fleet may use this GPU too.
+    DeviceAdded {
+        device: DeviceConfig,
+        /// What is available of the NUMA node that is the GPU's own memory.
+        node_bytes: u64,
+    },
     LoadRequested {
         call: CallId,
         params: LoadParams,

@@ -7,14 +7,16 @@ use std::pin::Pin;
 
 use futures::Stream;
 use memory::manifest::HOST_DEVICE;
-use memory::numa::node_of_device;
+use memory::numa::{is_host_device, node_of_device};
 use prost::Message;
 use proto::weights::v1::{self as wire, load_event, weight_server_server::WeightServer};
+use service::ByteSize;
 use service::admin_audit::{AdminCall, AdminCallKind, AdminCaller};
 use tokio::sync::{broadcast, oneshot};
 use tonic::{Code, Request, Response, Status};
 
 use crate::catalog::{GenerationIntegrity, GenerationPhase};
+use crate::config::{DeviceBudget, DeviceConfig};
 use crate::events::{LoadOutcome, VerifyOutcome};
 use crate::lease_table::LeasePhase;
 use crate::ledger::ReservationError;
@@ -161,13 +163,17 @@ impl AdminService {
     }
 
     async fn request_load(&self, request: wire::LoadRequest) -> Result<LoadReceivers, Status> {
-        let wire::LoadRequest { model, path, device, no_packing } = request;
+        let wire::LoadRequest { model, path, device, no_packing, device_memory } = request;
         check_name("model", &model)?;
         let path = std::path::PathBuf::from(path);
         if !path.is_absolute() {
             return Err(Status::invalid_argument(format!("path {} is not absolute", path.display())));
         }
         let device = if device.is_empty() { HOST_DEVICE.to_owned() } else { device };
+        if let Some(memory) = device_memory {
+            let device = device_config(&device, &memory)?;
+            self.inputs.send(LoopInput::AddDevice { device }).await;
+        }
         Ok(request_load(&self.inputs, model, path, device, no_packing).await)
     }
 
@@ -196,6 +202,19 @@ fn check_name(what: &str, name: &str) -> Result<(), Status> {
         Status::invalid_argument(format!("{what} {name:?} must have 1 to {MAX_NAME_BYTES} printable bytes"))
     };
     fits.then_some(()).ok_or_else(wrong)
+}
+
+fn device_config(id: &str, memory: &wire::DeviceMemory) -> Result<DeviceConfig, Status> {
+    check_name("device", id)?;
+    if is_host_device(id) {
+        return Err(Status::invalid_argument(format!("device_memory: {id} is no GPU")));
+    }
+    let budget = match &memory.budget {
+        Some(wire::device_memory::Budget::Bytes(bytes)) => DeviceBudget::Own(ByteSize(*bytes)),
+        Some(wire::device_memory::Budget::Unified(_)) => DeviceBudget::Host,
+        None => return Err(Status::invalid_argument(format!("device_memory of {id} has no budget"))),
+    };
+    Ok(DeviceConfig { id: id.to_owned(), budget, numa_node: memory.numa_node })
 }
 
 fn event(kind: load_event::Kind) -> wire::LoadEvent {

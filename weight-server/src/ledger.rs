@@ -15,6 +15,8 @@ use memory::manifest::HOST_DEVICE;
 use memory::numa::is_host_device;
 use service::ByteSize;
 
+use crate::config::DeviceBudget;
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ReservationKey {
     /// A load that is queued or runs, by generation.
@@ -126,6 +128,32 @@ impl Ledger {
     /// Adds a reservation for memory that is in use already, whatever the capacity is.
     pub fn reserve_unchecked(&mut self, key: ReservationKey, reservation: LedgerReservation) {
         self.reservations.insert(key, reservation);
+    }
+
+    /// Adds a device. One that is known stays as it is. Returns whether it is new.
+    pub fn add_device(&mut self, device: &str, budget: DeviceBudget) -> bool {
+        if self.devices.contains_key(device) || self.is_unified(device) {
+            return false;
+        }
+        match budget {
+            DeviceBudget::Own(bytes) => drop(self.devices.insert(device.to_owned(), bytes.0)),
+            DeviceBudget::Host => drop(self.unified.insert(device.to_owned())),
+        }
+        true
+    }
+
+    /// Takes away a device, unless something is reserved on it.
+    pub fn remove_unused_device(&mut self, device: &str) {
+        if !self.reservations.values().any(|reservation| reservation.device == device) {
+            self.devices.remove(device);
+        }
+    }
+
+    /// Lowers a capacity that was measured with memory which does not belong to it.
+    pub fn lower_capacity(&mut self, device: &str, bytes: u64) {
+        if let Some(capacity) = self.devices.get_mut(device) {
+            *capacity = capacity.saturating_sub(bytes);
+        }
     }
 
     /// Raises a capacity that was measured while this much memory was in use already.

@@ -76,7 +76,7 @@ use model_files::request_load;
 use refusal::LoadFailure;
 use state::{InheritedState, WeightServerLimits, WeightServerState};
 
-pub use config::{DeviceConfig, ModelLoadConfig, WeightServerConfig};
+pub use config::{DeviceBudget, DeviceConfig, ModelLoadConfig, WeightServerConfig};
 pub use loader_child::LoaderProgram;
 pub use text_check_child::{
     CheckedText, GivenTemplate, TextCheckError, check_chat_template, check_text_of_file,

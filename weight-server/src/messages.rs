@@ -9,6 +9,7 @@ use std::sync::Arc;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::catalog::GenerationContents;
+use crate::config::DeviceConfig;
 use crate::events::{AdoptedGeneration, LoadOutcome, LoadParams, VerifyOutcome, WeightServerEvent};
 use crate::held_fds::GenerationFds;
 use crate::ids::ConnectionId;
@@ -51,6 +52,10 @@ pub(crate) enum LoopInput {
         generation: u64,
         contents: GenerationContents,
         fds: GenerationFds,
+    },
+    /// The fleet may use this GPU too from now on.
+    AddDevice {
+        device: DeviceConfig,
     },
     Load {
         params: LoadParams,

@@ -7,6 +7,7 @@
 //!
 //! ```text
 //! events                             module and its table            actions
+//! DeviceAdded                    --> added_devices.rs, ledger.rs
 //! LoadRequested, UnloadRequested --> loading.rs, copying.rs,     --> StartLoader, Proceed,
 //! LoadPlanned, LoadProgressed,         catalog.rs                    ProceedCopying, StopLoader,
 //! LoadHandedOver, LoadFailed,            | Queued ... Retiring       ReplyLoad, StoreGeneration,
@@ -36,6 +37,7 @@
 //! 4. No model name resolves to a quarantined generation.
 //! 5. The source of a running copy exists. A load waits only for a loader that works.
 
+mod added_devices;
 mod copying;
 mod ending_loaders;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -268,6 +270,7 @@ impl WeightServerState {
     pub fn handle(&mut self, event: WeightServerEvent, now: Duration) -> Vec<WeightServerAction> {
         self.now = now;
         match event {
+            WeightServerEvent::DeviceAdded { device, node_bytes } => self.add_device(&device, node_bytes),
             WeightServerEvent::LoadRequested { call, params, available_bytes } => {
                 self.handle_load_request(call, params, available_bytes)
             }

@@ -5,10 +5,8 @@
 use anyhow::{Context, Result, ensure};
 use std::process::Command;
 
+use crate::cuda_images::RELEASE_ARCHS;
 use crate::fuzz;
-
-/// What a release compiles kernels for (docs/decisions/0013).
-const RELEASE_ARCHS: &str = "sm_90a,sm_100,sm_120,compute_120";
 
 /// Arguments of cargo: tests that are `#[ignore]`d with the reason "nightly", the tests of logs
 /// with an executable that ends at a panic as a release does, the benchmarks, and the executable

@@ -27,6 +27,14 @@ const PART_BYTES: usize = 32 << 20;
 const COPY_ROUNDS: u32 = 8;
 
 pub(crate) fn doctor_findings() -> Vec<Finding> {
+    let archs = kernels::cuda::compiled_archs();
+    let kernels = Finding::new(DRIVER, "kernels", Verdict::Ok, format!("compiled for {archs}"));
+    let mut findings = vec![kernels.with("archs", archs)];
+    findings.extend(driver_findings());
+    findings
+}
+
+fn driver_findings() -> Vec<Finding> {
     let driver = match open_driver() {
         Ok(driver) => driver,
         Err(error @ (OpenDriverError::NoDriver | OpenDriverError::NoDevice)) => {

@@ -5,6 +5,11 @@
 /// The architectures that build.rs compiled for, such as `sm_90a,compute_120`.
 const ARCHS: &str = env!("BALLAST_CUDA_ARCHS");
 
+/// What the embedded images were compiled for, such as "sm_90a,compute_120".
+pub fn compiled_archs() -> &'static str {
+    ARCHS
+}
+
 /// Whether an embedded image runs on a GPU of this compute capability (10 * major + minor).
 pub fn runs_on(compute_capability: u32) -> bool {
     ARCHS.split(',').any(|arch| serves(arch.trim(), compute_capability))

@@ -38,7 +38,7 @@ pub mod silu_and_mul;
 mod skinny_linear;
 mod wgmma_linear;
 
-pub use archs::runs_on;
+pub use archs::{compiled_archs, runs_on};
 pub use backend::{
     Cuda, CudaKv, CudaRope, CudaTensor, CudaWorkerShape, DeviceBytes, WeightData, kv_bytes,
     predict_device_bytes,

@@ -41,7 +41,7 @@ impl SupervisorLoop {
                 Ok(name) => self.remove_drained(&name, grace, Some(reply)),
                 Err(error) => answer(reply, Err(error)),
             },
-            FleetCommand::LoadModel { model, reply } => answer(reply, self.load_model(model, true)),
+            FleetCommand::LoadModel { model, reply } => self.load_by_command(model, reply),
             FleetCommand::UnloadModel { name, grace, keep_idle, reply } => {
                 self.unload(name, grace, keep_idle, reply)
             }

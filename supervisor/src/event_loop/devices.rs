@@ -181,17 +181,20 @@ impl SupervisorLoop {
         let Some(model) = self.models.get_mut(name) else { return };
         model.copies.forget_confirmations();
         let devices: Vec<String> = model.spec.devices().map(str::to_owned).collect();
-        for device in devices {
-            match self.health.reason(&device).map(str::to_owned) {
-                None => {
-                    if let Some(model) = self.models.get_mut(name) {
-                        model.load_copy(&device, None, &self.admin, &self.commands);
-                    }
+        devices.iter().for_each(|device| self.request_copy(name, device));
+    }
+
+    /// Requests a copy of a model. It fails if the device is quarantined.
+    pub(super) fn request_copy(&mut self, name: &str, device: &str) {
+        match self.health.reason(device).map(str::to_owned) {
+            None => {
+                if let Some(model) = self.models.get_mut(name) {
+                    model.load_copy(device, None, &self.admin, &self.commands);
                 }
-                Some(reason) => {
-                    let failure = quarantine_failure(&device, &reason);
-                    self.copy_state_changed(name, &device, ModelState::Failed(failure));
-                }
+            }
+            Some(reason) => {
+                let failure = quarantine_failure(device, &reason);
+                self.copy_state_changed(name, device, ModelState::Failed(failure));
             }
         }
     }

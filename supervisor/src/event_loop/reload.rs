@@ -57,6 +57,7 @@ impl SupervisorLoop {
             if let (ReloadScope::All, Some(reader)) = (scope, &self.spec.read_again) {
                 (reader.accept)();
             }
+            self.add_devices(std::mem::take(&mut wanted.gpus));
             self.unusable.retain(|_, model| scope != ReloadScope::All && !model.is_from_directory);
             self.unusable.extend(wanted.unusable.iter().map(|model| (model.name.clone(), model.clone())));
             for model in wanted.models {
@@ -149,6 +150,11 @@ impl SupervisorLoop {
     fn check_worker_growth(&self, changes: &[SpecChange]) -> Result<(), CommandError> {
         let more = changes.iter().map(|change| match change {
             SpecChange::ModelAdded { spec } if !spec.on_demand => spec.total_workers(),
+            SpecChange::ModelDevices { from, spec } => {
+                let is_new = |device: &&str| !from.iter().any(|known| known == device);
+                let new = u32::try_from(spec.devices().filter(is_new).count()).unwrap_or(u32::MAX);
+                spec.workers.saturating_mul(new)
+            }
             SpecChange::WorkerCount { devices, from, to, .. } => {
                 to.saturating_sub(*from).saturating_mul(*devices)
             }
@@ -185,6 +191,10 @@ impl SupervisorLoop {
             SpecChange::ModelAdded { spec } => self.load_model(spec.clone(), false),
             SpecChange::FileReplaced { spec } => {
                 self.replace_file(spec);
+                Ok(())
+            }
+            SpecChange::ModelDevices { spec, .. } => {
+                self.change_devices(spec);
                 Ok(())
             }
             SpecChange::WorkerCount { model, from, to, .. } => self.change_worker_count(model, *from, *to),

@@ -86,7 +86,12 @@ impl SupervisorLoop {
     /// weight-server after the leftovers were unloaded, so they are looked for once more.
     pub(super) fn unload_returned(&mut self, slot: &WorkerSlot) {
         let copy = WeightsOnDevice { weights: slot.weights.clone(), device: slot.device.clone() };
-        if self.has_copy(&copy) {
+        self.unload_leftover(&copy);
+    }
+
+    /// Unloads a copy, unless the fleet has it.
+    pub(super) fn unload_leftover(&mut self, copy: &WeightsOnDevice) {
+        if self.has_copy(copy) {
             return;
         }
         let is_server = |child: &SupervisedChild| child.spec.role == ChildRole::WeightServer;

@@ -84,10 +84,11 @@ impl SupervisorLoop {
         }
     }
 
-    pub(super) fn ledger_read(&mut self, ledger: &DeviceLedger) {
+    pub(super) fn ledger_read(&mut self, mut ledger: DeviceLedger) {
         if self.stopping {
             return;
         }
+        ledger.add_unknown(&self.spec.devices);
         let now = self.deadlines.advance(Instant::now());
         let waiting = self.models.iter().filter(|(_, model)| model.unloading.is_none());
         let waiting = waiting.filter_map(|(name, model)| Some((model, name.clone(), model.room_wait?)));
@@ -98,7 +99,7 @@ impl SupervisorLoop {
         // What leaves for an earlier model is not there for a later one.
         let mut promised = Vec::new();
         for (_, _, name) in ordered {
-            promised.extend(self.place(&name, ledger, &promised, now));
+            promised.extend(self.place(&name, &ledger, &promised, now));
         }
     }
 

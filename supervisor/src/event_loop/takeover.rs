@@ -29,23 +29,35 @@ pub(super) struct LivingChildren {
     processes: BTreeMap<String, u32>,
     /// The configurations with which the workers were started, by their numbers.
     workers: BTreeMap<u32, toml::Table>,
+    /// The configuration of the device monitor.
+    monitor: Option<toml::Table>,
 }
 
 impl LivingChildren {
     /// Read before this supervisor writes its own configurations.
     pub(super) fn find(directory: &RuntimeDir) -> Result<Self, FleetStartError> {
         let living = directory.living_children().map_err(FleetStartError::RuntimeDir)?;
-        let mut workers = BTreeMap::new();
+        let (mut workers, mut monitor) = (BTreeMap::new(), None);
         for (name, _) in &living {
             if let Some(index) = worker_index(name) {
                 workers.insert(index, config::load(&directory.config(name))?);
+            } else if name == ChildRole::DeviceMonitor.subcommand() {
+                monitor = config::load(&directory.config(name)).ok();
             }
         }
-        Ok(Self { processes: living.into_iter().collect(), workers })
+        Ok(Self { processes: living.into_iter().collect(), workers, monitor })
     }
 
     pub(super) fn is_empty(&self) -> bool {
         self.processes.is_empty()
+    }
+
+    /// The configuration with which a process was started, of those that restart if it differs.
+    fn recorded(&self, name: &str) -> Option<&toml::Table> {
+        match worker_index(name) {
+            Some(index) => self.workers.get(&index),
+            None => self.monitor.as_ref().filter(|_| name == ChildRole::DeviceMonitor.subcommand()),
+        }
     }
 
     pub(super) fn slots(&self) -> BTreeMap<u32, WorkerSlot> {
@@ -76,7 +88,7 @@ impl SupervisorLoop {
 
     pub(super) fn adopt_orphans(&mut self, living: &LivingChildren) -> Result<(), FleetStartError> {
         for (name, &pid) in &living.processes {
-            let recorded = worker_index(name).and_then(|index| living.workers.get(&index));
+            let recorded = living.recorded(name);
             let known = self.children.get_key_value(name.as_str());
             let place = place_orphan(name, known.map(|(_, child)| &child.spec.config), recorded);
             let (known, is_outdated) = match (place, known, recorded) {
@@ -147,7 +159,7 @@ impl SupervisorLoop {
         match process.adopt(socket, log_tail) {
             Ok(()) => {
                 tracing::info!(child = %name, pid = process.pid, "adopted");
-                let is_outdated = std::mem::take(&mut child.is_outdated);
+                let (is_outdated, is_worker) = (std::mem::take(&mut child.is_outdated), child.slot.is_some());
                 // The process is the one that the dead supervisor has recorded, so its token is.
                 child.token = token;
                 self.apply_event(name, ChildEvent::OrphanAdopted);
@@ -155,7 +167,10 @@ impl SupervisorLoop {
                 self.sync_weight_server(name);
                 if is_outdated {
                     tracing::info!(child = %name, "restarting: its configuration has changed");
-                    self.restart_rolling(vec![name.clone()]);
+                    match is_worker {
+                        true => self.restart_rolling(vec![name.clone()]),
+                        false => self.apply_event(name, ChildEvent::Restart),
+                    }
                 }
             }
             Err(error) => {

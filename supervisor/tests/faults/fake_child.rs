@@ -25,6 +25,12 @@ pub(crate) struct FakeChildConfig {
     pub(crate) behaviour: String,
     #[serde(default)]
     pub(crate) model: String,
+    /// Of a worker.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub(crate) device: String,
+    /// Of the weight-server and of the device monitor.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) devices: Vec<toml::Value>,
 }
 
 pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) {

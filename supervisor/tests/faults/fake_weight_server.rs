@@ -15,7 +15,8 @@ use tonic::{Request, Response, Status as Refusal};
 
 struct FakeWeightServer {
     refuses: bool,
-    resident: Mutex<Vec<String>>,
+    /// Models and devices.
+    resident: Mutex<Vec<(String, String)>>,
 }
 
 pub(crate) fn serve(
@@ -30,10 +31,10 @@ pub(crate) fn serve(
     })
 }
 
-fn generation(model: &str) -> Generation {
+fn generation(model: &str, device: &str) -> Generation {
     Generation {
         model: model.to_owned(),
-        device: "host".to_owned(),
+        device: device.to_owned(),
         state: GenerationState::Ready.into(),
         ..Generation::default()
     }
@@ -49,9 +50,12 @@ impl WeightServer for FakeWeightServer {
         if self.refuses {
             return Err(Refusal::failed_precondition("tensor 3 lies outside the file"));
         }
-        let model = request.into_inner().model;
-        let generation = Some(generation(&model));
-        self.resident.lock().expect("lock").push(model);
+        let LoadRequest { model, device, device_memory, .. } = request.into_inner();
+        if device.starts_with("GPU-") && device_memory.is_none() {
+            return Err(Refusal::unimplemented(format!("there is no device {device}")));
+        }
+        let generation = Some(generation(&model, &device));
+        self.resident.lock().expect("lock").push((model, device));
         let waiting = load_event::Kind::Waiting(Waiting { done_bytes: 1, total_bytes: 2, jobs_ahead: 0 });
         let events = [waiting, load_event::Kind::Loaded(Loaded { generation, ..Loaded::default() })];
         let events = events.map(|kind| Ok(LoadEvent { kind: Some(kind) }));
@@ -60,13 +64,13 @@ impl WeightServer for FakeWeightServer {
 
     async fn unload(&self, request: Request<UnloadRequest>) -> Result<Response<UnloadResponse>, Refusal> {
         let name = request.into_inner().model;
-        self.resident.lock().expect("lock").retain(|model| *model != name);
+        self.resident.lock().expect("lock").retain(|(model, _)| *model != name);
         Ok(Response::new(UnloadResponse::default()))
     }
 
     async fn get_status(&self, _: Request<GetStatusRequest>) -> Result<Response<Status>, Refusal> {
         let resident = self.resident.lock().expect("lock");
-        let generations = resident.iter().map(|model| generation(model)).collect();
+        let generations = resident.iter().map(|(model, device)| generation(model, device)).collect();
         Ok(Response::new(Status { generations, ..Status::default() }))
     }
 

@@ -17,10 +17,10 @@ use proto::fleet::v1::fleet_client::FleetClient;
 use serde::{Deserialize, Serialize};
 use service::listen::InheritedFd;
 use service::runtime_dir::ClaimedRuntimeDir;
-use service::{Notify, Shutdown};
+use service::{ByteSize, Notify, Shutdown};
 use supervisor::{
-    BackoffReason, ChildState, CopyMemory, CopySpec, FleetHandle, FleetSpec, ModelSpec, SupervisionConfig,
-    WorkerSlot,
+    BackoffReason, ChildState, CopyMemory, CopySpec, FleetHandle, FleetSpec, GpuDevice, ModelSpec,
+    SupervisionConfig, WorkerSlot,
 };
 use tonic::transport::Channel;
 
@@ -61,6 +61,9 @@ pub(crate) async fn eventually<F: Future<Output = Result<bool>>>(
     }
     bail!("not within {TEST_TIMEOUT:?}: {what}")
 }
+
+/// The only GPU of the machine. No fleet uses it from the start.
+pub(crate) const GPU: &str = "GPU-00112233-4455-6677-8899-aabbccddeeff";
 
 pub(crate) async fn fleet_client(runtime_dir: &Path) -> Result<FleetClient<Channel>> {
     Ok(FleetClient::new(service::grpc::connect(&runtime_dir.join("supervisor.sock")).await?))
@@ -214,6 +217,8 @@ fn fleet_spec(behaviours: &ChildBehaviours) -> FleetSpec {
             runtime_dir: runtime_dir.clone(),
             behaviour: behaviour.to_owned(),
             model: model.to_owned(),
+            device: String::new(),
+            devices: Vec::new(),
         };
         toml::Table::try_from(config).expect("a configuration is a table")
     };
@@ -221,8 +226,13 @@ fn fleet_spec(behaviours: &ChildBehaviours) -> FleetSpec {
     FleetSpec {
         weight_server: config("weight-server", "weight-server", &behaviours.weight_server, ""),
         router: config("router", "router", &behaviours.router, ""),
+        devices: Default::default(),
+        find_gpu: Arc::new(|id| match id {
+            GPU => Ok(GpuDevice::new(GPU.to_owned(), Some(ByteSize(1 << 30)), None)),
+            _ => Err("there is no such GPU".to_owned()),
+        }),
         mps: None,
-        device_monitor: None,
+        device_monitor: Some(config("device-monitor", "device-monitor", "normal", "")),
         router_socket: None,
         http_address: "127.0.0.1:0".to_owned(),
         log: tracing::Level::ERROR,
@@ -248,6 +258,7 @@ fn fleet_spec(behaviours: &ChildBehaviours) -> FleetSpec {
         supervision: SupervisionConfig::default(),
         complete_worker_config: Arc::new(move |slot: &WorkerSlot, table: &mut toml::Table| {
             table.extend(config(&slot.name(), "worker", &worker, &slot.model));
+            table.insert("device".to_owned(), slot.device.clone().into());
         }),
         read_again: None,
     }

@@ -77,7 +77,7 @@ async fn once(
         model: "m".to_owned(),
         path: path.to_str().unwrap().to_owned(),
         device: device.uuid().to_string(),
-        no_packing: false,
+        ..LoadRequest::default()
     };
     let (loaded, took) = load(admin, request).await;
     let asked = AttachRequest {

@@ -112,7 +112,7 @@ async fn measure(directory: &Path, model: &Path) {
     for no_packing in [false, true] {
         for _ in 0..ROUNDS {
             let path = model.to_str().unwrap().to_owned();
-            let request = LoadRequest { model: "m".to_owned(), path, device: String::new(), no_packing };
+            let request = LoadRequest { model: "m".to_owned(), path, no_packing, ..LoadRequest::default() };
             let (loaded, took) = load(&mut admin, request).await;
             let socket = directory.join("weights.sock");
             let attached =

@@ -453,8 +453,8 @@ pub(crate) fn load_request(model: &str, path: &Path, no_packing: bool) -> wire::
     wire::LoadRequest {
         model: model.to_owned(),
         path: path.to_str().unwrap().to_owned(),
-        device: String::new(),
         no_packing,
+        ..wire::LoadRequest::default()
     }
 }
 

@@ -3,6 +3,9 @@
 //! Tests with GPUs: budgets, models on several devices, verification and quarantine.
 
 use super::*;
+use service::ByteSize;
+
+use crate::config::{DeviceBudget, DeviceConfig};
 use crate::loader::{CONTEXT_BYTES, PINNED_BYTES};
 
 fn planned_onto_gpu(generation: u64, bytes: u64, host_bytes: u64, available_bytes: u64) -> WeightServerEvent {
@@ -406,4 +409,58 @@ fn load_onto_unified_memory_needs_the_whole_model_of_the_available_memory() {
     assert_eq!(answers(&actions), [(1, &Err(expected))]);
     let started = WeightServerAction::StartLoader { generation: 1 };
     assert!(state.handle(asked(needed), at(0)).contains(&started));
+}
+
+#[test]
+fn a_gpu_that_is_added_later_has_its_own_budget_and_a_known_one_keeps_its_budget() {
+    let later = "GPU-99999999-4455-6677-8899-aabbccddeeff";
+    let mut state = state();
+    let actions = state.handle(on_device(later, load(1, "a", 1, MIB)), at(0));
+    let refused = |actions: &[WeightServerAction]| {
+        matches!(
+            answers(actions)[..],
+            [(_, Err(LoadFailure::Reservation(ReservationError::UnknownDevice { .. })))]
+        )
+    };
+    assert!(refused(&actions), "{actions:?}");
+    let added = |id: &str, mib: u64| WeightServerEvent::DeviceAdded {
+        device: DeviceConfig {
+            id: id.to_owned(),
+            budget: DeviceBudget::Own(ByteSize(mib * MIB)),
+            numa_node: None,
+        },
+        node_bytes: 0,
+    };
+    assert!(state.handle(added(later, 5000), at(1)).is_empty(), "no loader, no context");
+    assert_eq!(reserved(&state, later), 0);
+    state.handle(added(later, 1), at(1));
+    state.handle(added(UNIFIED_GPU, 1), at(1));
+    state.handle(added(GPU, 1), at(1));
+    let capacity = |id: &str| state.ledger().devices().find(|(known, ..)| *known == id).map(|row| row.1);
+    assert_eq!(
+        (capacity(later), capacity(GPU), capacity(UNIFIED_GPU)),
+        (Some(5000 * MIB), Some(GPU_BYTES), None)
+    );
+    let started = WeightServerAction::StartLoader { generation: 1 };
+    assert!(state.handle(on_device(later, load(2, "a", 1, MIB)), at(2)).contains(&started));
+    check_integrity(&state);
+}
+
+#[test]
+fn the_node_of_a_gpu_that_is_added_later_is_no_memory_of_the_host() {
+    let mut limits = limits(1000 * MIB, 1000);
+    limits.host_capacity_is_measured = true;
+    let mut state = WeightServerState::new(limits, InheritedState::default(), at(0));
+    let node = memory::numa::node_of_device(HOST_NODE);
+    let device = DeviceConfig {
+        id: "GPU-own-node".to_owned(),
+        budget: DeviceBudget::Own(ByteSize(MIB)),
+        numa_node: node,
+    };
+    let added = || WeightServerEvent::DeviceAdded { device: device.clone(), node_bytes: 300 * MIB };
+    state.handle(added(), at(0));
+    state.handle(added(), at(0));
+    let devices: Vec<(&str, u64)> = state.ledger().devices().map(|(id, bytes, _)| (id, bytes)).collect();
+    assert!(devices.contains(&(HOST, 700 * MIB)), "{devices:?}");
+    assert!(devices.iter().all(|(id, _)| *id != HOST_NODE), "{devices:?}");
 }
