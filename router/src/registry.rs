@@ -28,11 +28,12 @@ use tonic::transport::Channel;
 
 use crate::access::ModelAccess;
 use crate::admission::{ModelCapacity, WorkerCapacity};
+use crate::metrics;
 use crate::model::{ServedModel, ServedModelInfo};
 use crate::refused_workers::{RefusedWorkers, SocketId};
 use crate::routing::{
-    ModelKey, RouterTime, RoutingMode, RoutingPolicy, StreamDemand, StreamPlacement, WorkerId, WorkerProfile,
-    WorkerReport,
+    KvCacheChange, KvEventFeed, ModelKey, RouterTime, RoutingMode, RoutingPolicy, StreamDemand,
+    StreamPlacement, WorkerId, WorkerProfile, WorkerReport,
 };
 use crate::worker_outlook::{ExpectedWorker, FleetAnswer, WorkerOutlook};
 
@@ -45,6 +46,8 @@ pub(crate) const QUOTED_CHARS_MAX: usize = 80;
 /// Maximum number of models without a worker whose tokenizers stay loaded, beside those that the
 /// supervisor lists. So a restarted worker serves at once.
 const IDLE_MODELS_MAX: usize = 8;
+/// Changes of a prefix cache that are applied under one lock: some 30 us.
+const KV_CHANGES_AT_ONCE: usize = 1024;
 
 #[derive(Debug)]
 pub(crate) struct WorkerRegistry {
@@ -127,7 +130,8 @@ impl PlacedStream {
 impl Drop for PlacedStream {
     fn drop(&mut self) {
         if let Some(placement) = self.placement.take() {
-            self.registry.lock().routing.end_stream(placement);
+            let now = self.registry.now();
+            self.registry.lock().routing.end_stream(placement, now);
         }
     }
 }
@@ -197,6 +201,7 @@ impl WorkerRegistry {
     ) -> WorkerId {
         let generation = model.description.generation;
         let profile = WorkerProfile {
+            name: name.as_str().into(),
             model: model.key().clone(),
             device: device.clone(),
             running_max: capacity.running_max,
@@ -412,6 +417,24 @@ impl WorkerRegistry {
         }
     }
 
+    /// Applies changes of a worker's prefix cache. The lock is free between parts, so that a worker
+    /// with many changes delays no request.
+    pub(crate) fn apply_kv_changes(&self, id: WorkerId, changes: &[KvCacheChange]) {
+        for part in changes.chunks(KV_CHANGES_AT_ONCE) {
+            self.lock().routing.apply_kv_changes(id, part);
+        }
+    }
+
+    /// Notes that all changes of a worker's prefix cache have been applied.
+    pub(crate) fn follow_kv_changes(&self, id: WorkerId) {
+        self.lock().routing.set_kv_feed(id, KvEventFeed::Live);
+    }
+
+    /// Notes that no more changes of a worker's prefix cache arrive.
+    pub(crate) fn lose_kv_changes(&self, id: WorkerId) {
+        self.lock().routing.set_kv_feed(id, KvEventFeed::Lost(self.now()));
+    }
+
     /// Places a stream on a worker that is not among `tried`. Chooses `preferred` if it has free
     /// capacity, otherwise the worker that the routing policy chooses.
     pub(crate) fn place_stream(
@@ -424,6 +447,7 @@ impl WorkerRegistry {
         let placement = state.routing.place_stream(demand, tried, preferred, self.now())?;
         let worker = state.worker_handle(placement.worker);
         drop(state);
+        metrics::record_placement(&demand.model.name, &placement);
         Some(PlacedStream { registry: self.clone(), placement: Some(placement), worker })
     }
 

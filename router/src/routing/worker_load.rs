@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The load of one worker, and whether packed routing sends it another stream.
+//! The load of one worker, and whether it has room for another stream.
 //!
 //! A worker has room for a stream if all of these hold:
 //!
@@ -15,8 +15,8 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use super::placed_prefixes::PlacedPrefixes;
-use super::{PrefixHash, RouterTime, StreamDemand, WorkerProfile, WorkerReport};
+use super::worker_prefixes::WorkerPrefixes;
+use super::{RouterTime, StreamDemand, WorkerProfile, WorkerReport};
 
 /// Expected output of a stream, if it may be longer. A client that names no maximum asks for the
 /// rest of the context and takes some hundred tokens.
@@ -60,13 +60,13 @@ pub(super) struct WorkerLoad {
     had_backlog: bool,
     /// Number of the choice that last chose this worker.
     pub(super) last_chosen: u64,
-    prefixes: PlacedPrefixes,
+    pub(super) prefixes: WorkerPrefixes,
 }
 
 impl WorkerLoad {
     pub(super) fn new(profile: WorkerProfile, now: RouterTime) -> Self {
         Self {
-            prefixes: PlacedPrefixes::new(profile.kv_tokens),
+            prefixes: WorkerPrefixes::new(profile.kv_tokens, now),
             profile,
             own_streams: 0,
             spread_streams: BTreeMap::new(),
@@ -112,15 +112,21 @@ impl WorkerLoad {
 
     /// Counts a stream. Returns its expected use of the KV cache, and its tokens without a cached
     /// prefix. `placement` increases from call to call.
-    pub(super) fn add_stream(&mut self, demand: &StreamDemand<'_>, placement: u64) -> (u64, u64) {
-        let (kv_tokens, prefill_tokens) = self.expected_tokens(demand);
+    pub(super) fn add_stream(
+        &mut self,
+        demand: &StreamDemand<'_>,
+        cached_tokens: u64,
+        placement: u64,
+        now: RouterTime,
+    ) -> (u64, u64) {
+        let (kv_tokens, prefill_tokens) = expected_tokens(demand, cached_tokens);
         self.own_streams += 1;
         if let Some(deaths) = demand.spread_by_deaths {
             *self.spread_streams.entry(deaths).or_default() += 1;
         }
         self.expected_kv_tokens += kv_tokens;
         self.prefill_backlog += prefill_tokens;
-        self.prefixes.insert(demand.prefix, placement);
+        self.prefixes.begin_stream(demand.prefix, placement, now);
         (kv_tokens, prefill_tokens)
     }
 
@@ -146,22 +152,23 @@ impl WorkerLoad {
         self.streams() >= self.profile.running_max
     }
 
-    pub(super) fn cached_tokens(&self, prefix: &[PrefixHash]) -> u64 {
-        self.prefixes.cached_tokens(prefix)
+    /// Tokens of the prompt that the worker is expected to have cached. The last token is always
+    /// computed.
+    pub(super) fn cached_tokens(&self, demand: &StreamDemand<'_>, now: RouterTime) -> u64 {
+        self.prefixes.cached_tokens(demand.prefix, now).min(demand.input_tokens.saturating_sub(1))
     }
 
-    /// Expected use of the KV cache beside shared blocks, and tokens to prefill.
-    fn expected_tokens(&self, demand: &StreamDemand<'_>) -> (u64, u64) {
-        let prefill_tokens = demand.input_tokens.saturating_sub(self.cached_tokens(demand.prefix));
-        (prefill_tokens + demand.output_tokens_max.min(EXPECTED_OUTPUT_TOKENS), prefill_tokens)
+    /// Input tokens that the worker still has to compute.
+    pub(super) fn prefill_backlog(&self) -> u64 {
+        self.prefill_backlog
     }
 
-    /// Whether packed routing sends the stream here; see the head of this file.
-    pub(super) fn has_room(&self, demand: &StreamDemand<'_>, now: RouterTime) -> bool {
+    /// Whether packed and prefix-aware routing send the stream here; see the head of this file.
+    pub(super) fn has_room(&self, demand: &StreamDemand<'_>, cached_tokens: u64, now: RouterTime) -> bool {
         if self.is_full() || self.is_stalled(now) {
             return false;
         }
-        let (kv_tokens, prefill_tokens) = self.expected_tokens(demand);
+        let (kv_tokens, prefill_tokens) = expected_tokens(demand, cached_tokens);
         let used = self.expected_kv_tokens.max(self.kv_used_tokens);
         let total = self.profile.kv_tokens;
         let fits_kv = total == 0 || self.streams() == 0 || used + kv_tokens <= total - total / 8;
@@ -172,7 +179,7 @@ impl WorkerLoad {
         fits_kv && fits_prefill
     }
 
-    fn is_stalled(&self, now: RouterTime) -> bool {
+    pub(super) fn is_stalled(&self, now: RouterTime) -> bool {
         let since = |at: RouterTime| now.saturating_sub(at);
         since(self.reported_at) > REPORT_AGE_MAX || since(self.stepped_at) > STEP_AGE_MAX
     }
@@ -192,4 +199,10 @@ impl WorkerLoad {
     pub(super) fn order(&self, now: RouterTime) -> (bool, bool, u32, u64, u64) {
         (self.is_stalled(now), self.is_full(), self.streams(), self.kv_used_permille, self.last_chosen)
     }
+}
+
+/// Expected use of the KV cache beside shared blocks, and tokens to prefill.
+fn expected_tokens(demand: &StreamDemand<'_>, cached_tokens: u64) -> (u64, u64) {
+    let prefill_tokens = demand.input_tokens.saturating_sub(cached_tokens);
+    (prefill_tokens + demand.output_tokens_max.min(EXPECTED_OUTPUT_TOKENS), prefill_tokens)
 }
