@@ -22,10 +22,10 @@ const REPORT_PERIOD: RouterTime = Duration::from_millis(250);
 const STEPS_PER_SEED: u64 = 1_500;
 
 /// SplitMix64.
-struct RoutingRng(u64);
+pub(super) struct RoutingRng(pub(super) u64);
 
 impl RoutingRng {
-    fn below(&mut self, bound: u64) -> u64 {
+    pub(super) fn below(&mut self, bound: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
