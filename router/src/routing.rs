@@ -49,7 +49,7 @@ pub use mode::RoutingMode;
 pub use prompt_prefix::{PrefixHash, PromptPrefix};
 pub use session::SessionKey;
 pub use stored_blocks::KvCacheChange;
-use worker_load::WorkerLoad;
+use worker_load::{StreamShare, WorkerLoad};
 pub use worker_prefixes::KvEventFeed;
 
 /// A worker beside the packed one is chosen for this much more cached prompt. A second worker at
@@ -167,17 +167,14 @@ pub struct StreamPlacement {
     pub cached_tokens: u64,
     /// Number of the placement.
     number: u64,
-    /// Expected use of the KV cache.
-    kv_tokens: u64,
-    /// Tokens of the input that the worker still has to compute.
-    prefill_tokens: u64,
+    share: StreamShare,
     spread_by_deaths: Option<NonZeroU32>,
 }
 
 impl StreamPlacement {
     /// False from [`RoutingPolicy::end_prefill`] on.
     pub fn is_in_prefill(&self) -> bool {
-        self.prefill_tokens > 0
+        self.share.prefill_tokens > 0
     }
 }
 
@@ -242,14 +239,13 @@ impl RoutingPolicy {
         let load = self.workers.get_mut(&worker)?;
         load.last_chosen = self.choices;
         let cached_tokens = load.cached_tokens(demand, now);
-        let (kv_tokens, prefill_tokens) = load.add_stream(demand, cached_tokens, self.choices, now);
+        let share = load.add_stream(demand, cached_tokens, self.choices, now);
         Some(StreamPlacement {
             worker,
             reason,
             cached_tokens,
             number: self.choices,
-            kv_tokens,
-            prefill_tokens,
+            share,
             spread_by_deaths: demand.spread_by_deaths,
         })
     }
@@ -266,7 +262,7 @@ impl RoutingPolicy {
 
     /// The stream has its first token: the worker has computed the input. Idempotent.
     pub fn end_prefill(&mut self, placement: &mut StreamPlacement) {
-        let prefill_tokens = std::mem::take(&mut placement.prefill_tokens);
+        let prefill_tokens = std::mem::take(&mut placement.share.prefill_tokens);
         if let Some(load) = self.workers.get_mut(&placement.worker) {
             load.end_prefill(prefill_tokens);
         }
@@ -277,7 +273,7 @@ impl RoutingPolicy {
         let is_computed = !placement.is_in_prefill();
         self.end_prefill(&mut placement);
         if let Some(load) = self.workers.get_mut(&placement.worker) {
-            load.end_stream(placement.kv_tokens, placement.spread_by_deaths);
+            load.end_stream(placement.share, placement.spread_by_deaths);
             load.prefixes.end_stream(placement.number, is_computed, now);
         }
     }

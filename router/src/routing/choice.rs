@@ -5,11 +5,11 @@
 //! The candidates of the best kind compete: those with room, then those that are not full, then
 //! those that work, then all. Packed devices enter with one worker each, all others one by one.
 //!
-//! A target's cost is in tokens, the sum of what the fleet would compute for the stream and of what
-//! the stream would wait for:
+//! A target's cost is in tokens: what it would have to compute for the stream, and what its streams
+//! compute already:
 //!
 //! ```text
-//! cost = missing + (missing + backlog + STREAM_TOKENS * streams) [- SESSION_GAIN_TOKENS]
+//! cost = MISSING_WEIGHT * missing + work of its streams [- SESSION_GAIN_TOKENS]
 //! ```
 //!
 //! Affinity is bounded: a target that has more of the prompt than the least loaded one, or is the
@@ -20,14 +20,16 @@ use std::cmp::Reverse;
 use super::worker_load::WorkerLoad;
 use super::{PREFIX_GAIN_TOKENS, RouterTime, RoutingMode, RoutingPolicy, StreamDemand, WorkerId};
 
-/// What a running stream costs another one on the same worker: about the rows of a step that it
-/// takes until it ends, if it has the output of a short answer.
-const STREAM_TOKENS: u64 = 64;
-/// A session's home is as good as this many cached tokens. Two streams more outweigh it.
+/// A token that is computed again weighs as much as so many that the stream waits for. It takes rows
+/// from all streams of the worker, and a place in its cache. With 2, bursts of short chats hit at 85%
+/// of one worker's rate, with 4 at 90%, with 8 at 97% (64 users, four workers).
+const MISSING_WEIGHT: u64 = 8;
+/// A session's home is as good as this many tokens less to compute.
 const SESSION_GAIN_TOKENS: u64 = 128;
 /// For the sake of its cache, a worker with room may have half more streams than the least loaded
-/// one, and this many beyond.
-const SLACK_STREAMS: u64 = 4;
+/// one, and this part of its seats beyond. Chats send their next turns together, when a batch ends:
+/// for a moment, the worker next to it has no stream.
+const SLACK_SEATS_PART: u64 = 4;
 /// The same if no worker has room. Then streams wait, and a longer queue costs more than a prompt.
 const FULL_SLACK_STREAMS: u64 = 1;
 
@@ -77,7 +79,8 @@ struct Target<'a> {
     name: &'a str,
     is_packed: bool,
     streams: u64,
-    backlog: u64,
+    /// Tokens that the streams compute.
+    work: u64,
     /// Decides between equal costs.
     tie: (u64, u64, i64),
     is_home: bool,
@@ -88,7 +91,7 @@ impl Target<'_> {
         let missing = demand.input_tokens.saturating_sub(self.candidate.cached_tokens);
         let gain = if self.is_home { SESSION_GAIN_TOKENS } else { 0 };
         // The gain is added to the others.
-        2 * missing + self.backlog + STREAM_TOKENS * self.streams + SESSION_GAIN_TOKENS - gain
+        MISSING_WEIGHT * missing + self.work + SESSION_GAIN_TOKENS - gain
     }
 }
 
@@ -191,11 +194,11 @@ impl RoutingPolicy {
         // Streams of other models compute on the device too.
         let on_device = || self.workers.values().filter(|load| *load.profile.device == *device);
         let streams = on_device().map(|load| u64::from(load.streams())).sum();
-        let backlog = on_device().map(WorkerLoad::prefill_backlog).sum();
+        let work = on_device().map(WorkerLoad::work).sum();
         let last_chosen = on_device().map(|load| load.last_chosen).max().unwrap_or(0);
         // The device that served last is warm.
         let tie = (streams, 0, -(last_chosen as i64));
-        Some(Target { candidate, name: device, is_packed: true, streams, backlog, tie, is_home: false })
+        Some(Target { candidate, name: device, is_packed: true, streams, work, tie, is_home: false })
     }
 }
 
@@ -207,7 +210,7 @@ fn spread_target(candidate: Candidate<'_>, now: RouterTime) -> Target<'_> {
         name: &load.profile.name,
         is_packed: false,
         streams: u64::from(streams),
-        backlog: load.prefill_backlog(),
+        work: load.work(),
         tie: (u64::from(streams), kv_used_permille, last_chosen as i64),
         is_home: false,
     }
@@ -219,14 +222,18 @@ fn choose_target(
     is_roomy: bool,
 ) -> Option<(WorkerId, RoutingReason)> {
     let least = targets.iter().min_by_key(|target| target.tie)?;
-    let streams_max = match is_roomy {
-        true => least.streams + least.streams / 2 + SLACK_STREAMS,
+    let streams_max = |target: &Target<'_>| match is_roomy {
+        true => {
+            let seats = u64::from(target.candidate.load.profile.running_max);
+            least.streams + least.streams / 2 + seats / SLACK_SEATS_PART
+        }
         false => least.streams + FULL_SLACK_STREAMS,
     };
     let has_affinity = |target: &Target<'_>| {
         target.candidate.cached_tokens > least.candidate.cached_tokens || target.is_home
     };
-    let eligible = targets.iter().filter(|target| target.streams <= streams_max || !has_affinity(target));
+    let eligible =
+        targets.iter().filter(|target| target.streams <= streams_max(target) || !has_affinity(target));
     let chosen = eligible.min_by_key(|target| (target.cost(demand), target.tie))?;
     let reason = if chosen.candidate.cached_tokens > least.candidate.cached_tokens {
         RoutingReason::Prefix

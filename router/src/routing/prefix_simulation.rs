@@ -172,7 +172,7 @@ impl Chats {
         let (chosen, least) = (before[&placement.worker], before.values().min().unwrap());
         if matches!(placement.reason, RoutingReason::Prefix | RoutingReason::Session) {
             assert!(
-                chosen <= least + least / 2 + 4,
+                chosen <= least + least / 2 + SEATS as u32 / 4,
                 "{placement:?} with {chosen} streams, another has {least}"
             );
         }

@@ -39,7 +39,7 @@ fn place(
     tried: &[WorkerId],
     preferred: Option<WorkerId>,
 ) -> Option<WorkerId> {
-    let placement = policy.place_stream(&StreamDemand::none(model), tried, preferred, NOW)?;
+    let placement = policy.place_stream(&unique(model, 0), tried, preferred, NOW)?;
     Some(placement.worker)
 }
 
@@ -50,8 +50,7 @@ fn end(policy: &mut RoutingPolicy, worker: WorkerId) {
         reason: RoutingReason::LeastLoaded,
         cached_tokens: 0,
         number: 0,
-        kv_tokens: 0,
-        prefill_tokens: 0,
+        share: worker_load::expected_share(&unique(&model(0), 0), 0),
         spread_by_deaths: None,
     };
     policy.end_stream(placement, NOW);

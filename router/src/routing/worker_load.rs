@@ -21,6 +21,9 @@ use super::{RouterTime, StreamDemand, WorkerProfile, WorkerReport};
 /// Expected output of a stream, if it may be longer. A client that names no maximum asks for the
 /// rest of the context and takes some hundred tokens.
 const EXPECTED_OUTPUT_TOKENS: u64 = 512;
+/// What a running stream costs another one on the same worker, at most: about the rows of its steps
+/// that both wait for, if the answer is short.
+const STREAM_TOKENS: u64 = 64;
 /// A shorter backlog says nothing about the rate, since the fixed times of steps and messages count
 /// more. It is one step with many prompt rows.
 const PREFILL_BACKLOG_MIN: u64 = 2048;
@@ -33,6 +36,16 @@ const PREFILL_RATE_WEIGHT: f64 = 0.25;
 const REPORT_AGE_MAX: Duration = Duration::from_secs(4);
 /// A step takes milliseconds on a GPU, and some seconds for a large model on few cores.
 const STEP_AGE_MAX: Duration = Duration::from_secs(10);
+
+/// What a stream is expected to take of its worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct StreamShare {
+    /// Use of the KV cache beside shared blocks.
+    kv_tokens: u64,
+    /// Tokens of the input that the worker still has to compute.
+    pub(super) prefill_tokens: u64,
+    decode_tokens: u64,
+}
 
 #[derive(Debug)]
 pub(super) struct WorkerLoad {
@@ -47,6 +60,8 @@ pub(super) struct WorkerLoad {
     kv_used_permille: u64,
     /// KV cache that the streams of this router are expected to use.
     expected_kv_tokens: u64,
+    /// Output that the streams of this router are expected to have, each [`STREAM_TOKENS`] at most.
+    decode_tokens: u64,
     /// Input tokens of streams that have no token yet.
     prefill_backlog: u64,
     /// Input tokens per second while there was a backlog.
@@ -74,6 +89,7 @@ impl WorkerLoad {
             kv_used_tokens: 0,
             kv_used_permille: 0,
             expected_kv_tokens: 0,
+            decode_tokens: 0,
             prefill_backlog: 0,
             prefill_rate: None,
             prompt_tokens_computed: 0,
@@ -110,38 +126,39 @@ impl WorkerLoad {
         self.reported_at = now;
     }
 
-    /// Counts a stream. Returns its expected use of the KV cache, and its tokens without a cached
-    /// prefix. `placement` increases from call to call.
+    /// Counts a stream. `placement` increases from call to call.
     pub(super) fn add_stream(
         &mut self,
         demand: &StreamDemand<'_>,
         cached_tokens: u64,
         placement: u64,
         now: RouterTime,
-    ) -> (u64, u64) {
-        let (kv_tokens, prefill_tokens) = expected_tokens(demand, cached_tokens);
+    ) -> StreamShare {
+        let share = expected_share(demand, cached_tokens);
         self.own_streams += 1;
         if let Some(deaths) = demand.spread_by_deaths {
             *self.spread_streams.entry(deaths).or_default() += 1;
         }
-        self.expected_kv_tokens += kv_tokens;
-        self.prefill_backlog += prefill_tokens;
+        self.expected_kv_tokens += share.kv_tokens;
+        self.decode_tokens += share.decode_tokens;
+        self.prefill_backlog += share.prefill_tokens;
         self.prefixes.begin_stream(demand.prefix, placement, now);
-        (kv_tokens, prefill_tokens)
+        share
     }
 
     pub(super) fn end_prefill(&mut self, prefill_tokens: u64) {
         self.prefill_backlog -= prefill_tokens;
     }
 
-    pub(super) fn end_stream(&mut self, kv_tokens: u64, spread_by_deaths: Option<NonZeroU32>) {
+    pub(super) fn end_stream(&mut self, share: StreamShare, spread_by_deaths: Option<NonZeroU32>) {
         assert!(self.own_streams > 0, "every stream that was placed ends once");
         self.own_streams -= 1;
         if let Some(deaths) = spread_by_deaths {
             self.spread_streams.entry(deaths).and_modify(|streams| *streams -= 1);
             self.spread_streams.retain(|_, streams| *streams > 0);
         }
-        self.expected_kv_tokens -= kv_tokens;
+        self.expected_kv_tokens -= share.kv_tokens;
+        self.decode_tokens -= share.decode_tokens;
     }
 
     pub(super) fn streams(&self) -> u32 {
@@ -158,9 +175,9 @@ impl WorkerLoad {
         self.prefixes.cached_tokens(demand.prefix, now).min(demand.input_tokens.saturating_sub(1))
     }
 
-    /// Input tokens that the worker still has to compute.
-    pub(super) fn prefill_backlog(&self) -> u64 {
-        self.prefill_backlog
+    /// Tokens that the streams of the worker are expected to compute.
+    pub(super) fn work(&self) -> u64 {
+        self.prefill_backlog + self.decode_tokens + u64::from(self.other_streams) * STREAM_TOKENS
     }
 
     /// Whether packed and prefix-aware routing send the stream here; see the head of this file.
@@ -168,7 +185,7 @@ impl WorkerLoad {
         if self.is_full() || self.is_stalled(now) {
             return false;
         }
-        let (kv_tokens, prefill_tokens) = expected_tokens(demand, cached_tokens);
+        let StreamShare { kv_tokens, prefill_tokens, .. } = expected_share(demand, cached_tokens);
         let used = self.expected_kv_tokens.max(self.kv_used_tokens);
         let total = self.profile.kv_tokens;
         let fits_kv = total == 0 || self.streams() == 0 || used + kv_tokens <= total - total / 8;
@@ -201,8 +218,9 @@ impl WorkerLoad {
     }
 }
 
-/// Expected use of the KV cache beside shared blocks, and tokens to prefill.
-fn expected_tokens(demand: &StreamDemand<'_>, cached_tokens: u64) -> (u64, u64) {
+pub(super) fn expected_share(demand: &StreamDemand<'_>, cached_tokens: u64) -> StreamShare {
     let prefill_tokens = demand.input_tokens.saturating_sub(cached_tokens);
-    (prefill_tokens + demand.output_tokens_max.min(EXPECTED_OUTPUT_TOKENS), prefill_tokens)
+    let kv_tokens = prefill_tokens + demand.output_tokens_max.min(EXPECTED_OUTPUT_TOKENS);
+    let decode_tokens = demand.output_tokens_max.min(STREAM_TOKENS);
+    StreamShare { kv_tokens, prefill_tokens, decode_tokens }
 }
