@@ -34,6 +34,8 @@ mod mode;
 mod placed_prompts;
 #[cfg(test)]
 mod prefix_simulation;
+#[cfg(test)]
+mod prefix_tests;
 mod prompt_prefix;
 mod session;
 #[cfg(test)]

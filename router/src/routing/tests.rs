@@ -177,6 +177,7 @@ fn the_mode_decides_whether_workers_are_packed() {
         (RoutingMode::Auto, "", [0, 1]),
         (RoutingMode::Packed, "host", [0, 0]),
         (RoutingMode::LeastLoaded, GPU, [0, 1]),
+        (RoutingMode::PrefixAware, GPU, [0, 1]),
     ] {
         let mut policy = RoutingPolicy::new(mode);
         for id in 0..2 {
