@@ -44,7 +44,7 @@ fn wait_for_events(http: &HttpClient, workers: usize) {
 }
 
 /// A chat between a user and the model.
-struct Chat {
+struct UserChat {
     user: usize,
     messages: Vec<Value>,
     /// Of the last turn.
@@ -52,7 +52,7 @@ struct Chat {
     cached_tokens: u64,
 }
 
-impl Chat {
+impl UserChat {
     fn new(user: usize) -> Self {
         let system = json!({"role": "system", "content": "You write short functions in Python."});
         Self { user, messages: vec![system], prompt_tokens: 0, cached_tokens: 0 }
@@ -78,12 +78,12 @@ impl Chat {
     }
 }
 
-fn chats(users: usize) -> Vec<Chat> {
-    (0..users).map(Chat::new).collect()
+fn chats(users: usize) -> Vec<UserChat> {
+    (0..users).map(UserChat::new).collect()
 }
 
 /// All users take so many turns at the same time.
-fn take_turns(http: &HttpClient, chats: Vec<Chat>, turns: usize) -> Vec<Chat> {
+fn take_turns(http: &HttpClient, chats: Vec<UserChat>, turns: usize) -> Vec<UserChat> {
     let (client, url) = (&http.client, &http.url);
     http.runtime.block_on(async {
         let mut running = JoinSet::new();
@@ -188,7 +188,7 @@ fn identical_prompts_go_to_one_worker_and_are_computed_once() {
 }
 
 /// Lets eight users take a turn, and returns how many found most of the prompt in a cache.
-fn users_with_hits(http: &HttpClient, chats: &mut [Chat]) -> usize {
+fn users_with_hits(http: &HttpClient, chats: &mut [UserChat]) -> usize {
     for chat in chats.iter_mut() {
         http.runtime.block_on(chat.turn(&http.client, &http.url));
     }

@@ -77,7 +77,6 @@ macro_rules! define_request_params {
             pub(crate) priority: Option<i64>,
             pub(crate) cache_salt: Option<String>,
             pub(crate) deadline_ms: Option<i64>,
-            /// What the client says belongs together.
             pub(crate) session: Option<Box<str>>,
         }
 

@@ -12,6 +12,7 @@
 mod file_versions;
 mod listing;
 mod model_choice;
+mod prefix_caches;
 #[cfg(test)]
 mod tests;
 
@@ -32,8 +33,8 @@ use crate::metrics;
 use crate::model::{ServedModel, ServedModelInfo};
 use crate::refused_workers::{RefusedWorkers, SocketId};
 use crate::routing::{
-    KvCacheChange, KvEventFeed, ModelKey, RouterTime, RoutingMode, RoutingPolicy, StreamDemand,
-    StreamPlacement, WorkerId, WorkerProfile, WorkerReport,
+    ModelKey, RouterTime, RoutingMode, RoutingPolicy, StreamDemand, StreamPlacement, WorkerId, WorkerProfile,
+    WorkerReport,
 };
 use crate::worker_outlook::{ExpectedWorker, FleetAnswer, WorkerOutlook};
 
@@ -46,8 +47,6 @@ pub(crate) const QUOTED_CHARS_MAX: usize = 80;
 /// Maximum number of models without a worker whose tokenizers stay loaded, beside those that the
 /// supervisor lists. So a restarted worker serves at once.
 const IDLE_MODELS_MAX: usize = 8;
-/// Changes of a prefix cache that are applied under one lock: some 30 us.
-const KV_CHANGES_AT_ONCE: usize = 1024;
 
 #[derive(Debug)]
 pub(crate) struct WorkerRegistry {
@@ -415,24 +414,6 @@ impl WorkerRegistry {
         if let Some(worker) = state.workers.get_mut(&id) {
             worker.report = report;
         }
-    }
-
-    /// Applies changes of a worker's prefix cache. The lock is free between parts, so that a worker
-    /// with many changes delays no request.
-    pub(crate) fn apply_kv_changes(&self, id: WorkerId, changes: &[KvCacheChange]) {
-        for part in changes.chunks(KV_CHANGES_AT_ONCE) {
-            self.lock().routing.apply_kv_changes(id, part);
-        }
-    }
-
-    /// Notes that all changes of a worker's prefix cache have been applied.
-    pub(crate) fn follow_kv_changes(&self, id: WorkerId) {
-        self.lock().routing.set_kv_feed(id, KvEventFeed::Live);
-    }
-
-    /// Notes that no more changes of a worker's prefix cache arrive.
-    pub(crate) fn lose_kv_changes(&self, id: WorkerId) {
-        self.lock().routing.set_kv_feed(id, KvEventFeed::Lost(self.now()));
     }
 
     /// Places a stream on a worker that is not among `tried`. Chooses `preferred` if it has free

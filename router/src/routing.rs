@@ -8,12 +8,12 @@
 //!    computes and stores the prompt once for all of them.
 //! 3. Packed routing: on a device, the worker with the most streams comes first, as long as it has
 //!    room ([`worker_load`]). A step reads the weights once for all its rows, so one worker with 32
-//!    streams is faster than four workers with 8 each. The other workers are warm standbys. A
-//!    worker that has [`PREFIX_GAIN_TOKENS`] more of the prompt in its prefix cache comes before it.
+//!    streams is faster than four workers with 8 each. The other workers are warm standbys. One
+//!    that has [`PREFIX_GAIN_TOKENS`] more of the prompt in its prefix cache comes first.
 //! 4. Prefix-aware routing: of the workers, or of the devices if they are packed, the one with the
 //!    least cost comes first. The cost counts the tokens that the worker would have to compute and
-//!    those that the stream would wait for. For the sake of its cache, a worker gets no stream if it
-//!    has [more streams](choice) than the others by more than a slack.
+//!    those that its streams compute. A worker gets no stream for the sake of its cache if it has
+//!    more streams than the others beyond a slack.
 //! 5. Least-loaded routing: a worker with free capacity comes before a full one, then the worker
 //!    with fewer streams, then the one with the emptier KV cache, then the one chosen longest ago.
 //!    So equal workers take turns. Power of two does this for two random workers.

@@ -20,9 +20,9 @@ use std::cmp::Reverse;
 use super::worker_load::WorkerLoad;
 use super::{PREFIX_GAIN_TOKENS, RouterTime, RoutingMode, RoutingPolicy, StreamDemand, WorkerId};
 
-/// A token that is computed again weighs as much as so many that the stream waits for. It takes rows
-/// from all streams of the worker, and a place in its cache. With 2, bursts of short chats hit at 85%
-/// of one worker's rate, with 4 at 90%, with 8 at 97% (64 users, four workers).
+/// A token that is computed again weighs as much as so many that the stream waits for. It takes
+/// rows from all streams of the worker, and a place in its cache. With 2, bursts of short chats hit
+/// at 85% of one worker's rate, with 4 at 90%, with 8 at 97% (64 users, four workers).
 const MISSING_WEIGHT: u64 = 8;
 /// A session's home is as good as this many tokens less to compute.
 const SESSION_GAIN_TOKENS: u64 = 128;
@@ -73,7 +73,7 @@ struct Candidate<'a> {
 }
 
 /// A candidate with the load of all that compute together with it.
-struct Target<'a> {
+struct RoutingTarget<'a> {
     candidate: Candidate<'a>,
     /// The name of what stays: a worker, or a packed device.
     name: &'a str,
@@ -86,7 +86,7 @@ struct Target<'a> {
     is_home: bool,
 }
 
-impl Target<'_> {
+impl RoutingTarget<'_> {
     fn cost(&self, demand: &StreamDemand<'_>) -> u64 {
         let missing = demand.input_tokens.saturating_sub(self.candidate.cached_tokens);
         let gain = if self.is_home { SESSION_GAIN_TOKENS } else { 0 };
@@ -171,10 +171,10 @@ impl RoutingPolicy {
         candidates: Vec<Candidate<'a>>,
         is_roomy: bool,
         now: RouterTime,
-    ) -> Vec<Target<'a>> {
+    ) -> Vec<RoutingTarget<'a>> {
         let is_packed = |c: &Candidate<'_>| is_roomy && self.mode.packs(&c.load.profile.device);
         let (packed, spread): (Vec<_>, Vec<_>) = candidates.into_iter().partition(is_packed);
-        let mut targets: Vec<Target<'a>> = spread.into_iter().map(|c| spread_target(c, now)).collect();
+        let mut targets: Vec<RoutingTarget<'a>> = spread.into_iter().map(|c| spread_target(c, now)).collect();
         let mut devices: Vec<&str> = packed.iter().map(|c| &*c.load.profile.device).collect();
         devices.sort_unstable();
         devices.dedup();
@@ -185,7 +185,11 @@ impl RoutingPolicy {
         targets
     }
 
-    fn packed_target<'a>(&'a self, device: &'a str, candidates: Vec<Candidate<'a>>) -> Option<Target<'a>> {
+    fn packed_target<'a>(
+        &'a self,
+        device: &'a str,
+        candidates: Vec<Candidate<'a>>,
+    ) -> Option<RoutingTarget<'a>> {
         let order = |c: &&Candidate<'_>| (c.load.streams(), c.load.last_chosen, Reverse(c.id));
         let fullest = *candidates.iter().max_by_key(order)?;
         let cached = *candidates.iter().max_by_key(|c| c.cached_tokens)?;
@@ -198,14 +202,14 @@ impl RoutingPolicy {
         let last_chosen = on_device().map(|load| load.last_chosen).max().unwrap_or(0);
         // The device that served last is warm.
         let tie = (streams, 0, -(last_chosen as i64));
-        Some(Target { candidate, name: device, is_packed: true, streams, work, tie, is_home: false })
+        Some(RoutingTarget { candidate, name: device, is_packed: true, streams, work, tie, is_home: false })
     }
 }
 
-fn spread_target(candidate: Candidate<'_>, now: RouterTime) -> Target<'_> {
+fn spread_target(candidate: Candidate<'_>, now: RouterTime) -> RoutingTarget<'_> {
     let load = candidate.load;
     let (_, _, streams, kv_used_permille, last_chosen) = load.order(now);
-    Target {
+    RoutingTarget {
         candidate,
         name: &load.profile.name,
         is_packed: false,
@@ -218,18 +222,18 @@ fn spread_target(candidate: Candidate<'_>, now: RouterTime) -> Target<'_> {
 
 fn choose_target(
     demand: &StreamDemand<'_>,
-    targets: &[Target<'_>],
+    targets: &[RoutingTarget<'_>],
     is_roomy: bool,
 ) -> Option<(WorkerId, RoutingReason)> {
     let least = targets.iter().min_by_key(|target| target.tie)?;
-    let streams_max = |target: &Target<'_>| match is_roomy {
+    let streams_max = |target: &RoutingTarget<'_>| match is_roomy {
         true => {
             let seats = u64::from(target.candidate.load.profile.running_max);
             least.streams + least.streams / 2 + seats / SLACK_SEATS_PART
         }
         false => least.streams + FULL_SLACK_STREAMS,
     };
-    let has_affinity = |target: &Target<'_>| {
+    let has_affinity = |target: &RoutingTarget<'_>| {
         target.candidate.cached_tokens > least.candidate.cached_tokens || target.is_home
     };
     let eligible =

@@ -25,7 +25,7 @@ const WAIT_SLACK: Duration = Duration::from_millis(500);
 
 /// What clients do.
 #[derive(Clone, Copy)]
-struct Scenario {
+struct ChatScenario {
     workers: u64,
     users: u64,
     seconds: u64,
@@ -44,7 +44,7 @@ struct Scenario {
     sessions: bool,
 }
 
-const CHATS: Scenario = Scenario {
+const CHATS: ChatScenario = ChatScenario {
     workers: 4,
     users: 64,
     seconds: 120,
@@ -83,8 +83,8 @@ struct Outcome {
     reasons: BTreeMap<&'static str, u64>,
 }
 
-struct Chats {
-    scenario: Scenario,
+struct ChatSimulation {
+    scenario: ChatScenario,
     rng: RoutingRng,
     policy: RoutingPolicy,
     model: ModelKey,
@@ -99,8 +99,8 @@ struct Chats {
     outcome: Outcome,
 }
 
-impl Chats {
-    fn new(scenario: Scenario, mode: RoutingMode, seed: u64) -> Self {
+impl ChatSimulation {
+    fn new(scenario: ChatScenario, mode: RoutingMode, seed: u64) -> Self {
         let mut chats = Self {
             scenario,
             rng: RoutingRng(seed),
@@ -296,14 +296,12 @@ impl Chats {
     }
 }
 
-fn run(scenario: Scenario, mode: RoutingMode, seed: u64) -> Outcome {
-    let outcome = Chats::new(scenario, mode, seed).run();
-    eprintln!("{mode:?} over {} workers, seed {seed}: {outcome:?}", scenario.workers);
-    outcome
+fn run(scenario: ChatScenario, mode: RoutingMode, seed: u64) -> Outcome {
+    ChatSimulation::new(scenario, mode, seed).run()
 }
 
 /// Runs the scenario prefix-aware and least-loaded, and compares the waits.
-fn compare(scenario: Scenario, seed: u64) -> (Outcome, Outcome) {
+fn compare(scenario: ChatScenario, seed: u64) -> (Outcome, Outcome) {
     let [aware, spread] = [RoutingMode::Auto, RoutingMode::LeastLoaded].map(|mode| run(scenario, mode, seed));
     let allowed = spread.longest_wait.mul_f64(WAIT_FACTOR) + WAIT_SLACK;
     assert!(aware.longest_wait <= allowed, "{:?}, {:?} spread", aware.longest_wait, spread.longest_wait);
@@ -315,13 +313,13 @@ const SEEDS: std::ops::Range<u64> = 0..2;
 #[test]
 fn chats_of_64_users_over_four_workers_hit_as_one_worker_does() {
     for seed in SEEDS {
-        let one = run(Scenario { workers: 1, ..CHATS }, RoutingMode::Auto, seed);
+        let one = run(ChatScenario { workers: 1, ..CHATS }, RoutingMode::Auto, seed);
         let (four, spread) = compare(CHATS, seed);
         assert!(four.hit_rate >= 0.95 * one.hit_rate, "{four:?}, one worker {one:?}");
         assert!(spread.hit_rate < 0.8 * one.hit_rate, "the comparison must be able to fail");
         // Without events, and with the hint of a session.
         for (events, sessions) in [(false, false), (true, true), (false, true)] {
-            let four = run(Scenario { events, sessions, ..CHATS }, RoutingMode::Auto, seed);
+            let four = run(ChatScenario { events, sessions, ..CHATS }, RoutingMode::Auto, seed);
             assert!(four.hit_rate >= 0.9 * one.hit_rate, "{four:?}, one worker {one:?}");
         }
     }
@@ -330,8 +328,8 @@ fn chats_of_64_users_over_four_workers_hit_as_one_worker_does() {
 #[test]
 fn chats_on_busy_workers_still_hit_and_wait_no_longer() {
     for seed in SEEDS {
-        let busy = Scenario { think: 100, seconds: 60, ..CHATS };
-        let one = run(Scenario { workers: 1, ..busy }, RoutingMode::Auto, seed);
+        let busy = ChatScenario { think: 100, seconds: 60, ..CHATS };
+        let one = run(ChatScenario { workers: 1, ..busy }, RoutingMode::Auto, seed);
         let (four, spread) = compare(busy, seed);
         assert!(four.hit_rate >= 0.95 * one.hit_rate, "{four:?}, one worker {one:?}");
         assert!(four.completed > spread.completed);
@@ -342,7 +340,7 @@ fn chats_on_busy_workers_still_hit_and_wait_no_longer() {
 fn a_hot_prompt_of_all_users_spreads_over_the_workers() {
     for seed in SEEDS {
         // One turn of each chat in eight begins anew, after 2,000 shared tokens.
-        let hot = Scenario { shared_tokens: 2000, think: 150, seconds: 60, ..CHATS };
+        let hot = ChatScenario { shared_tokens: 2000, think: 150, seconds: 60, ..CHATS };
         let (aware, _) = compare(hot, seed);
         assert!(aware.hit_rate > 0.9, "{aware:?}");
         let (least, most) = (aware.prompt_tokens.iter().min(), aware.prompt_tokens.iter().max());
@@ -353,7 +351,7 @@ fn a_hot_prompt_of_all_users_spreads_over_the_workers() {
 #[test]
 fn workers_that_die_and_return_lose_no_stream_and_get_their_share() {
     for seed in SEEDS {
-        let dying = Scenario { deaths: true, ..CHATS };
+        let dying = ChatScenario { deaths: true, ..CHATS };
         let (aware, spread) = compare(dying, seed);
         assert!(aware.hit_rate > spread.hit_rate, "{aware:?}, {spread:?}");
         assert!(aware.completed * 100 >= spread.completed * 98, "{aware:?}, {spread:?}");
@@ -364,7 +362,7 @@ fn workers_that_die_and_return_lose_no_stream_and_get_their_share() {
 fn users_of_very_different_activity_are_all_served_in_time() {
     for seed in SEEDS {
         // The most active user sends thirty times as often as the first.
-        let (aware, spread) = compare(Scenario { skew: 94, ..CHATS }, seed);
+        let (aware, spread) = compare(ChatScenario { skew: 94, ..CHATS }, seed);
         assert!(aware.hit_rate > spread.hit_rate && aware.completed > spread.completed);
     }
 }
@@ -372,7 +370,7 @@ fn users_of_very_different_activity_are_all_served_in_time() {
 #[test]
 fn a_flood_of_one_prompt_delays_others_no_longer_than_if_it_were_spread() {
     for seed in SEEDS {
-        let (aware, spread) = compare(Scenario { flood: 60, users: 32, sessions: true, ..CHATS }, seed);
+        let (aware, spread) = compare(ChatScenario { flood: 60, users: 32, sessions: true, ..CHATS }, seed);
         assert!(aware.completed >= spread.completed, "{aware:?}, {spread:?}");
     }
 }
