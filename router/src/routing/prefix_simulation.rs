@@ -194,7 +194,7 @@ impl ChatSimulation {
             if self.users[index].next_at.is_none_or(|at| at > self.tick) {
                 continue;
             }
-            if self.users[index].turn % TURNS == 0 {
+            if self.users[index].turn.is_multiple_of(TURNS) {
                 let own = self.fresh(200);
                 self.users[index].tokens = (0..self.scenario.shared_tokens as u32).chain(own).collect();
             }
@@ -223,7 +223,7 @@ impl ChatSimulation {
                 self.policy.apply_kv_changes(id, &changes);
                 self.policy.set_kv_feed(id, KvEventFeed::Live);
             }
-            if self.tick % 12 == 0 {
+            if self.tick.is_multiple_of(12) {
                 let report = WorkerReport { running, waiting, steps: self.tick, ..WorkerReport::default() };
                 self.policy.update_load(id, report, self.now());
             }
