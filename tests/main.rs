@@ -50,6 +50,7 @@ mod one_copy;
 mod one_copy_per_device;
 mod open_files;
 mod other_apis;
+mod prefix_routing;
 mod process_limits;
 mod quarantine;
 mod reload;

@@ -29,7 +29,8 @@ pub(crate) struct FleetArguments {
     #[arg(long, value_name = "DIR")]
     runtime_dir: Option<PathBuf>,
     /// How the router chooses the worker of a stream: "packed" fills one worker of a device before
-    /// the next, "least-loaded" spreads streams, "auto" packs on GPUs only
+    /// the next, "prefix-aware" prefers the one that has the prompt cached, "least-loaded" and
+    /// "power-of-two" spread streams, "auto" packs on GPUs only and is prefix-aware
     #[arg(long, value_name = "MODE", default_value = RoutingMode::Auto.name(), value_parser = routing_mode())]
     routing: RoutingMode,
     #[command(flatten)]

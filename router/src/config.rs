@@ -123,7 +123,7 @@ impl AccessConfig {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
 pub struct RoutingConfig {
-    /// "auto", "packed" or "least-loaded".
+    /// "auto", "packed", "prefix-aware", "least-loaded" or "power-of-two".
     pub mode: RoutingMode,
 }
 

@@ -60,8 +60,7 @@ impl Dispatcher {
         let mut workers = WorkerSearch::new(&self.quarantine, call.content, deadline, placed);
         let mut refusals = RefusalCollector::default();
         let place = |tried: &[WorkerId]| {
-            let prefix = call.prefix();
-            let demand = call.demand(progress.output().len(), &prefix);
+            let demand = call.demand(progress.output().len());
             let spread_by_deaths = self.quarantine.deaths_to_spread(call.content);
             self.registry.place_stream(&StreamDemand { spread_by_deaths, ..demand }, tried, None)
         };

@@ -49,7 +49,7 @@ static MODEL: LazyLock<Arc<ServedModel>> = LazyLock::new(|| {
 fn origin() -> RequestOrigin {
     let arrived = Instant::now();
     let trace = RequestTrace::unrecorded("r".into(), TraceContext::default());
-    RequestOrigin { trace, arrived, tenant: Tenant::Unnamed, bytes: None, active: None }
+    RequestOrigin { trace, arrived, tenant: Tenant::Unnamed, session: None, bytes: None, active: None }
 }
 
 /// Reads a body as each endpoint does. A refusal is a 4xx response with a text.

@@ -20,7 +20,7 @@ const TENANT_LINES_MAX: usize = 16;
 type WorkerValue = fn(&WorkerSnapshot) -> f64;
 
 /// Name, type and value of the metrics that each worker has.
-const WORKER_METRICS: [(&str, &str, WorkerValue); 15] = [
+const WORKER_METRICS: [(&str, &str, WorkerValue); 17] = [
     ("num_requests_running", "gauge", |w| f64::from(w.report.running)),
     ("num_requests_waiting", "gauge", |w| f64::from(w.report.waiting)),
     ("num_streams_placed", "gauge", |w| f64::from(w.own_streams)),
@@ -38,6 +38,8 @@ const WORKER_METRICS: [(&str, &str, WorkerValue); 15] = [
         (w.report.prompt_tokens_computed + w.report.prompt_tokens_cached) as f64
     }),
     ("prefix_cache_hits_total", "counter", |w| w.report.prompt_tokens_cached as f64),
+    ("prefix_index_bytes", "gauge", |w| w.prefix_index.0 as f64),
+    ("prefix_index_live", "gauge", |w| f64::from(u8::from(w.prefix_index.1))),
     ("num_preemptions_total", "counter", |w| w.report.preemptions as f64),
     ("spec_decode_num_draft_tokens_total", "counter", |w| w.report.draft_tokens as f64),
     ("spec_decode_num_accepted_tokens_total", "counter", |w| w.report.accepted_draft_tokens as f64),

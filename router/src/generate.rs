@@ -28,7 +28,7 @@ use crate::params::{CheckedParams, RequestParamError, RequestParams, TokenLimits
 use crate::quarantine::{ContentHasher, ContentKey};
 use crate::registry::{PlacedStream, WorkerRegistry};
 use crate::request_trace::RequestTrace;
-use crate::routing::ModelKey;
+use crate::routing::{ModelKey, PromptPrefix, SessionKey};
 use crate::tenant::TenantResolver;
 use crate::text_stream::TextStream;
 use crate::usage::RequestUsage;
@@ -55,12 +55,17 @@ pub(crate) struct GenerationRequest {
     origin: RequestOrigin,
 }
 
+/// Names what belongs together, as a hint for routing. In gRPC it is metadata.
+pub(crate) const SESSION_HEADER: &str = "x-session-id";
+
 /// The id, trace, arrival time and tenant of a request.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestOrigin {
     pub(crate) trace: RequestTrace,
     pub(crate) arrived: Instant,
     pub(crate) tenant: Tenant,
+    /// The header [`SESSION_HEADER`].
+    pub(crate) session: Option<Box<str>>,
     /// The bytes that the request holds, until its last choice ends.
     pub(crate) bytes: Option<RequestBytes>,
     /// The request under its API key, which counts it until its last choice ends.
@@ -158,6 +163,16 @@ impl GenerationRequest {
         PriorityClass::of_priority(self.params().priority)
     }
 
+    /// The session that the client names, in the header or in the body.
+    fn session(&self) -> Option<SessionKey> {
+        let name = self.origin.session.as_deref().or(self.params().session.as_deref())?;
+        let tenant = match &self.origin.tenant {
+            Tenant::Named(name) => name,
+            Tenant::Unnamed => "",
+        };
+        Some(SessionKey::new(tenant, name.as_bytes()))
+    }
+
     /// Number of choices that the fleet generates. Choice `c` of prompt `p` has index
     /// `p * best_of + c` in the response.
     pub(crate) fn choices(&self) -> usize {
@@ -218,6 +233,8 @@ impl GenerationRequest {
                 trace: self.origin.trace.clone(),
                 model: model.clone(),
                 prompt: prompt.clone(),
+                prefix: PromptPrefix::new(&params.cache_salt, prompt),
+                session: self.session(),
                 params: params.clone(),
                 stop_tokens,
                 dry_breakers: dry_breakers.clone(),
@@ -418,8 +435,7 @@ impl Generator {
         let mut previous = None;
         let placed = calls.iter().map(|call| {
             let preferred = previous.filter(|_| call.choice > 0);
-            let prefix = call.prefix();
-            let placed = self.registry.place_stream(&call.demand(0, &prefix), &[], preferred);
+            let placed = self.registry.place_stream(&call.demand(0), &[], preferred);
             previous = placed.as_ref().map(|placed| placed.worker.id);
             placed
         });

@@ -29,6 +29,7 @@
 //!
 //! fleet_watch   how the processes are, for /ready and metrics
 //! discovery --> worker_link  one task per worker: registers it, removes it
+//!                    |-----> kv_events  follows its prefix cache
 //!                    \-----> registry  workers that serve now --> routing  chooses a worker (pure)
 //! ```
 
@@ -57,6 +58,7 @@ mod grammar_check;
 mod grpc;
 mod http;
 mod intake;
+mod kv_events;
 mod limits;
 mod listener;
 mod metrics;

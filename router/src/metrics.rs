@@ -8,6 +8,7 @@ use std::time::Duration;
 use metrics::{counter, gauge, histogram};
 
 use crate::admission::PriorityClass;
+use crate::routing::StreamPlacement;
 
 pub(crate) fn record_prompt_tokens(model: &str, tokens: usize) {
     counter!("ballast:prompt_tokens_total", "model_name" => model.to_owned()).increment(tokens as u64);
@@ -23,6 +24,13 @@ pub(crate) fn record_time_to_first_token(model: &str, since_arrival: Duration) {
 
 pub(crate) fn record_inter_token_latency(model: &str, latency: Duration) {
     histogram!("ballast:inter_token_latency_seconds", "model_name" => model.to_owned()).record(latency);
+}
+
+pub(crate) fn record_placement(model: &str, placement: &StreamPlacement) {
+    let labels = [("model_name", model.to_owned()), ("reason", placement.reason.name().to_owned())];
+    counter!("ballast:routing_decisions_total", &labels).increment(1);
+    counter!("ballast:routing_cached_tokens_total", "model_name" => model.to_owned())
+        .increment(placement.cached_tokens);
 }
 
 /// A stream was resumed on another worker.

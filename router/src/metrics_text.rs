@@ -8,7 +8,7 @@ use std::collections::HashSet;
 const PREFIX: &str = "ballast:";
 
 /// Names without prefix, and what they measure.
-const HELP: [(&str, &str); 58] = [
+const HELP: [(&str, &str); 62] = [
     ("num_streams", "Streams that run or wait, of all models."),
     ("request_bytes", "Bytes that requests hold."),
     ("num_contents_quarantined", "Contents of requests that are refused because they crashed workers."),
@@ -33,6 +33,10 @@ const HELP: [(&str, &str); 58] = [
     ("deferred_logits_total", "Rows of logits that waited for a grammar mask."),
     ("prefix_cache_queries_total", "Prompt tokens that were looked up in the prefix cache."),
     ("prefix_cache_hits_total", "Prompt tokens that the prefix cache had."),
+    ("prefix_index_bytes", "Memory of what the router knows of the worker's prefix cache."),
+    ("prefix_index_live", "1 while the worker's KV cache events arrive at the router."),
+    ("routing_decisions_total", "Streams that were placed, by the reason for their worker."),
+    ("routing_cached_tokens_total", "Prompt tokens that the router expected in the worker's prefix cache."),
     ("num_preemptions_total", "Sequences that were preempted."),
     ("spec_decode_num_draft_tokens_total", "Draft tokens that were verified."),
     ("spec_decode_num_accepted_tokens_total", "Draft tokens that were accepted."),

@@ -77,6 +77,7 @@ macro_rules! define_request_params {
             pub(crate) priority: Option<i64>,
             pub(crate) cache_salt: Option<String>,
             pub(crate) deadline_ms: Option<i64>,
+            pub(crate) session: Option<Box<str>>,
         }
 
         /// Sampling parameters after validation.
@@ -118,6 +119,7 @@ pub(crate) struct CheckedParams {
     pub(crate) priority: i32,
     pub(crate) cache_salt: String,
     pub(crate) deadline: Option<Duration>,
+    pub(crate) session: Option<Box<str>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -277,6 +279,7 @@ impl RequestParams {
             priority,
             cache_salt,
             deadline,
+            session: self.session,
         })
     }
 }

@@ -12,6 +12,7 @@
 mod file_versions;
 mod listing;
 mod model_choice;
+mod prefix_caches;
 #[cfg(test)]
 mod tests;
 
@@ -28,6 +29,7 @@ use tonic::transport::Channel;
 
 use crate::access::ModelAccess;
 use crate::admission::{ModelCapacity, WorkerCapacity};
+use crate::metrics;
 use crate::model::{ServedModel, ServedModelInfo};
 use crate::refused_workers::{RefusedWorkers, SocketId};
 use crate::routing::{
@@ -127,7 +129,8 @@ impl PlacedStream {
 impl Drop for PlacedStream {
     fn drop(&mut self) {
         if let Some(placement) = self.placement.take() {
-            self.registry.lock().routing.end_stream(placement);
+            let now = self.registry.now();
+            self.registry.lock().routing.end_stream(placement, now);
         }
     }
 }
@@ -197,6 +200,7 @@ impl WorkerRegistry {
     ) -> WorkerId {
         let generation = model.description.generation;
         let profile = WorkerProfile {
+            name: name.as_str().into(),
             model: model.key().clone(),
             device: device.clone(),
             running_max: capacity.running_max,
@@ -424,6 +428,7 @@ impl WorkerRegistry {
         let placement = state.routing.place_stream(demand, tried, preferred, self.now())?;
         let worker = state.worker_handle(placement.worker);
         drop(state);
+        metrics::record_placement(&demand.model.name, &placement);
         Some(PlacedStream { registry: self.clone(), placement: Some(placement), worker })
     }
 

@@ -1,20 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Routing policy: chooses the worker for the next stream. A plain value, which [`crate::registry`]
-//! owns and keeps up to date.
+//! owns and keeps up to date. [`RoutingMode`] names the rules that apply, [`choice`] has them:
 //!
 //! 1. Only workers of the request's model are candidates.
 //! 2. Choices of one prompt go to the same worker while it has free capacity, because that worker
 //!    computes and stores the prompt once for all of them.
-//! 3. Packed routing: of several devices, the one with the fewest streams comes first. On a device,
-//!    the worker with the most streams comes first, as long as it has room ([`worker_load`]). A
-//!    step reads the weights once for all its rows, so one worker with 32 streams is faster than
-//!    four workers with 8 each. The other workers are warm standbys.
-//! 4. On a device, a worker that has [`PREFIX_GAIN_TOKENS`] more of the prompt in its prefix cache
-//!    comes before the one with the most streams.
-//! 5. Least-loaded routing, and packed routing when no worker has room: a worker with free capacity
-//!    comes before a full one, then the worker with fewer streams, then the one with the emptier KV
-//!    cache, then the one chosen longest ago. So equal workers take turns.
+//! 3. Packed routing: on a device, the worker with the most streams comes first, as long as it has
+//!    room ([`worker_load`]). A step reads the weights once for all its rows, so one worker with 32
+//!    streams is faster than four workers with 8 each. The other workers are warm standbys. One
+//!    that has [`PREFIX_GAIN_TOKENS`] more of the prompt in its prefix cache comes first.
+//! 4. Prefix-aware routing: of the workers, or of the devices if they are packed, the one with the
+//!    least cost comes first. The cost counts the tokens that the worker would have to compute and
+//!    those that its streams compute. A worker gets no stream for the sake of its cache if it has
+//!    more streams than the others beyond a slack.
+//! 5. Least-loaded routing: a worker with free capacity comes before a full one, then the worker
+//!    with fewer streams, then the one with the emptier KV cache, then the one chosen longest ago.
+//!    So equal workers take turns. Power of two does this for two random workers.
 //! 6. A stream that is to be spread goes away from others of this kind, whatever the mode is.
 //!    Several workers died with it ([`crate::quarantine`]), so it goes where the streams saw the
 //!    fewest deaths, and then to the fewest streams.
@@ -22,48 +24,45 @@
 //! Streams are those of this router, which are known exactly, plus streams of other clients as of
 //! the worker's last report.
 
-use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
-mod placed_prefixes;
+mod choice;
+mod mode;
+mod placed_prompts;
+#[cfg(test)]
+mod prefix_simulation;
+#[cfg(test)]
+mod prefix_tests;
+mod prompt_prefix;
+mod session;
 #[cfg(test)]
 mod simulation;
+mod stored_blocks;
 #[cfg(test)]
 mod tests;
 mod worker_load;
+mod worker_prefixes;
 
-pub use placed_prefixes::{PrefixHash, prefix_hashes};
-use worker_load::WorkerLoad;
+pub use choice::RoutingReason;
+pub use mode::RoutingMode;
+pub use prompt_prefix::{PrefixHash, PromptPrefix};
+pub use session::SessionKey;
+pub use stored_blocks::KvCacheChange;
+use worker_load::{StreamShare, WorkerLoad};
+pub use worker_prefixes::KvEventFeed;
 
 /// A worker beside the packed one is chosen for this much more cached prompt. A second worker at
 /// work slows the first one down for the whole life of the stream, and a prompt of this length
 /// takes some 70 ms (8B Q4_K_M on an H200).
 const PREFIX_GAIN_TOKENS: u64 = 1024;
-
-/// Whether workers of the device compute on the host: "host", or a NUMA node of it as "host:N". A
-/// worker that tells no device does too.
-fn is_on_host(device: &str) -> bool {
-    device.is_empty() || device.split(':').next() == Some("host")
-}
+/// How long the router believes what no event confirms. Dynamo's router takes the same time.
+const ESTIMATE_AGE_MAX: Duration = Duration::from_secs(120);
 
 /// Time since the router's start.
 pub type RouterTime = Duration;
-
-/// The order in which workers fill.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum RoutingMode {
-    /// Packed on GPUs. Least-loaded on the host, where each worker computes on cores of its own.
-    #[default]
-    Auto,
-    Packed,
-    LeastLoaded,
-}
 
 /// One run of a worker process. A restarted worker has a new id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -117,22 +116,11 @@ pub struct WorkerReport {
     pub accepted_draft_tokens: u64,
 }
 
-impl RoutingMode {
-    pub const ALL: [Self; 3] = [Self::Auto, Self::Packed, Self::LeastLoaded];
-
-    /// The name in configuration and arguments.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Packed => "packed",
-            Self::LeastLoaded => "least-loaded",
-        }
-    }
-}
-
 /// What stays constant of a worker.
 #[derive(Clone, Debug)]
 pub struct WorkerProfile {
+    /// A restarted worker has the same name.
+    pub name: Arc<str>,
     pub model: ModelKey,
     /// "host", or the UUID of a GPU.
     pub device: Arc<str>,
@@ -150,8 +138,9 @@ pub struct StreamDemand<'a> {
     pub input_tokens: u64,
     /// Maximum number of further tokens.
     pub output_tokens_max: u64,
-    /// From [`prefix_hashes`] of the prompt.
-    pub prefix: &'a [PrefixHash],
+    pub prefix: &'a PromptPrefix,
+    /// What the client says belongs together.
+    pub session: Option<SessionKey>,
     /// Number of workers that died with the content, if the stream is to be spread.
     pub spread_by_deaths: Option<NonZeroU32>,
 }
@@ -159,7 +148,15 @@ pub struct StreamDemand<'a> {
 impl<'a> StreamDemand<'a> {
     /// A call that takes no KV cache.
     pub fn none(model: &'a ModelKey) -> Self {
-        Self { model, input_tokens: 0, output_tokens_max: 0, prefix: &[], spread_by_deaths: None }
+        static NO_PROMPT: LazyLock<PromptPrefix> = LazyLock::new(PromptPrefix::default);
+        Self {
+            model,
+            input_tokens: 0,
+            output_tokens_max: 0,
+            prefix: &NO_PROMPT,
+            session: None,
+            spread_by_deaths: None,
+        }
     }
 }
 
@@ -167,17 +164,19 @@ impl<'a> StreamDemand<'a> {
 #[derive(Debug, PartialEq, Eq)]
 pub struct StreamPlacement {
     pub worker: WorkerId,
-    /// Expected use of the KV cache.
-    kv_tokens: u64,
-    /// Tokens of the input that the worker still has to compute.
-    prefill_tokens: u64,
+    pub reason: RoutingReason,
+    /// Tokens of the prompt that the worker is expected to have cached.
+    pub cached_tokens: u64,
+    /// Number of the placement.
+    number: u64,
+    share: StreamShare,
     spread_by_deaths: Option<NonZeroU32>,
 }
 
 impl StreamPlacement {
     /// False from [`RoutingPolicy::end_prefill`] on.
     pub fn is_in_prefill(&self) -> bool {
-        self.prefill_tokens > 0
+        self.share.prefill_tokens > 0
     }
 }
 
@@ -210,6 +209,20 @@ impl RoutingPolicy {
         }
     }
 
+    /// Applies changes of the worker's prefix cache, in order.
+    pub fn apply_kv_changes(&mut self, worker: WorkerId, changes: &[KvCacheChange]) {
+        if let Some(load) = self.workers.get_mut(&worker) {
+            load.prefixes.apply(changes);
+        }
+    }
+
+    /// Notes whether the changes so far are all that the worker has made.
+    pub fn set_kv_feed(&mut self, worker: WorkerId, feed: KvEventFeed) {
+        if let Some(load) = self.workers.get_mut(&worker) {
+            load.prefixes.set_feed(feed);
+        }
+    }
+
     /// Chooses a worker that is not among `tried` and counts a stream there until
     /// [`Self::end_stream`]. `preferred` is chosen if it has free capacity.
     pub fn place_stream(
@@ -220,14 +233,23 @@ impl RoutingPolicy {
         now: RouterTime,
     ) -> Option<StreamPlacement> {
         let has_capacity = |load: &WorkerLoad| load.profile.model == *demand.model && !load.is_full();
-        let worker = preferred
+        let (worker, reason) = preferred
             .filter(|id| !tried.contains(id) && self.workers.get(id).is_some_and(has_capacity))
-            .or_else(|| self.choose_worker(demand, tried, now))?;
+            .map(|id| (id, RoutingReason::SamePrompt))
+            .or_else(|| self.choose(demand, tried, now))?;
         self.choices += 1;
         let load = self.workers.get_mut(&worker)?;
         load.last_chosen = self.choices;
-        let (kv_tokens, prefill_tokens) = load.add_stream(demand, self.choices);
-        Some(StreamPlacement { worker, kv_tokens, prefill_tokens, spread_by_deaths: demand.spread_by_deaths })
+        let cached_tokens = load.cached_tokens(demand, now);
+        let share = load.add_stream(demand, cached_tokens, self.choices, now);
+        Some(StreamPlacement {
+            worker,
+            reason,
+            cached_tokens,
+            number: self.choices,
+            share,
+            spread_by_deaths: demand.spread_by_deaths,
+        })
     }
 
     /// The worker that [`Self::place_stream`] would choose.
@@ -237,61 +259,31 @@ impl RoutingPolicy {
         tried: &[WorkerId],
         now: RouterTime,
     ) -> Option<WorkerId> {
-        let is_candidate =
-            |id: &WorkerId, load: &WorkerLoad| load.profile.model == *demand.model && !tried.contains(id);
-        let candidates = || self.workers.iter().filter(|(id, load)| is_candidate(id, load));
-        if demand.spread_by_deaths.is_some() {
-            let order = |load: &WorkerLoad| (load.is_unusable(now), load.spread_order(), load.order(now));
-            return candidates().min_by_key(|(_, load)| order(load)).map(|(&id, _)| id);
-        }
-        let with_room = candidates().filter(|(_, load)| self.is_packed(load) && load.has_room(demand, now));
-        let packed = self.choose_packed(demand, with_room.collect());
-        packed.or_else(|| candidates().min_by_key(|(_, load)| load.order(now)).map(|(&id, _)| id))
-    }
-
-    fn is_packed(&self, load: &WorkerLoad) -> bool {
-        match self.mode {
-            RoutingMode::Auto => !is_on_host(&load.profile.device),
-            RoutingMode::Packed => true,
-            RoutingMode::LeastLoaded => false,
-        }
-    }
-
-    /// Rules 3 and 4 over workers that have room.
-    fn choose_packed(
-        &self,
-        demand: &StreamDemand<'_>,
-        with_room: Vec<(&WorkerId, &WorkerLoad)>,
-    ) -> Option<WorkerId> {
-        let device_order = |load: &WorkerLoad| {
-            let on_device =
-                || self.workers.values().filter(|other| other.profile.device == load.profile.device);
-            let streams: u64 = on_device().map(|other| u64::from(other.streams())).sum();
-            (streams, Reverse(on_device().map(|other| other.last_chosen).max()))
-        };
-        let device = &with_room.iter().min_by_key(|(_, load)| device_order(load))?.1.profile.device;
-        let on_device = || with_room.iter().filter(|(_, load)| load.profile.device == *device);
-        let fullest =
-            on_device().max_by_key(|(id, load)| (load.streams(), load.last_chosen, Reverse(*id)))?;
-        let cached = on_device().max_by_key(|(_, load)| load.cached_tokens(demand.prefix))?;
-        let gain = cached.1.cached_tokens(demand.prefix) - fullest.1.cached_tokens(demand.prefix);
-        Some(*if gain >= PREFIX_GAIN_TOKENS { cached.0 } else { fullest.0 })
+        Some(self.choose(demand, tried, now)?.0)
     }
 
     /// The stream has its first token: the worker has computed the input. Idempotent.
     pub fn end_prefill(&mut self, placement: &mut StreamPlacement) {
-        let prefill_tokens = std::mem::take(&mut placement.prefill_tokens);
+        let prefill_tokens = std::mem::take(&mut placement.share.prefill_tokens);
         if let Some(load) = self.workers.get_mut(&placement.worker) {
             load.end_prefill(prefill_tokens);
         }
     }
 
     /// Ends a stream on its worker. Does nothing if the worker was removed.
-    pub fn end_stream(&mut self, mut placement: StreamPlacement) {
+    pub fn end_stream(&mut self, mut placement: StreamPlacement, now: RouterTime) {
+        let is_computed = !placement.is_in_prefill();
         self.end_prefill(&mut placement);
         if let Some(load) = self.workers.get_mut(&placement.worker) {
-            load.end_stream(placement.kv_tokens, placement.spread_by_deaths);
+            load.end_stream(placement.share, placement.spread_by_deaths);
+            load.prefixes.end_stream(placement.number, is_computed, now);
         }
+    }
+
+    /// Bytes that the router keeps about the worker's prefix cache, and whether its events arrive.
+    pub fn prefix_index(&self, worker: WorkerId) -> (u64, bool) {
+        let prefixes = self.workers.get(&worker).map(|load| &load.prefixes);
+        prefixes.map_or((0, false), |prefixes| (prefixes.bytes(), prefixes.is_live()))
     }
 
     /// Streams of this router on `worker`.

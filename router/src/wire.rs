@@ -16,7 +16,7 @@ use crate::intake::RequestBytes;
 use crate::params::{CheckedParams, CheckedSampling};
 use crate::quarantine::ContentKey;
 use crate::request_trace::{LoggedRequest, RequestTrace};
-use crate::routing::{ModelKey, PrefixHash, StreamDemand, prefix_hashes};
+use crate::routing::{ModelKey, PromptPrefix, SessionKey, StreamDemand};
 
 /// A choice of a prompt: everything that a worker needs to know except the output so far.
 #[derive(Clone, Debug)]
@@ -24,6 +24,9 @@ pub(crate) struct ChoiceCall {
     pub(crate) trace: RequestTrace,
     pub(crate) model: ModelKey,
     pub(crate) prompt: Arc<[u32]>,
+    /// Of the prompt, under the request's cache salt.
+    pub(crate) prefix: PromptPrefix,
+    pub(crate) session: Option<SessionKey>,
     pub(crate) params: Arc<CheckedParams>,
     /// The client's stop tokens and, unless `ignore_eos` is set, the model's end-of-generation
     /// tokens.
@@ -44,18 +47,15 @@ impl ChoiceCall {
         self.trace.logged(&self.model.name)
     }
 
-    pub(crate) fn prefix(&self) -> Vec<PrefixHash> {
-        prefix_hashes(&self.params.cache_salt, &self.prompt)
-    }
-
-    /// What the choice needs from a worker after `output_tokens`. `prefix` is [`Self::prefix`].
-    pub(crate) fn demand<'a>(&'a self, output_tokens: usize, prefix: &'a [PrefixHash]) -> StreamDemand<'a> {
+    /// What the choice needs from a worker after `output_tokens`.
+    pub(crate) fn demand(&self, output_tokens: usize) -> StreamDemand<'_> {
         let output = output_tokens as u64;
         StreamDemand {
             model: &self.model,
             input_tokens: self.prompt.len() as u64 + output,
             output_tokens_max: u64::from(self.params.max_tokens).saturating_sub(output),
-            prefix,
+            prefix: &self.prefix,
+            session: self.session,
             spread_by_deaths: None,
         }
     }

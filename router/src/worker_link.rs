@@ -14,15 +14,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use proto::worker::v1::worker_client::WorkerClient;
 use proto::worker::v1::{self as wire, metadata_frame};
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
 use tonic::Status;
 use tonic::transport::Channel;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 
 use crate::admission::WorkerCapacity;
+use crate::kv_events;
 use crate::model::{LoadModelError, ServedModel, ServedModelInfo};
 use crate::refused_workers::SocketId;
 use crate::registry::WorkerRegistry;
@@ -55,7 +58,7 @@ enum LinkError {
 /// Links to the worker behind the socket until it goes away or `stop`.
 pub(crate) async fn run(id: SocketId, registry: Arc<WorkerRegistry>, stop: CancellationToken) {
     let socket = &id.0;
-    let mut link = WorkerLink { registry, id: id.clone(), registered: None };
+    let mut link = WorkerLink { registry, id: id.clone(), registered: None, events: None };
     let ended = tokio::select! {
         ended = link.run(socket) => ended,
         () = stop.cancelled() => Ok(()),
@@ -98,6 +101,8 @@ struct WorkerLink {
     registry: Arc<WorkerRegistry>,
     id: SocketId,
     registered: Option<WorkerId>,
+    /// The task that follows its prefix cache.
+    events: Option<AbortOnDropHandle<()>>,
 }
 
 impl WorkerLink {
@@ -132,7 +137,11 @@ impl WorkerLink {
                 .await
                 .map_err(|_| LinkError::Timeout { call: "GetMetadata" })??;
         tracing::info!(worker = %name, model = model.name(), "worker registered");
-        self.registered = Some(self.registry.register(name, model, client.clone(), device, capacity));
+        let fingerprint = Bytes::copy_from_slice(&model.key().fingerprint.0);
+        let worker = self.registry.register(name, model, client.clone(), device, capacity);
+        self.registered = Some(worker);
+        let events = kv_events::follow(client.clone(), self.registry.clone(), worker, fingerprint);
+        self.events = Some(AbortOnDropHandle::new(tokio::spawn(events)));
         // Afterwards: between the two, no request may find neither the model nor a worker that has
         // not told it.
         self.registry.accept(&self.id);
@@ -140,6 +149,7 @@ impl WorkerLink {
     }
 
     fn remove_worker(&mut self) {
+        self.events = None;
         if let Some(worker) = self.registered.take() {
             self.registry.remove(worker);
         }

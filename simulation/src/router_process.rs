@@ -168,6 +168,7 @@ impl Fleet {
         router.last_worker += 1;
         let id = WorkerId(router.last_worker);
         let profile = WorkerProfile {
+            name: pid.to_string().into(),
             model: key.clone(),
             device: Arc::from("host"),
             running_max: CAPACITY.running_max,

@@ -15,7 +15,7 @@ use router::opening::{
     WorkerForecast, WorkerTries,
 };
 use router::quarantine::{ContentKey, LossVerdict, StreamId};
-use router::routing::{ModelKey, RoutingPolicy, StreamDemand, StreamPlacement, WorkerId, prefix_hashes};
+use router::routing::{ModelKey, PromptPrefix, RoutingPolicy, StreamDemand, StreamPlacement, WorkerId};
 
 use crate::cures::Cure;
 use crate::faults::SimArrival;
@@ -71,12 +71,13 @@ struct PlacementGuard<'a> {
     routing: &'a RefCell<RoutingPolicy>,
     worker: WorkerId,
     placement: Option<StreamPlacement>,
+    now: Duration,
 }
 
 impl Drop for PlacementGuard<'_> {
     fn drop(&mut self) {
         if let Some(placement) = self.placement.take() {
-            self.routing.borrow_mut().end_stream(placement);
+            self.routing.borrow_mut().end_stream(placement, self.now);
         }
     }
 }
@@ -166,12 +167,13 @@ impl Fleet {
         if let Some(entry) = router.quarantine.find(content, now) {
             return self.refused(number, RequestRefusal::Quarantined(entry));
         }
-        let prefix = prefix_hashes("", &request.prompt);
+        let prefix = PromptPrefix::new("", &request.prompt);
         let demand = StreamDemand {
             model: &request.key,
             input_tokens: (request.prompt.len() + request.progress.output().len()) as u64,
             output_tokens_max: u64::from(request.arrival.max_tokens),
             prefix: &prefix,
+            session: None,
             spread_by_deaths: router.quarantine.deaths_to_spread(content, now),
         };
         let (routing, quarantine) =
@@ -188,6 +190,7 @@ impl Fleet {
                     routing: &routing,
                     worker: placement.worker,
                     placement: Some(placement),
+                    now,
                 })
             },
             |placed: &PlacementGuard<'_>| placed.worker,
@@ -432,12 +435,13 @@ impl Fleet {
 
     /// The stream leaves its worker.
     fn close_call(&mut self, number: u64) {
+        let now = self.uptime();
         let Some(router) = self.router.as_mut() else { return };
         let Some(call) = router.requests.get_mut(&number).and_then(|request| request.call.take()) else {
             return;
         };
         router.calls.remove(&call.stream);
-        router.routing.end_stream(call.placement);
+        router.routing.end_stream(call.placement, now);
         router.quarantine.leave(call.worker, call.stay);
         let (from, cancel) = (router.pid, ToWorker::Cancel { stream: call.stream });
         self.net.send(Link::Calls(from, call.pid), call.pid, Message::Worker(cancel));

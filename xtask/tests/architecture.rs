@@ -54,7 +54,17 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ),
     (
         "router",
-        &["chat-output", "text", "gguf", "retry-after", "proto", "sampling-params", "service", "traces"],
+        &[
+            "chat-output",
+            "text",
+            "gguf",
+            "prefix",
+            "retry-after",
+            "proto",
+            "sampling-params",
+            "service",
+            "traces",
+        ],
     ),
     ("supervisor", &["proto", "service"]),
     ("device-monitor", &["cuda", "proto", "service"]),

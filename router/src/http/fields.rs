@@ -23,12 +23,10 @@ use super::structured_output::STRUCTURED_OUTPUT_FIELDS;
 use crate::params::{RequestParamError, TOP_LOGPROBS_MAX};
 
 /// Fields that are for the client's own records, and hints: without them the answer is correct too.
-const HINT_FIELDS: [&str; 21] = [
-    "user",
+const HINT_FIELDS: [&str; 19] = [
     "metadata",
     "store",
     "safety_identifier",
-    "prompt_cache_key",
     "prompt_cache_retention",
     "parallel_tool_calls",
     "request_id",

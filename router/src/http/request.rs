@@ -26,7 +26,7 @@ use super::named_model::named_model;
 use crate::access::ModelAccess;
 use crate::access_control::KeyedRequest;
 use crate::fleet_watch::FleetWatch;
-use crate::generate::{Generator, RequestOrigin};
+use crate::generate::{Generator, RequestOrigin, SESSION_HEADER};
 use crate::intake::{RequestBytes, SharedBudget, body_error};
 use crate::metrics;
 use crate::model::unix_seconds;
@@ -115,7 +115,8 @@ impl FromRequestParts<AppState> for RequestMetadata {
         let tenant = app.generator.tenants.resolve(name, presented, key)?;
         let models = KeyedRequest::models(active.as_ref());
         let bytes = parts.extensions.get::<RequestBytes>().cloned();
-        let origin = RequestOrigin { trace, arrived: Instant::now(), tenant, bytes, active };
+        let session = header(SESSION_HEADER).map(|name| String::from_utf8_lossy(name).into());
+        let origin = RequestOrigin { trace, arrived: Instant::now(), tenant, session, bytes, active };
         Ok(Self { origin, models, created_unix_seconds: unix_seconds() })
     }
 }

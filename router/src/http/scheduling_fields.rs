@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Fields that affect how a request is scheduled: vLLM's `priority` and `cache_salt`, OpenAI's
-//! `service_tier`, and `deadline_ms` as in the gRPC API.
+//! `service_tier`, `prompt_cache_key` and `user`, and `deadline_ms` as in the gRPC API.
 
 use serde::Deserialize;
+use serde_json::Value;
 
 use super::error::ApiError;
 use crate::admission::PriorityClass;
 use crate::params::RequestParams;
 
-pub(crate) const SCHEDULING_FIELDS: [&str; 4] = ["priority", "service_tier", "cache_salt", "deadline_ms"];
+pub(crate) const SCHEDULING_FIELDS: [&str; 6] =
+    ["priority", "service_tier", "cache_salt", "deadline_ms", "prompt_cache_key", "user"];
 
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct SchedulingFields {
@@ -17,6 +19,9 @@ pub(crate) struct SchedulingFields {
     service_tier: Option<ServiceTier>,
     cache_salt: Option<String>,
     deadline_ms: Option<i64>,
+    /// Hints: what is not a string is none.
+    prompt_cache_key: Option<Value>,
+    user: Option<Value>,
 }
 
 /// OpenAI's service tiers. `scale` means reserved capacity, which this fleet does not sell: it is
@@ -55,7 +60,9 @@ impl SchedulingFields {
                 format!("`service_tier` contradicts `priority`, which is {priority} and means class {class}");
             return Err(ApiError::invalid(Some("service_tier"), message));
         }
+        let name = |field: Option<&Value>| Some(field?.as_str()?.into());
         Ok(RequestParams {
+            session: name(self.prompt_cache_key.as_ref()).or_else(|| name(self.user.as_ref())),
             priority: self.priority.or(tier_priority),
             cache_salt: self.cache_salt,
             deadline_ms: self.deadline_ms,

@@ -37,6 +37,8 @@ pub(crate) struct WorkerSnapshot {
     /// Streams of this router on the worker.
     pub(crate) own_streams: u32,
     pub(crate) report: WorkerReport,
+    /// What the router knows of its prefix cache: bytes, and whether its events arrive.
+    pub(crate) prefix_index: (u64, bool),
 }
 
 impl WorkerRegistry {
@@ -74,6 +76,7 @@ impl WorkerRegistry {
             generation: worker.generation,
             own_streams: state.routing.own_streams(id),
             report: worker.report,
+            prefix_index: state.routing.prefix_index(id),
         };
         let model_snapshot = |model: &Arc<ServedModel>| {
             let workers = state.workers.iter().filter(|(_, worker)| worker.model.key() == model.key());

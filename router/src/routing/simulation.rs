@@ -22,10 +22,10 @@ const REPORT_PERIOD: RouterTime = Duration::from_millis(250);
 const STEPS_PER_SEED: u64 = 1_500;
 
 /// SplitMix64.
-struct RoutingRng(u64);
+pub(super) struct RoutingRng(pub(super) u64);
 
 impl RoutingRng {
-    fn below(&mut self, bound: u64) -> u64 {
+    pub(super) fn below(&mut self, bound: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -85,7 +85,8 @@ impl RoutingSimulation {
         self.next_id += 1;
         let device = format!("GPU-{}", device_of(id)).into();
         let model = self.model.clone();
-        let profile = WorkerProfile { model, device, running_max: RUNNING_MAX, kv_tokens: KV_TOKENS };
+        let name = id.0.to_string().into();
+        let profile = WorkerProfile { name, model, device, running_max: RUNNING_MAX, kv_tokens: KV_TOKENS };
         self.policy.add_worker(id, profile, self.now);
         let worker = SimulatedWorker { steps: 0, stalled_until: Duration::ZERO, silent_since: self.now };
         self.workers.insert(id, worker);
@@ -140,7 +141,7 @@ impl RoutingSimulation {
             std::mem::take(&mut self.streams).into_iter().partition(|s| s.placement.worker == worker);
         self.streams = rest;
         for stream in lost {
-            self.policy.end_stream(stream.placement);
+            self.policy.end_stream(stream.placement, self.now);
             self.place(stream.input_tokens, stream.output_tokens_max);
         }
     }
@@ -168,7 +169,7 @@ impl RoutingSimulation {
                 index += 1;
             } else {
                 let ended = self.streams.swap_remove(index);
-                self.policy.end_stream(ended.placement);
+                self.policy.end_stream(ended.placement, self.now);
             }
         }
     }

@@ -4,7 +4,7 @@
 
 use proptest::prelude::*;
 
-use super::placed_prefixes::PREFIX_BLOCK_TOKENS;
+use super::prompt_prefix::PREFIX_BLOCK_TOKENS;
 use super::*;
 
 const RUNNING_MAX: u32 = 4;
@@ -15,9 +15,13 @@ fn model(n: u8) -> ModelKey {
     ModelKey::numbered(n)
 }
 
+fn profile(id: u64, model: ModelKey, device: &str, running_max: u32, kv_tokens: u64) -> WorkerProfile {
+    let (name, device) = (format!("worker-{id}").into(), device.into());
+    WorkerProfile { name, model, device, running_max, kv_tokens }
+}
+
 fn add_worker(policy: &mut RoutingPolicy, id: u64, model: ModelKey, running_max: u32) {
-    let profile = WorkerProfile { model, device: "host".into(), running_max, kv_tokens: 0 };
-    policy.add_worker(WorkerId(id), profile, NOW);
+    policy.add_worker(WorkerId(id), profile(id, model, "host", running_max, 0), NOW);
 }
 
 fn policy_with(workers: u64) -> RoutingPolicy {
@@ -35,13 +39,21 @@ fn place(
     tried: &[WorkerId],
     preferred: Option<WorkerId>,
 ) -> Option<WorkerId> {
-    let placement = policy.place_stream(&StreamDemand::none(model), tried, preferred, NOW)?;
+    let placement = policy.place_stream(&unique(model, 0), tried, preferred, NOW)?;
     Some(placement.worker)
 }
 
 /// Ends a stream that [`place`] has placed.
 fn end(policy: &mut RoutingPolicy, worker: WorkerId) {
-    policy.end_stream(StreamPlacement { worker, kv_tokens: 0, prefill_tokens: 0, spread_by_deaths: None });
+    let placement = StreamPlacement {
+        worker,
+        reason: RoutingReason::LeastLoaded,
+        cached_tokens: 0,
+        number: 0,
+        share: worker_load::expected_share(&unique(&model(0), 0), 0),
+        spread_by_deaths: None,
+    };
+    policy.end_stream(placement, NOW);
 }
 
 #[test]
@@ -133,15 +145,18 @@ fn a_removed_worker_is_not_chosen_and_its_streams_may_still_end() {
 fn packed_with(workers: u64, kv_tokens: u64) -> RoutingPolicy {
     let mut policy = RoutingPolicy::default();
     for id in 0..workers {
-        let device = GPU.into();
-        let profile = WorkerProfile { model: model(0), device, running_max: RUNNING_MAX, kv_tokens };
-        policy.add_worker(WorkerId(id), profile, NOW);
+        policy.add_worker(WorkerId(id), profile(id, model(0), GPU, RUNNING_MAX, kv_tokens), NOW);
     }
     policy
 }
 
-fn demand<'a>(model: &'a ModelKey, input_tokens: u64, prefix: &'a [PrefixHash]) -> StreamDemand<'a> {
-    StreamDemand { model, input_tokens, output_tokens_max: 100, prefix, spread_by_deaths: None }
+fn demand<'a>(model: &'a ModelKey, input_tokens: u64, prefix: &'a PromptPrefix) -> StreamDemand<'a> {
+    StreamDemand { input_tokens, output_tokens_max: 100, prefix, ..StreamDemand::none(model) }
+}
+
+/// A prompt that shares nothing with others.
+fn unique(model: &ModelKey, input_tokens: u64) -> StreamDemand<'_> {
+    StreamDemand { input_tokens, output_tokens_max: 100, ..StreamDemand::none(model) }
 }
 
 #[test]
@@ -162,12 +177,11 @@ fn the_mode_decides_whether_workers_are_packed() {
         (RoutingMode::Auto, "", [0, 1]),
         (RoutingMode::Packed, "host", [0, 0]),
         (RoutingMode::LeastLoaded, GPU, [0, 1]),
+        (RoutingMode::PrefixAware, GPU, [0, 1]),
     ] {
         let mut policy = RoutingPolicy::new(mode);
         for id in 0..2 {
-            let device = device.into();
-            let profile = WorkerProfile { model: model(0), device, running_max: 4, kv_tokens: 0 };
-            policy.add_worker(WorkerId(id), profile, NOW);
+            policy.add_worker(WorkerId(id), profile(id, model(0), device, 4, 0), NOW);
         }
         let chosen = [(); 2].map(|()| place(&mut policy, &model(0), &[], None).unwrap().0);
         assert_eq!(chosen, expected, "{mode:?} on {device:?}");
@@ -207,7 +221,7 @@ fn streams_with_which_workers_died_are_spread_although_others_are_packed() {
     assert_eq!([(); 3].map(|()| place_with(0).worker.0), [0; 3]);
     let spread = [4, 5, 5, 5].map(&mut place_with);
     assert_eq!(spread.each_ref().map(|placement| placement.worker.0), [1, 2, 0, 1], "4 is the fewest");
-    spread.into_iter().for_each(|placement| policy.end_stream(placement));
+    spread.into_iter().for_each(|placement| policy.end_stream(placement, NOW));
     assert_eq!(place(&mut policy, &key, &[], None), Some(WorkerId(0)), "the fullest");
 }
 
@@ -215,9 +229,7 @@ fn streams_with_which_workers_died_are_spread_although_others_are_packed() {
 fn several_gpus_share_the_streams_of_all_models() {
     let mut policy = RoutingPolicy::default();
     for (id, device, key) in [(0, GPU, 0), (1, GPU, 0), (2, "GPU-1", 0), (3, "GPU-1", 0), (4, GPU, 1)] {
-        let profile =
-            WorkerProfile { model: model(key), device: device.into(), running_max: 8, kv_tokens: 0 };
-        policy.add_worker(WorkerId(id), profile, NOW);
+        policy.add_worker(WorkerId(id), profile(id, model(key), device, 8, 0), NOW);
     }
     let mut place_next = |key| place(&mut policy, &model(key), &[], None).unwrap().0;
     assert_eq!([(); 4].map(|()| place_next(0)), [0, 2, 2, 0], "the device that served last breaks a tie");
@@ -228,13 +240,13 @@ fn several_gpus_share_the_streams_of_all_models() {
 #[test]
 fn a_kv_cache_is_filled_to_seven_eighths() {
     let (mut policy, key) = (packed_with(2, 1000), model(0));
-    let long = demand(&key, 300, &[]);
+    let long = unique(&key, 300);
     let mut place_next = || policy.place_stream(&long, &[], None, NOW).unwrap();
     let first = [place_next(), place_next()];
     assert_eq!(first.each_ref().map(|placement| placement.worker.0), [0; 2], "800 of 1,000 tokens");
     assert_eq!(place_next().worker.0, 1);
     let [ended, _] = first;
-    policy.end_stream(ended);
+    policy.end_stream(ended, NOW);
     // The report counts streams of other routers too.
     let report = WorkerReport { kv_used_tokens: 700, kv_total_tokens: 1000, ..WorkerReport::default() };
     policy.update_load(WorkerId(0), report, NOW);
@@ -246,13 +258,13 @@ fn a_kv_cache_is_filled_to_seven_eighths() {
 #[test]
 fn an_empty_worker_takes_a_prompt_of_any_length() {
     let (mut policy, key) = (packed_with(2, 1000), model(0));
-    assert_eq!(policy.place_stream(&demand(&key, 990, &[]), &[], None, NOW).unwrap().worker.0, 0);
+    assert_eq!(policy.place_stream(&unique(&key, 990), &[], None, NOW).unwrap().worker.0, 0);
 }
 
 #[test]
 fn a_backlog_of_four_seconds_of_prefill_sends_prompts_to_another_worker() {
     let (mut policy, key) = (packed_with(2, 0), model(0));
-    let prompt = demand(&key, 3000, &[]);
+    let prompt = unique(&key, 3000);
     let mut first = policy.place_stream(&prompt, &[], None, NOW).unwrap();
     let second = policy.place_stream(&prompt, &[], None, NOW).unwrap();
     assert_eq!((first.worker, second.worker), (WorkerId(0), WorkerId(0)), "no rate is known yet");
@@ -265,9 +277,9 @@ fn a_backlog_of_four_seconds_of_prefill_sends_prompts_to_another_worker() {
     policy.end_prefill(&mut first);
     policy.end_prefill(&mut first);
     assert_eq!(policy.choose_worker(&prompt, &[], now), Some(WorkerId(1)), "6,000 tokens");
-    assert_eq!(policy.choose_worker(&demand(&key, 900, &[]), &[], now), Some(WorkerId(0)));
-    policy.end_stream(first);
-    policy.end_stream(second);
+    assert_eq!(policy.choose_worker(&unique(&key, 900), &[], now), Some(WorkerId(0)));
+    policy.end_stream(first, NOW);
+    policy.end_stream(second, NOW);
     assert_eq!(policy.choose_worker(&prompt, &[], now), Some(WorkerId(0)));
 }
 
@@ -307,19 +319,20 @@ fn a_worker_that_does_not_report_or_step_gets_no_streams() {
 fn a_long_cached_prefix_comes_before_the_fullest_worker_of_the_device() {
     let (mut policy, key) = (packed_with(2, 1 << 20), model(0));
     let prompt: Vec<u32> = (0..3000).collect();
-    let prefix = prefix_hashes("", &prompt);
-    let blocks = (PREFIX_GAIN_TOKENS as usize) / PREFIX_BLOCK_TOKENS;
+    let prefix = PromptPrefix::new("", &prompt);
     let placed = policy.place_stream(&demand(&key, 3000, &prefix), &[WorkerId(0)], None, NOW).unwrap();
     assert_eq!(placed.worker, WorkerId(1));
-    policy.end_stream(placed);
-    let busy = policy.place_stream(&demand(&key, 10, &[]), &[WorkerId(1)], None, NOW).unwrap();
+    policy.end_stream(placed, NOW);
+    let busy = policy.place_stream(&unique(&key, 10), &[WorkerId(1)], None, NOW).unwrap();
     assert_eq!(busy.worker, WorkerId(0));
-    let chosen = |prefix| policy.choose_worker(&demand(&key, 3000, prefix), &[], NOW).unwrap().0;
+    let chosen =
+        |prefix: &PromptPrefix| policy.choose_worker(&demand(&key, 3000, prefix), &[], NOW).unwrap().0;
     assert_eq!(chosen(&prefix), 1);
-    assert_eq!(chosen(&prefix[..blocks]), 1);
-    assert_eq!(chosen(&prefix[..blocks - 1]), 0, "a shorter prefix is not worth a second worker");
-    let salted = prefix_hashes("tenant", &prompt);
-    assert_eq!(chosen(&salted), 0);
+    let gain = PREFIX_GAIN_TOKENS as usize;
+    assert_eq!(chosen(&PromptPrefix::new("", &prompt[..gain])), 1);
+    let shorter = PromptPrefix::new("", &prompt[..gain - PREFIX_BLOCK_TOKENS]);
+    assert_eq!(chosen(&shorter), 0, "a shorter prefix is not worth a second worker");
+    assert_eq!(chosen(&PromptPrefix::new("tenant", &prompt)), 0);
 }
 
 proptest! {

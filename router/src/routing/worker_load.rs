@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The load of one worker, and whether packed routing sends it another stream.
+//! The load of one worker, and whether it has room for another stream.
 //!
 //! A worker has room for a stream if all of these hold:
 //!
@@ -15,12 +15,15 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use super::placed_prefixes::PlacedPrefixes;
-use super::{PrefixHash, RouterTime, StreamDemand, WorkerProfile, WorkerReport};
+use super::worker_prefixes::WorkerPrefixes;
+use super::{RouterTime, StreamDemand, WorkerProfile, WorkerReport};
 
 /// Expected output of a stream, if it may be longer. A client that names no maximum asks for the
 /// rest of the context and takes some hundred tokens.
 const EXPECTED_OUTPUT_TOKENS: u64 = 512;
+/// What a running stream costs another one on the same worker, at most: about the rows of its steps
+/// that both wait for, if the answer is short.
+const STREAM_TOKENS: u64 = 64;
 /// A shorter backlog says nothing about the rate, since the fixed times of steps and messages count
 /// more. It is one step with many prompt rows.
 const PREFILL_BACKLOG_MIN: u64 = 2048;
@@ -33,6 +36,16 @@ const PREFILL_RATE_WEIGHT: f64 = 0.25;
 const REPORT_AGE_MAX: Duration = Duration::from_secs(4);
 /// A step takes milliseconds on a GPU, and some seconds for a large model on few cores.
 const STEP_AGE_MAX: Duration = Duration::from_secs(10);
+
+/// What a stream is expected to take of its worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct StreamShare {
+    /// Use of the KV cache beside shared blocks.
+    kv_tokens: u64,
+    /// Tokens of the input that the worker still has to compute.
+    pub(super) prefill_tokens: u64,
+    decode_tokens: u64,
+}
 
 #[derive(Debug)]
 pub(super) struct WorkerLoad {
@@ -47,6 +60,8 @@ pub(super) struct WorkerLoad {
     kv_used_permille: u64,
     /// KV cache that the streams of this router are expected to use.
     expected_kv_tokens: u64,
+    /// Output that the streams of this router are expected to have, each [`STREAM_TOKENS`] at most.
+    decode_tokens: u64,
     /// Input tokens of streams that have no token yet.
     prefill_backlog: u64,
     /// Input tokens per second while there was a backlog.
@@ -60,13 +75,13 @@ pub(super) struct WorkerLoad {
     had_backlog: bool,
     /// Number of the choice that last chose this worker.
     pub(super) last_chosen: u64,
-    prefixes: PlacedPrefixes,
+    pub(super) prefixes: WorkerPrefixes,
 }
 
 impl WorkerLoad {
     pub(super) fn new(profile: WorkerProfile, now: RouterTime) -> Self {
         Self {
-            prefixes: PlacedPrefixes::new(profile.kv_tokens),
+            prefixes: WorkerPrefixes::new(profile.kv_tokens, now),
             profile,
             own_streams: 0,
             spread_streams: BTreeMap::new(),
@@ -74,6 +89,7 @@ impl WorkerLoad {
             kv_used_tokens: 0,
             kv_used_permille: 0,
             expected_kv_tokens: 0,
+            decode_tokens: 0,
             prefill_backlog: 0,
             prefill_rate: None,
             prompt_tokens_computed: 0,
@@ -110,32 +126,39 @@ impl WorkerLoad {
         self.reported_at = now;
     }
 
-    /// Counts a stream. Returns its expected use of the KV cache, and its tokens without a cached
-    /// prefix. `placement` increases from call to call.
-    pub(super) fn add_stream(&mut self, demand: &StreamDemand<'_>, placement: u64) -> (u64, u64) {
-        let (kv_tokens, prefill_tokens) = self.expected_tokens(demand);
+    /// Counts a stream. `placement` increases from call to call.
+    pub(super) fn add_stream(
+        &mut self,
+        demand: &StreamDemand<'_>,
+        cached_tokens: u64,
+        placement: u64,
+        now: RouterTime,
+    ) -> StreamShare {
+        let share = expected_share(demand, cached_tokens);
         self.own_streams += 1;
         if let Some(deaths) = demand.spread_by_deaths {
             *self.spread_streams.entry(deaths).or_default() += 1;
         }
-        self.expected_kv_tokens += kv_tokens;
-        self.prefill_backlog += prefill_tokens;
-        self.prefixes.insert(demand.prefix, placement);
-        (kv_tokens, prefill_tokens)
+        self.expected_kv_tokens += share.kv_tokens;
+        self.decode_tokens += share.decode_tokens;
+        self.prefill_backlog += share.prefill_tokens;
+        self.prefixes.begin_stream(demand.prefix, placement, now);
+        share
     }
 
     pub(super) fn end_prefill(&mut self, prefill_tokens: u64) {
         self.prefill_backlog -= prefill_tokens;
     }
 
-    pub(super) fn end_stream(&mut self, kv_tokens: u64, spread_by_deaths: Option<NonZeroU32>) {
+    pub(super) fn end_stream(&mut self, share: StreamShare, spread_by_deaths: Option<NonZeroU32>) {
         assert!(self.own_streams > 0, "every stream that was placed ends once");
         self.own_streams -= 1;
         if let Some(deaths) = spread_by_deaths {
             self.spread_streams.entry(deaths).and_modify(|streams| *streams -= 1);
             self.spread_streams.retain(|_, streams| *streams > 0);
         }
-        self.expected_kv_tokens -= kv_tokens;
+        self.expected_kv_tokens -= share.kv_tokens;
+        self.decode_tokens -= share.decode_tokens;
     }
 
     pub(super) fn streams(&self) -> u32 {
@@ -146,22 +169,23 @@ impl WorkerLoad {
         self.streams() >= self.profile.running_max
     }
 
-    pub(super) fn cached_tokens(&self, prefix: &[PrefixHash]) -> u64 {
-        self.prefixes.cached_tokens(prefix)
+    /// Tokens of the prompt that the worker is expected to have cached. The last token is always
+    /// computed.
+    pub(super) fn cached_tokens(&self, demand: &StreamDemand<'_>, now: RouterTime) -> u64 {
+        self.prefixes.cached_tokens(demand.prefix, now).min(demand.input_tokens.saturating_sub(1))
     }
 
-    /// Expected use of the KV cache beside shared blocks, and tokens to prefill.
-    fn expected_tokens(&self, demand: &StreamDemand<'_>) -> (u64, u64) {
-        let prefill_tokens = demand.input_tokens.saturating_sub(self.cached_tokens(demand.prefix));
-        (prefill_tokens + demand.output_tokens_max.min(EXPECTED_OUTPUT_TOKENS), prefill_tokens)
+    /// Tokens that the streams of the worker are expected to compute.
+    pub(super) fn work(&self) -> u64 {
+        self.prefill_backlog + self.decode_tokens + u64::from(self.other_streams) * STREAM_TOKENS
     }
 
-    /// Whether packed routing sends the stream here; see the head of this file.
-    pub(super) fn has_room(&self, demand: &StreamDemand<'_>, now: RouterTime) -> bool {
+    /// Whether packed and prefix-aware routing send the stream here; see the head of this file.
+    pub(super) fn has_room(&self, demand: &StreamDemand<'_>, cached_tokens: u64, now: RouterTime) -> bool {
         if self.is_full() || self.is_stalled(now) {
             return false;
         }
-        let (kv_tokens, prefill_tokens) = self.expected_tokens(demand);
+        let StreamShare { kv_tokens, prefill_tokens, .. } = expected_share(demand, cached_tokens);
         let used = self.expected_kv_tokens.max(self.kv_used_tokens);
         let total = self.profile.kv_tokens;
         let fits_kv = total == 0 || self.streams() == 0 || used + kv_tokens <= total - total / 8;
@@ -172,7 +196,7 @@ impl WorkerLoad {
         fits_kv && fits_prefill
     }
 
-    fn is_stalled(&self, now: RouterTime) -> bool {
+    pub(super) fn is_stalled(&self, now: RouterTime) -> bool {
         let since = |at: RouterTime| now.saturating_sub(at);
         since(self.reported_at) > REPORT_AGE_MAX || since(self.stepped_at) > STEP_AGE_MAX
     }
@@ -192,4 +216,11 @@ impl WorkerLoad {
     pub(super) fn order(&self, now: RouterTime) -> (bool, bool, u32, u64, u64) {
         (self.is_stalled(now), self.is_full(), self.streams(), self.kv_used_permille, self.last_chosen)
     }
+}
+
+pub(super) fn expected_share(demand: &StreamDemand<'_>, cached_tokens: u64) -> StreamShare {
+    let prefill_tokens = demand.input_tokens.saturating_sub(cached_tokens);
+    let kv_tokens = prefill_tokens + demand.output_tokens_max.min(EXPECTED_OUTPUT_TOKENS);
+    let decode_tokens = demand.output_tokens_max.min(STREAM_TOKENS);
+    StreamShare { kv_tokens, prefill_tokens, decode_tokens }
 }

@@ -13,12 +13,12 @@ use std::time::Duration;
 
 use proto::v1::{FinishReason, TokenLogprob};
 use proto::worker::v1::worker_server::{Worker, WorkerServer};
-use proto::worker::v1::{self as wire, generate_frame, metadata_frame};
+use proto::worker::v1::{self as wire, generate_frame, kv_event, metadata_frame};
 use tokio::net::UnixListener;
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
-use tokio_stream::Stream;
 use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
+use tokio_stream::{Stream, StreamExt};
 use tonic::{Code, Request, Response, Status};
 
 /// How a fake worker treats every request.
@@ -46,6 +46,17 @@ pub(crate) struct FakeBehaviour {
     pub(crate) context_tokens: u32,
     /// A fault after this many output tokens, including resumed output.
     pub(crate) fault: Option<(usize, Fault)>,
+    /// The frames of each subscription to KV cache events. If empty, the worker has no events.
+    pub(crate) kv_frames: &'static [KvFrames],
+}
+
+/// Frames of a subscription, as log, next event, and whether the frame clears the cache. Other
+/// frames have one event.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KvFrames {
+    pub(crate) frames: &'static [(u64, u64, bool)],
+    /// The stream ends after them, otherwise it stays open.
+    pub(crate) ends: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,6 +99,7 @@ impl Default for FakeBehaviour {
             kv_blocks: 1 << 20,
             context_tokens: CONTEXT_TOKENS,
             fault: None,
+            kv_frames: &[],
         }
     }
 }
@@ -104,6 +116,8 @@ pub(crate) struct FakeWorkerRecord {
     pub(crate) metadata_calls: AtomicUsize,
     pub(crate) grammar_calls: AtomicUsize,
     pub(crate) open_streams: AtomicUsize,
+    /// Log and event from which each subscription to KV cache events began.
+    pub(crate) subscriptions: Mutex<Vec<(u64, u64)>>,
     /// Frames that the gRPC server took from the fake worker, over all streams.
     pub(crate) sent_frames: AtomicUsize,
 }
@@ -267,9 +281,24 @@ impl Worker for FakeService {
 
     async fn subscribe_kv_events(
         &self,
-        _: Request<wire::SubscribeKvEventsRequest>,
+        request: Request<wire::SubscribeKvEventsRequest>,
     ) -> Result<Response<Self::SubscribeKvEventsStream>, Status> {
-        Err(Status::unimplemented("the fake worker has no cache"))
+        let request = request.into_inner();
+        let mut subscriptions = self.record.subscriptions.lock().unwrap();
+        let Some(script) = self.behaviour.kv_frames.get(subscriptions.len()) else {
+            return Err(Status::unimplemented("the fake worker has no cache"));
+        };
+        subscriptions.push((request.log_id, request.from_event));
+        let frames = tokio_stream::iter(script.frames).map(|&(log_id, next_event, is_cleared)| {
+            let cleared = kv_event::Event::Cleared(wire::AllBlocksCleared {});
+            let stored = kv_event::Event::Stored(wire::KvBlock { hash: vec![7; 32].into(), group: 0 });
+            let event = Some(if is_cleared { cleared } else { stored });
+            Ok(wire::KvEventsFrame { log_id, next_event, events: vec![wire::KvEvent { event }] })
+        });
+        match script.ends {
+            true => Ok(Response::new(Box::pin(frames))),
+            false => Ok(Response::new(Box::pin(frames.chain(tokio_stream::pending())))),
+        }
     }
 
     async fn reset_prefix_cache(

@@ -13,5 +13,6 @@ mod faults;
 mod figures;
 mod grpc;
 mod harness;
+mod routing;
 mod tools;
 mod watching;
