@@ -44,10 +44,13 @@ CORE = [
     Client("package", "ballast-client", "package"),
 ]
 OTHERS = [
+    Client("types", "mypy", "types"),
     Client("instructor", "instructor", "instructor"),
     Client("litellm", "litellm", "litellm"),
     Client("langchain", "langchain-openai", "langchain"),
     Client("llama_index", "llama-index-llms-openai-like", "llama_index"),
+    Client("lm_eval", "lm_eval", "lm_eval"),
+    Client("guidellm", "guidellm", "guidellm"),
 ]
 
 
@@ -90,17 +93,20 @@ def install(requirements):
 
 
 def installed_version(client):
+    """Empty if it could not be installed."""
     python = ENVIRONMENTS / client.requirements / "bin" / "python"
+    if not python.exists():
+        return ""
     program = f"import importlib.metadata; print(importlib.metadata.version('{client.package}'))"
     done = subprocess.run([python, "-c", program], capture_output=True, text=True)
     return done.stdout.strip()
 
 
 class ServedFleet:
-    """A fleet with one worker, a chat template and API keys."""
+    """A fleet with one worker, a chat template and API keys. Programs run in its folder."""
 
     def __init__(self, executable, folder, clients):
-        self.executable = executable
+        self.executable, self.folder = executable, folder
         keys = folder / "keys.toml"
         self.key = self.make_key(keys, "tests")
         self.limited_keys = {}
@@ -111,12 +117,13 @@ class ServedFleet:
         command = [executable, "serve", DEMO_MODEL, "--name", MODEL, "--chat-template", HERE / "chat.jinja",
                    "--device", "host", "--workers", "1", "--threads", "1", "--listen", "127.0.0.1:0",
                    "--runtime-dir", folder / "run", "--keys", keys, "--json"]
-        self.log = (folder / "serve.log").open("w+")
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self.log)
+        log = folder / "serve.log"
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                            stderr=errors)
         line = self.process.stdout.readline()
         if not line:
-            self.log.seek(0)
-            sys.exit(f"the fleet does not start: {self.log.read()}")
+            sys.exit(f"the fleet does not start: {log.read_text()}")
         started = json.loads(line)
         self.url = started["http"]
         completion = self.post("completions", {"prompt": PROMPT})
@@ -161,7 +168,7 @@ def run(client, fleet):
         python = install(client.requirements)
         begun = time.monotonic()
         command = [python, HERE / f"{client.name}_client.py", fleet.argument(client)]
-        done = subprocess.run(command, env=environment, cwd=fleet.log.name.rsplit("/", 1)[0], text=True,
+        done = subprocess.run(command, env=environment, cwd=fleet.folder, text=True,
                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               timeout=CLIENT_TIMEOUT_S)
         result, output = ("passed" if done.returncode == 0 else "FAILED"), done.stdout
@@ -185,10 +192,10 @@ def main():
             has_stopped = fleet.stop()
         if not has_stopped:
             print("the fleet did not stop", flush=True)
-    print(f"\n{'client':<12} {'version':<28} {'seconds':>7}  result")
+    print(f"\n{'client':<12} {'version':<36} {'seconds':>7}  result")
     for client, result, seconds in results:
         version = f"{client.package} {installed_version(client)}"
-        print(f"{client.name:<12} {version:<28} {seconds:>7.1f}  {result}")
+        print(f"{client.name:<12} {version:<36} {seconds:>7.1f}  {result}")
     if not has_stopped or any(result != "passed" for _, result, _ in results):
         sys.exit(1)
 
