@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import ballast_client as ballast
-from ballast_client._generated import ballast_pb2
+import grpc
 from ballast_client import AsyncClient, Client, GenerateRequest, Sampling
+from ballast_client._generated import ballast_pb2, ballast_pb2_grpc
 
 from common import LONG_OUTPUT, Cancellation, raises, read_fleet
 
@@ -158,6 +160,28 @@ async def check_async():
         await asyncio.to_thread(cancellation.check_stopped)
 
 
+class UnfinishedStreams(ballast_pb2_grpc.InferenceServicer):
+    """Ends each stream after the first of its choices."""
+
+    def Generate(self, request, context):
+        yield ballast_pb2.GenerateFrame(started=ballast_pb2.Started(model="m"))
+        # A kind of frame that this version does not know.
+        yield ballast_pb2.GenerateFrame()
+        yield ballast_pb2.GenerateFrame(finished=ballast_pb2.Finished())
+
+
+def check_unfinished_streams():
+    server = grpc.server(ThreadPoolExecutor(max_workers=1))
+    ballast_pb2_grpc.add_InferenceServicer_to_server(UnfinishedStreams(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with Client(f"http://127.0.0.1:{port}", timeout_s=30) as client:
+        assert client.complete(GenerateRequest("x")).started.model == "m"
+        with raises(ballast.IncompleteStreamError):
+            client.complete(GenerateRequest("x", n=2))
+    server.stop(None)
+
+
 def check_example():
     command = [sys.executable, EXAMPLE, fleet.prompt, fleet.url]
     done = subprocess.run(command, env={"BALLAST_API_KEY": fleet.key}, capture_output=True, text=True, timeout=60)
@@ -176,4 +200,5 @@ with Client(fleet.url, api_key=fleet.key, timeout_s=30) as shared:
     check_errors(shared)
     check_cancellation(shared)
 asyncio.run(check_async())
+check_unfinished_streams()
 check_example()
