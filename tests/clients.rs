@@ -93,6 +93,37 @@ fn a_prompt_is_scored_as_ballast_eval_scores_it() {
 }
 
 #[test]
+fn the_end_of_a_scored_prompt_s_output_has_an_entry_without_a_log_probability() {
+    let fleet = ServedFleet::start(&demo_7m(), &ONE_WORKER);
+    let http = HttpClient::connect(&fleet);
+    let end = http.post_json("/tokenize", &json!({"prompt": "<|endoftext|>", "add_special_tokens": false}));
+    let bias = json!({end["tokens"][0].to_string(): 100});
+    // lm-eval asks for one token and takes its entry away; this token is the end.
+    let mut body = json!({
+        "prompt": PROMPT, "echo": true, "logprobs": 1, "max_tokens": 1, "temperature": 0, "logit_bias": bias,
+    });
+    let answer = http.post_json("/v1/completions", &body);
+    let choice = &answer["choices"][0];
+    assert_eq!((&choice["finish_reason"], &choice["text"]), (&json!("stop"), &json!(PROMPT)), "{answer}");
+    let scores = numbers(&choice["logprobs"]["token_logprobs"]);
+    let prompt_tokens = answer["usage"]["prompt_tokens"].as_u64().unwrap() as usize;
+    assert_eq!((scores.len(), scores.last()), (prompt_tokens + 1, Some(&None)), "{answer}");
+    assert!(scores[1..prompt_tokens].iter().all(Option::is_some), "{answer}");
+    assert_eq!(choice["logprobs"]["tokens"][prompt_tokens], "<|endoftext|>", "{answer}");
+
+    body["stream"] = json!(true);
+    let events = http.post_stream("/v1/completions", &body);
+    let scored = events.iter().filter(|event| event["choices"][0]["logprobs"].is_object());
+    let streamed = scored.flat_map(|event| numbers(&event["choices"][0]["logprobs"]["token_logprobs"]));
+    assert_eq!(streamed.collect::<Vec<_>>(), scores);
+
+    body["echo"] = json!(false);
+    let events = http.post_stream("/v1/completions", &body);
+    assert!(events.iter().all(|event| event["choices"][0]["logprobs"].is_null()), "{events:?}");
+    fleet.stop();
+}
+
+#[test]
 fn tokens_that_share_a_text_keep_their_log_probabilities() {
     let fleet = ServedFleet::start(&demo_7m(), &ONE_WORKER);
     let http = HttpClient::connect(&fleet);
@@ -194,6 +225,13 @@ fn routes_of_other_servers_and_odd_requests_have_useful_answers() {
     let texts: String =
         tokens["token_strs"].as_array().unwrap().iter().map(|it| it.as_str().unwrap()).collect();
     assert_eq!(texts, PROMPT);
+    let named = get(&format!("/tokenizer_info?model={id}"));
+    assert_eq!(
+        (&named["eos_token"], &named["model_max_length"]),
+        (&json!("<|endoftext|>"), &tokens["max_model_len"])
+    );
+    assert_eq!(get("/tokenizer_info"), named);
+    assert_eq!(http.get("/tokenizer_info?model=none").0, 404);
     let text = http.post_json("/detokenize", &json!({"tokens": tokens["tokens"]}));
     assert_eq!(text["prompt"], PROMPT);
     let (status, text) = http.post("/detokenize", &json!({"tokens": [99_999_999]}));

@@ -56,6 +56,7 @@ mod quarantine;
 mod reload;
 mod router_restart;
 mod routing;
+mod rust_client;
 mod shared_weights;
 mod shell_files;
 mod slow_readers;

@@ -4,7 +4,6 @@
 //! tools, so each call is the work of the grammar.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use serde_json::{Value, json};
 
@@ -12,11 +11,8 @@ use crate::harness::ServedFleet;
 use crate::harness::http::HttpClient;
 use crate::model_text::rewrite;
 
-const CHAT_TEMPLATE: &str = "{% for m in messages %}[{{ m.role }}] \
-    {{- (m.content or '').split('</think>')[-1] }}\
-    {% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n\
-    {% endfor %}{% if tools %}tools: {{ tools | tojson }}\n{% endif %}\
-    {% if add_generation_prompt %}[assistant] {% if enable_thinking %}<think>\n{% endif %}{% endif %}";
+const CHAT_TEMPLATE: &str = include_str!("clients/chat.jinja");
+const TOOLS: &str = include_str!("clients/tools.json");
 
 pub(crate) fn chat_model(folder: &Path) -> PathBuf {
     let path = folder.join("chat.gguf");
@@ -27,18 +23,7 @@ pub(crate) fn chat_model(folder: &Path) -> PathBuf {
 }
 
 pub(crate) fn tools() -> Value {
-    let tool = |name: &str, properties: Value| {
-        let required: Vec<&String> = properties.as_object().unwrap().keys().collect();
-        let parameters = json!({
-            "type": "object", "properties": properties, "required": required, "additionalProperties": false,
-        });
-        json!({"type": "function", "function": {"name": name, "parameters": parameters}})
-    };
-    let kind = json!({"enum": ["function", "class"]});
-    json!([
-        tool("find_symbol", json!({"name": {"type": "string", "maxLength": 12}, "kind": kind})),
-        tool("read_line", json!({"line": {"type": "integer", "minimum": 1, "maximum": 999}})),
-    ])
+    serde_json::from_str(TOOLS).unwrap()
 }
 
 fn request(more: Value) -> Value {
@@ -184,35 +169,4 @@ fn reasoning_is_split_from_the_answer_and_can_be_switched_off() {
     let (status, answer) = http.post("/v1/chat/completions", &ask(json!({"reasoning_effort": "much"})));
     assert!(status == 400 && answer.contains("reasoning_effort"), "{answer}");
     fleet.stop();
-}
-
-/// Runs a script of `tests/` with a package of PyPI, on a fleet with the chat model.
-fn run_python_client(package: &str, script: &str) {
-    let folder = tempfile::tempdir().unwrap();
-    let fleet = ServedFleet::start(&chat_model(folder.path()), &["--workers", "1", "--threads", "1"]);
-    let python = folder.path().join("venv/bin/python");
-    let run = |command: &mut Command| assert!(command.status().unwrap().success(), "{command:?}");
-    run(Command::new("python3").args(["-m", "venv"]).arg(folder.path().join("venv")));
-    run(Command::new(&python).args(["-m", "pip", "install", "--quiet", package]));
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests").join(script);
-    run(Command::new(&python).arg(script).arg(&fleet.http).arg(tools().to_string()));
-    fleet.stop();
-}
-
-#[test]
-#[ignore = "nightly: installs the package openai"]
-fn nightly_the_openai_python_client_calls_tools() {
-    run_python_client("openai==3.54.0", "openai_client.py");
-}
-
-#[test]
-#[ignore = "nightly: installs the package anthropic"]
-fn nightly_the_anthropic_python_client_calls_tools() {
-    run_python_client("anthropic==2.12.0", "anthropic_client.py");
-}
-
-#[test]
-#[ignore = "nightly: installs the package instructor"]
-fn nightly_instructor_gets_typed_answers() {
-    run_python_client("instructor==1.17.0", "instructor_client.py");
 }

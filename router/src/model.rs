@@ -294,6 +294,11 @@ impl ModelText {
         })
     }
 
+    /// The source of the chat template for chats without tools.
+    pub(crate) fn template_source(&self) -> Option<String> {
+        self.template.as_ref().ok().map(|template| template.source(false))
+    }
+
     /// How the model writes calls and reasoning. `None` without a chat template.
     pub(crate) fn syntax(&self, with_tools: bool) -> Option<&ChatSyntax> {
         self.syntax.as_ref().map(|syntax| &syntax[usize::from(with_tools)])

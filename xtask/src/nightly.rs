@@ -19,8 +19,9 @@ const STEPS: [&[&str]; 5] = [
     &["run", "--package", "ballast", "--features", "cuda", "--", "doctor"],
 ];
 
-/// The libraries on 64-bit ARM under qemu, and the executable for it with its GPU part.
-const AARCH64: &str = "scripts/test-aarch64";
+/// The libraries on 64-bit ARM under qemu, and the executable for it with its GPU part; and all
+/// clients of others, of which CI runs the core.
+const SCRIPTS: [&[&str]; 2] = [&["scripts/test-aarch64"], &["scripts/test-clients", "all"]];
 
 pub(crate) fn run() -> Result<()> {
     for arguments in STEPS {
@@ -32,8 +33,11 @@ pub(crate) fn run() -> Result<()> {
             .context("running cargo")?;
         ensure!(status.success(), "cargo {} failed", arguments.join(" "));
     }
-    eprintln!("nightly: {AARCH64}");
-    let status = Command::new(AARCH64).status().with_context(|| format!("running {AARCH64}"))?;
-    ensure!(status.success(), "{AARCH64} failed");
+    for script in SCRIPTS {
+        let line = script.join(" ");
+        eprintln!("nightly: {line}");
+        let status = Command::new(script[0]).args(&script[1..]).status();
+        ensure!(status.with_context(|| format!("running {line}"))?.success(), "{line} failed");
+    }
     fuzz::run()
 }

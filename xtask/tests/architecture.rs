@@ -68,6 +68,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ),
     ("supervisor", &["proto", "service"]),
     ("device-monitor", &["cuda", "proto", "service"]),
+    ("ballast-client", &["proto"]),
     ("loadgen", &["proto", "service", "text"]),
     (
         "simulation",

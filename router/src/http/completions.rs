@@ -176,7 +176,7 @@ struct CompletionFormat {
     echoes: Vec<String>,
 }
 
-/// A token with its log probability. The first token of a prompt has none.
+/// A token with its log probability. The first token of a prompt and a stop token have none.
 type TokenEntry<'a> = (u32, Option<&'a Logprob>);
 
 impl CompletionFormat {
@@ -187,7 +187,7 @@ impl CompletionFormat {
     /// `begins`: the output begins with this entry, after the prompt.
     fn entry(&mut self, mut delta: OutputDelta, begins: bool, finish: Option<&FinishCause>) -> Value {
         let logprobs = match self.with_logprobs {
-            true => self.logprobs(&delta, begins),
+            true => self.logprobs(&delta, begins, finish),
             false => Value::Null,
         };
         let echo = self.echoes.get(self.prompt_of(delta.choice)).filter(|_| begins);
@@ -224,7 +224,16 @@ impl CompletionFormat {
         TokenNames { model: &self.model, by_id: self.names_tokens_by_id }
     }
 
-    fn logprobs(&mut self, delta: &OutputDelta, begins: bool) -> Value {
+    /// The token that ended the choice. With `echo`, clients that score a prompt take away the last
+    /// entry for the one token that they had to ask for. Workers do not report its log probability.
+    fn echoed_stop(&self, finish: Option<&FinishCause>) -> Option<TokenEntry<'static>> {
+        match (self.echoed_logprobs, finish) {
+            (Some(_), Some(FinishCause::StopToken(Some(id)))) => Some((*id, None)),
+            _ => None,
+        }
+    }
+
+    fn logprobs(&mut self, delta: &OutputDelta, begins: bool, finish: Option<&FinishCause>) -> Value {
         let prompt = self.prompt_of(delta.choice);
         let mut entries: Vec<TokenEntry<'_>> = Vec::new();
         if let (Some(scored), true) = (&self.scored, begins && self.echoed_logprobs.is_some()) {
@@ -232,6 +241,7 @@ impl CompletionFormat {
             entries.extend(self.prompts[prompt].iter().copied().zip(of_tokens));
         }
         entries.extend(delta.tokens.iter().copied().zip(delta.logprobs.iter().map(Some)));
+        entries.extend(self.echoed_stop(finish));
         // Offsets count characters of the text, whatever the tokens are named.
         let mut offset = self.text_offsets[delta.choice as usize];
         let mut offsets = Vec::with_capacity(entries.len());
@@ -289,7 +299,9 @@ impl ChoiceFormat for CompletionFormat {
     fn last_entries(&mut self, choice: u32, finish: &FinishCause) -> Vec<Value> {
         let nothing = OutputDelta { choice, ..OutputDelta::default() };
         let mut entry = self.entry(nothing, false, Some(finish));
-        entry["logprobs"] = Value::Null;
+        if self.echoed_stop(Some(finish)).is_none() {
+            entry["logprobs"] = Value::Null;
+        }
         vec![entry]
     }
 

@@ -56,7 +56,7 @@ pub(crate) use page_files::is_page_file;
 pub(crate) use request::AppState;
 
 /// Routes that are label values of the response counter.
-const ROUTES: [&str; 17] = [
+const ROUTES: [&str; 18] = [
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
@@ -65,6 +65,7 @@ const ROUTES: [&str; 17] = [
     "/v1/models",
     "/tokenize",
     "/detokenize",
+    "/tokenizer_info",
     "/version",
     "/server_info",
     "/health",
@@ -89,6 +90,7 @@ pub(crate) fn routes(app: AppState) -> Router {
         .route("/v1/models/{*name}", get(models::model))
         .route("/tokenize", post(tokenizer_routes::tokenize))
         .route("/detokenize", post(tokenizer_routes::detokenize))
+        .route("/tokenizer_info", get(tokenizer_routes::tokenizer_info))
         .route("/", get(server_info::root))
         .route("/version", get(server_info::version))
         .route("/server_info", get(server_info::server_info))

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! vLLM's `/tokenize`, of a text or of a chat, and `/detokenize`.
+//! vLLM's `/tokenize`, of a text or of a chat, `/detokenize` and `/tokenizer_info`.
 
 use axum::Json;
-use axum::extract::State;
+use axum::extract::{Query, State};
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -12,6 +12,7 @@ use super::chat::{parse_chat, tokenize_chat};
 use super::error::ApiError;
 use super::fields::{deserialize, parse_object};
 use super::request::{AppState, ReceivedBody, RequestMetadata, run_tokenizer};
+use crate::access::ModelAccess;
 use crate::params::token_ids;
 
 #[derive(Debug, Deserialize)]
@@ -25,6 +26,12 @@ struct TokenizeFields {
 struct DetokenizeFields {
     model: Option<String>,
     tokens: Vec<i64>,
+}
+
+/// vLLM knows no parameter, because it serves one model.
+#[derive(Debug, Deserialize)]
+pub(super) struct TokenizerQuery {
+    model: Option<String>,
 }
 
 /// Takes out a switch that is no field of a chat.
@@ -86,4 +93,24 @@ pub(super) async fn detokenize(
         model.text.decode(&tokens).map_err(|error| ApiError::invalid(Some("tokens"), error.to_string()))
     });
     Ok(Json(json!({"prompt": decoded.await?})))
+}
+
+/// What clients that count tokens themselves ask first: names as in `tokenizer_config.json`.
+pub(super) async fn tokenizer_info(
+    State(app): State<AppState>,
+    access: ModelAccess,
+    Query(query): Query<TokenizerQuery>,
+) -> Result<Json<Value>, ApiError> {
+    let model = app.generator.registry.resolve(query.model.as_deref(), &access)?;
+    let tokenizer = model.text.tokenizer().map_err(|error| ApiError::invalid(None, error.to_string()))?;
+    let name = |id: Option<u32>| id.map(|id| model.text.token_text(id));
+    Ok(Json(json!({
+        "tokenizer_class": "gguf",
+        "model_max_length": model.description.context_tokens,
+        "vocab_size": tokenizer.len(),
+        "bos_token": name(tokenizer.bos()),
+        "eos_token": name(tokenizer.eos()),
+        "pad_token": null,
+        "chat_template": model.text.template_source(),
+    })))
 }

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks for typed answers with instructor, in the modes that constrain the output by a schema.
-
-usage: instructor_client.py URL TOOLS
-"""
-import sys
+"""Typed answers with instructor, whole and partial, in the modes that constrain the output by a schema."""
 from typing import Literal, Optional
 
 import instructor
 from openai import OpenAI
 from pydantic import BaseModel, Field
+
+from common import read_fleet
 
 
 class Place(BaseModel):
@@ -24,8 +22,9 @@ class Symbol(BaseModel):
     places: list[Place] = Field(max_length=2)
 
 
-openai = OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none", max_retries=0)
-common = {"model": openai.models.list().data[0].id, "messages": [{"role": "user", "content": "Where is main?"}],
+fleet = read_fleet()
+openai = OpenAI(base_url=f"{fleet.url}/v1", api_key=fleet.key, max_retries=0)
+common = {"model": fleet.model, "messages": [{"role": "user", "content": fleet.question}],
           "max_retries": 0, "max_tokens": 400, "seed": 4, "reasoning_effort": "none"}
 for mode in (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA):
     client = instructor.from_openai(openai, mode=mode)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from . import _wire, types
+from ._connection import OPTIONS, Tls, connection_to
+from ._generated import ballast_pb2 as pb
+from ._generated import ballast_pb2_grpc as services
+from .errors import StreamCancelledError, from_rpc_error
+
+Reply = TypeVar("Reply")
+
+
+class AsyncStream(AsyncIterator[types.Event]):
+    """The events of a request. Leaving the `async with` block, cancelling the task that reads, or
+    `cancel` stops the worker."""
+
+    def __init__(self, call: grpc.aio.UnaryStreamCall, choices: int) -> None:
+        self._call = call
+        self._progress = _wire.StreamProgress(choices)
+        self._is_cancelled = False
+
+    async def __anext__(self) -> types.Event:
+        while True:
+            try:
+                frame = await self._call.read()
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from error
+            except asyncio.CancelledError:
+                # grpc.aio raises it for a cancelled call, too, whose task may go on.
+                if not self._is_cancelled:
+                    raise
+                raise StreamCancelledError("cancelled here", grpc.StatusCode.CANCELLED) from None
+            if frame is grpc.aio.EOF:
+                self._progress.check_end()
+                raise StopAsyncIteration
+            if (event := _wire.event_of(frame)) is not None:
+                self._progress.see(event)
+                return event
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        self._call.cancel()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class AsyncClient:
+    """Calls one server. Tasks of one event loop may share it.
+
+    `timeout_s` bounds each call that has no timeout of its own; the server's own limit holds as well.
+    """
+
+    def __init__(
+        self, url: str, *, api_key: str | None = None, tls: Tls | None = None, timeout_s: float | None = None
+    ) -> None:
+        connection = connection_to(url, api_key, tls)
+        if connection.credentials is None:
+            self._channel = grpc.aio.insecure_channel(connection.target, OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(connection.target, connection.credentials, OPTIONS)
+        self._metadata = connection.metadata
+        self._timeout_s = timeout_s
+        self._inference = services.InferenceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def generate(self, request: types.GenerateRequest, *, timeout_s: float | None = None) -> AsyncStream:
+        """Starts a request. A refusal is raised where its first event would be."""
+        options = self._options(timeout_s)
+        return AsyncStream(self._inference.Generate(_wire.request_to_wire(request), **options), request.n)
+
+    async def complete(
+        self, request: types.GenerateRequest, *, timeout_s: float | None = None
+    ) -> types.Completion:
+        """Reads a request to its end."""
+        builder = _wire.CompletionBuilder(request.n)
+        async with self.generate(request, timeout_s=timeout_s) as stream:
+            async for event in stream:
+                builder.add(event)
+        return builder.build()
+
+    async def tokenize(self, text: str, *, model: str = "", special: bool = True) -> list[int]:
+        """Token ids of a text. `special`: with the special tokens that the model puts around a text."""
+        request = pb.TokenizeRequest(model=model, text=text, no_special=not special)
+        return list((await self._call(self._inference.Tokenize, request)).tokens)
+
+    async def detokenize(self, tokens: Sequence[int], *, model: str = "") -> str:
+        request = pb.DetokenizeRequest(model=model, tokens=tokens)
+        return (await self._call(self._inference.Detokenize, request)).text
+
+    async def models(self) -> list[types.Model]:
+        return _wire.models_of(await self._call(self._inference.ListModels, pb.ListModelsRequest()))
+
+    async def health(self) -> types.Health:
+        request = health_pb2.HealthCheckRequest(service="ballast.v1.Inference")
+        return types.Health((await self._call(self._health.Check, request)).status)
+
+    async def close(self) -> None:
+        """Ends the connection, and cancels what runs."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _options(self, timeout_s: float | None) -> dict[str, object]:
+        return {"metadata": self._metadata, "timeout": self._timeout_s if timeout_s is None else timeout_s}
+
+    async def _call(self, method: Callable[..., Awaitable[Reply]], request: object) -> Reply:
+        try:
+            return await method(request, **self._options(None))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
