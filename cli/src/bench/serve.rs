@@ -21,11 +21,14 @@ use super::mix::MixArguments;
 use super::serving_table::table;
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::fleet_choice::find_fleet;
+use crate::progress_bar::{ProgressBar, ProgressUnit, WorkProgress};
 use crate::ps;
 use crate::terminal::print_stdout;
 
 /// Requests of a run without `--num-prompts` and `--duration`, as in vLLM.
 const DEFAULT_PROMPTS: u64 = 1000;
+/// How often the progress is shown.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 /// Warm-up requests at one time, if no limit of concurrency says more or less.
 const WARM_UP_CONCURRENCY: usize = 8;
 
@@ -142,7 +145,7 @@ pub(super) async fn serve(arguments: ServeArguments) -> CliResult {
     let kind = arguments.mix.kind(&scale, model.max_model_len, arguments.seed)?;
     let mix = ServingMix { kind, seed: arguments.seed, scale, context_tokens: model.max_model_len };
     let mix = Arc::new(mix);
-    let run = warm_up_and_drive(&client, &template, &mix, &load, arguments.load.num_warmups).await?;
+    let run = warm_up_and_drive(&client, &template, &mix, &load, &arguments).await?;
     let metrics = ServingMetrics::of(&run, &arguments.goodput);
     let settings = ServingSettings {
         label: arguments.label.clone(),
@@ -184,8 +187,10 @@ async fn warm_up_and_drive(
     template: &RequestTemplate,
     mix: &Arc<ServingMix>,
     load: &ServingLoad,
-    warm_ups: u64,
+    arguments: &ServeArguments,
 ) -> CliResult<ServingRun> {
+    let warm_ups = arguments.load.num_warmups;
+    let requests = load.conversations.saturating_mul(arguments.mix.turns());
     let usage = |error| CliError::new(Exit::Usage, one_line(&error));
     if warm_ups > 0 {
         let warm_up = ServingLoad {
@@ -201,7 +206,32 @@ async fn warm_up_and_drive(
             print_line(&format!("a warm-up request failed: {failure}"));
         }
     }
-    drive(client, template, mix, load).await.map_err(usage)
+    let (before, mut progress) = (client.ended_requests(), ProgressBar::start());
+    let driven = drive(client, template, mix, load);
+    let driven = with_progress(driven, PROGRESS_INTERVAL, || {
+        let done = client.ended_requests() - before;
+        let total = if load.duration.is_some() { done } else { requests };
+        progress.show(WorkProgress {
+            name: template.model.clone(),
+            unit: ProgressUnit::Requests,
+            done,
+            total,
+        });
+    });
+    let run = driven.await.map_err(usage);
+    progress.clear();
+    run
+}
+
+/// Shows the progress of work from time to time.
+async fn with_progress<T>(work: impl Future<Output = T>, interval: Duration, show: impl Fn()) -> T {
+    let mut work = std::pin::pin!(work);
+    loop {
+        match tokio::time::timeout(interval, &mut work).await {
+            Ok(outcome) => return outcome,
+            Err(_) => show(),
+        }
+    }
 }
 
 /// The address of a running fleet, from its supervisor.
