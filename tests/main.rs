@@ -59,6 +59,7 @@ mod quarantine;
 mod reload;
 mod router_restart;
 mod routing;
+mod run_command;
 mod shared_weights;
 mod shell_files;
 mod slow_readers;

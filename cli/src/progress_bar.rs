@@ -22,6 +22,7 @@ const CLEAR_WAIT: Duration = Duration::from_millis(200);
 pub(crate) enum ProgressUnit {
     Bytes,
     Requests,
+    Tokens,
 }
 
 impl ProgressUnit {
@@ -29,6 +30,7 @@ impl ProgressUnit {
         match self {
             Self::Bytes => "{msg} {wide_bar} {bytes} of {total_bytes}, {bytes_per_sec}",
             Self::Requests => "{msg} {wide_bar} {pos} of {len} requests, {per_sec}",
+            Self::Tokens => "{msg} {wide_bar} {pos} of {len} tokens, {per_sec}",
         }
     }
 }

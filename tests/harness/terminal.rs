@@ -30,7 +30,12 @@ pub(crate) struct Terminal {
 impl Terminal {
     /// Starts `ballast` with these words, which a shell reads, and these variables.
     pub(crate) fn start(words: &str, variables: &[(&str, &str)]) -> Terminal {
-        let command = format!("stty cols {COLUMNS} rows 40; exec {} {words}", executable().display());
+        Self::start_shell(&format!("exec {} {words}", executable().display()), variables)
+    }
+
+    /// Starts a command of a shell.
+    pub(crate) fn start_shell(command: &str, variables: &[(&str, &str)]) -> Terminal {
+        let command = format!("stty cols {COLUMNS} rows 40; {command}");
         let mut script = Command::new("script")
             .args(["--quiet", "--return", "--command", &command, "/dev/null"])
             .env_remove("NO_COLOR")

@@ -18,17 +18,16 @@ use service::exit::one_line;
 use service::logging::print_line;
 
 use super::mix::MixArguments;
+use super::progress::with_progress;
 use super::serving_table::table;
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::fleet_choice::find_fleet;
-use crate::progress_bar::{ProgressBar, ProgressUnit, WorkProgress};
+use crate::progress_bar::ProgressUnit;
 use crate::ps;
 use crate::terminal::print_stdout;
 
 /// Requests of a run without `--num-prompts` and `--duration`, as in vLLM.
 const DEFAULT_PROMPTS: u64 = 1000;
-/// How often the progress is shown.
-const PROGRESS_INTERVAL: Duration = Duration::from_millis(200);
 /// Warm-up requests at one time, if no limit of concurrency says more or less.
 const WARM_UP_CONCURRENCY: usize = 8;
 
@@ -206,32 +205,10 @@ async fn warm_up_and_drive(
             print_line(&format!("a warm-up request failed: {failure}"));
         }
     }
-    let (before, mut progress) = (client.ended_requests(), ProgressBar::start());
+    let total = load.duration.is_none().then_some(requests);
     let driven = drive(client, template, mix, load);
-    let driven = with_progress(driven, PROGRESS_INTERVAL, || {
-        let done = client.ended_requests() - before;
-        let total = if load.duration.is_some() { done } else { requests };
-        progress.show(WorkProgress {
-            name: template.model.clone(),
-            unit: ProgressUnit::Requests,
-            done,
-            total,
-        });
-    });
-    let run = driven.await.map_err(usage);
-    progress.clear();
-    run
-}
-
-/// Shows the progress of work from time to time.
-async fn with_progress<T>(work: impl Future<Output = T>, interval: Duration, show: impl Fn()) -> T {
-    let mut work = std::pin::pin!(work);
-    loop {
-        match tokio::time::timeout(interval, &mut work).await {
-            Ok(outcome) => return outcome,
-            Err(_) => show(),
-        }
-    }
+    let driven = with_progress(ProgressUnit::Requests, total, || client.ended_requests(), driven);
+    driven.await.map_err(usage)
 }
 
 /// The address of a running fleet, from its supervisor.

@@ -125,7 +125,7 @@ pub(crate) struct AnswerStream {
     bytes: usize,
     is_done: bool,
     pub(crate) answer: ChatAnswer,
-    /// From the request to the first piece.
+    /// When the response began.
     pub(crate) began: Instant,
 }
 
