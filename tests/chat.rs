@@ -260,8 +260,12 @@ fn a_server_that_cannot_be_used_is_named_with_what_to_do() {
     assert!(both.0 == 2 && both.1.contains("cannot be used with"), "{both:?}");
     let key = chat(&["--url", &server.url(), "--api-key-file", "/dev/null"]);
     assert!(key.0 == 2 && key.1.contains("/dev/null holds no API key"), "{key:?}");
-    let unused = chat(&["--url", &server.url(), "--workers", "3"]);
-    assert!(unused.0 == 2 && unused.1.contains("--workers"), "{unused:?}");
+    for option in ["--workers", "--threads"] {
+        let unused = chat(&["--url", &server.url(), option, "3"]);
+        assert!(unused.0 == 2 && unused.1.contains(option), "{unused:?}");
+        let of_a_model = chat(&[option, "3"]);
+        assert!(of_a_model.0 == 2 && of_a_model.1.contains("<MODEL.gguf"), "{of_a_model:?}");
+    }
 }
 
 #[test]

@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use crate::chat::{answer, server};
 use crate::harness::{ServedFleet, ballast, demo_7m, device, text};
+use crate::model_text::rewrite;
 
 /// Commands that print a line for each item.
 const LINES: [&str; 4] = ["generate", "ps", "serve", "tokenize"];
@@ -143,11 +144,15 @@ fn every_command_with_json_prints_one_document_also_when_it_fails() {
 #[test]
 fn a_document_that_says_what_failed_is_the_only_one() {
     let folder = tempfile::tempdir().unwrap();
-    let file: PathBuf = folder.path().join("no-model.gguf");
-    std::fs::write(&file, b"GGUF").unwrap();
+    // A model that no engine can use, whose header can be read.
+    let file: PathBuf = folder.path().join("unusable.gguf");
+    rewrite(&file, &["tokenizer.ggml.pre"], |metadata| {
+        metadata.put("tokenizer.ggml.pre", "gpt-9").unwrap();
+    });
     let output = run("inspect", &[file.to_str().unwrap().to_owned()]);
     assert_eq!(output.status.code(), Some(3), "{}", text(&output).1);
-    documents("inspect", &output);
+    let document = documents("inspect", &output).remove(0);
+    assert!(document["refused"].as_str().unwrap().contains("gpt-9"), "{document}");
     documents("doctor", &run("doctor", &[]));
 }
 

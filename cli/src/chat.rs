@@ -48,7 +48,11 @@ const KEY_VARIABLE: &str = "OPENAI_API_KEY";
 #[derive(clap::Args)]
 #[command(
     mut_arg("name", |name| name.conflicts_with_all(OF_A_FLEET)),
-    mut_arg("url", |url| url.conflicts_with_all(OF_A_FLEET))
+    mut_arg("url", |url| url.conflicts_with_all(OF_A_FLEET)),
+    mut_arg("workers", |workers| workers.requires("model")),
+    mut_arg("routing", |routing| routing.requires("model")),
+    mut_group("ChatTemplateArgument", |group| group.requires("model")),
+    mut_group("WorkerArguments", |group| group.requires("model"))
 )]
 pub(crate) struct ChatArguments {
     /// Model file, for a fleet of this chat's own; it must have a chat template. Without it, a

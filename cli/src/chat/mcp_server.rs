@@ -168,8 +168,21 @@ impl McpServer {
     /// Closes the server's input, which asks it to end, and ends it if it does not.
     pub(super) async fn close(mut self) {
         self.stdin = None;
-        // Dropping it kills what is left.
-        let _ = timeout(CLOSE_TIMEOUT, self.child.wait()).await;
+        if timeout(CLOSE_TIMEOUT, self.child.wait()).await.is_err() {
+            self.kill();
+            // A process that is stuck in the kernel is left behind.
+            let _ = timeout(CLOSE_TIMEOUT, self.child.wait()).await;
+        }
+    }
+
+    /// Kills it with its children. After the end of the child, its process id may be that of another
+    /// process.
+    fn kill(&self) {
+        let running = self.child.id().and_then(|pid| Pid::from_raw(pid.cast_signed()));
+        if let Some(group) = running {
+            // It may have ended by itself.
+            let _ = kill_process_group(group, Signal::KILL);
+        }
     }
 
     fn enqueue(&mut self, message: &Value) {
@@ -274,11 +287,7 @@ impl McpServer {
 
 impl Drop for McpServer {
     fn drop(&mut self) {
-        // Its children too. After the end of the child, its process id may be that of another one.
-        let running = self.child.id().and_then(|pid| Pid::from_raw(pid.cast_signed()));
-        if let Some(group) = running {
-            let _ = kill_process_group(group, Signal::KILL);
-        }
+        self.kill();
     }
 }
 
