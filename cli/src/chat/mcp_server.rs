@@ -175,8 +175,8 @@ impl McpServer {
         }
     }
 
-    /// Kills it with its children. After the end of the child, its process id may be that of another
-    /// process.
+    /// Kills it with its children. After the end of the child, its process id may be that of
+    /// another process.
     fn kill(&self) {
         let running = self.child.id().and_then(|pid| Pid::from_raw(pid.cast_signed()));
         if let Some(group) = running {
