@@ -1,63 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! `ballast top` on a terminal, which `script` provides (util-linux).
+//! `ballast top` on a terminal.
 
-use std::io::{Read, Write};
-use std::process::{Command, Stdio};
-use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use crate::harness::{ServedFleet, demo_7m, executable, proc, text};
+use crate::harness::terminal::Terminal;
+use crate::harness::{ServedFleet, demo_7m, text};
 
 const LEAVES_SCREEN: &str = "\u{1b}[?1049l";
 
-/// Kills a process when a test fails.
-struct KillOnDrop(u32);
-
-impl Drop for KillOnDrop {
-    fn drop(&mut self) {
-        proc::send_signal(self.0, "KILL");
-    }
-}
-
-/// Runs `top` on a terminal of 160 columns until its screen has all of `parts`, then presses q.
-/// Returns all of its output.
+/// Runs `top` until its screen has all of `parts`, then presses q. Returns all of its output.
 fn watch(fleet: &ServedFleet, parts: &[&str], meanwhile: impl FnOnce()) -> String {
-    let (top, directory) = (executable(), fleet.runtime_dir().to_owned());
-    let command = format!(
-        "stty cols 160 rows 40; exec {} top --interval 200ms --runtime-dir {}",
-        top.display(),
-        directory.display()
-    );
-    let mut script = Command::new("script")
-        .args(["--quiet", "--return", "--command", &command, "/dev/null"])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let killed = KillOnDrop(script.id());
-    let (sender, chunks) = mpsc::channel();
-    let mut stdout = script.stdout.take().unwrap();
-    std::thread::spawn(move || {
-        let mut buffer = [0; 4096];
-        while let Ok(bytes @ 1..) = stdout.read(&mut buffer) {
-            if sender.send(String::from_utf8_lossy(&buffer[..bytes]).into_owned()).is_err() {
-                return;
-            }
-        }
-    });
-    let (mut output, deadline) = (String::new(), Instant::now() + Duration::from_secs(30));
+    let words = format!("top --interval 200ms --runtime-dir {}", fleet.runtime_dir().display());
+    let mut top = Terminal::start(&words, &[]);
     meanwhile();
-    while !parts.iter().all(|part| output.contains(part)) {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let chunk = chunks.recv_timeout(left);
-        output += &chunk.unwrap_or_else(|_| panic!("{parts:?} are not all in {output:?}"));
-    }
-    script.stdin.take().unwrap().write_all(b"q").unwrap();
-    output.extend(chunks.iter());
-    assert!(script.wait().unwrap().success(), "{output:?}");
-    std::mem::forget(killed);
+    parts.iter().for_each(|part| top.wait_anywhere_for(part));
+    top.press("q");
+    let (status, output) = top.end();
+    assert!(status.success(), "{output:?}");
     output
 }
 

@@ -6,7 +6,7 @@ use clap::{Parser, Subcommand};
 
 use crate::{
     bench, chat, devices, doctor, eval, file_tools, fleet_commands, generate, inspect, key, plan, process,
-    ps, quarantine, serve, shell_files, swap, tokenize, top, worker_lifecycle,
+    ps, quarantine, run, serve, shell_files, swap, tokenize, top, worker_lifecycle,
 };
 
 /// Serve GGUF models: one copy of the weights in shared memory, many worker processes
@@ -24,7 +24,9 @@ pub(crate) enum CliCommand {
     /// Generate text from prompts, then exit
     Generate(generate::GenerateArguments),
     /// Chat with a model on the terminal (needs a chat template)
-    Chat(chat::ChatArguments),
+    Chat(Box<chat::ChatArguments>),
+    /// Print one answer of a running fleet or of another OpenAI-compatible server
+    Run(run::RunArguments),
     /// Print the token ids of texts
     Tokenize(tokenize::TokenizeArguments),
     /// Compute logits of given tokens, or the perplexity of a text

@@ -3,6 +3,7 @@
 //! `ballast bench`: measures a fleet from outside, as clients and operators see it.
 
 mod mix;
+mod progress;
 mod serve;
 mod serving_table;
 mod stored_results;
@@ -13,6 +14,7 @@ use loadgen::{
     DraftError, DraftLoad, FleetError, LatencySummary, MeasuredFleet, PrefixBurst, StartOptions, StreamLoad,
     StreamLoadError, StreamLoadReport, WorkerStartupError, run_load,
 };
+use progress::with_token_progress;
 use serde_json::json;
 use service::Exit;
 use service::exit::{exit_for_io_error, one_line};
@@ -177,7 +179,8 @@ async fn throughput(arguments: ThroughputArguments) -> CliResult {
             .map_err(load_error)?;
         run_load(&client, load, vocabulary, 1).await.map_err(load_error)
     };
-    let report = measured.await;
+    let total = u64::from(streams) * u64::from(tokens.min(8) + tokens);
+    let report = with_token_progress(total, measured).await;
     fleet.stop().await.map_err(fleet_error)?;
     let report = report?;
     let Throughput { prompt, decode } = Throughput::of(&report);
@@ -258,7 +261,8 @@ async fn drafts(arguments: DraftsArguments) -> CliResult {
     let load = DraftLoad { prompts, tokens, temperature, at_once: streams, rounds };
     let plain = options.start()?;
     let drafting = options.start_with("drafting", &["--draft".to_owned(), draft])?;
-    let measured = loadgen::compare_drafting(&plain, &drafting, &load).await;
+    let total = 2 * u64::from(rounds) * load.prompts.len() as u64 * u64::from(tokens);
+    let measured = with_token_progress(total, loadgen::compare_drafting(&plain, &drafting, &load)).await;
     plain.stop().await.map_err(fleet_error)?;
     drafting.stop().await.map_err(fleet_error)?;
     let report = measured.map_err(draft_error)?;
@@ -286,7 +290,8 @@ async fn structured(arguments: StructuredArguments) -> CliResult {
         let vocabulary = loadgen::vocabulary_size(&fleet).await.map_err(lifecycle_error)?;
         loadgen::compare_structured_output(&client, load, vocabulary, rounds).await.map_err(load_error)
     };
-    let report = measured.await;
+    let total = 2 * u64::from(rounds) * u64::from(streams) * u64::from(tokens);
+    let report = with_token_progress(total, measured).await;
     fleet.stop().await.map_err(fleet_error)?;
     let report = report?;
     if options.json {
@@ -319,7 +324,8 @@ async fn shared_prefix(arguments: SharedPrefixArguments) -> CliResult {
         let vocabulary = loadgen::vocabulary_size(&fleet).await.map_err(lifecycle_error)?;
         loadgen::compare_prefix_sharing(&client, burst, vocabulary, rounds).await.map_err(load_error)
     };
-    let report = measured.await;
+    let total = 2 * u64::from(rounds) * u64::from(requests) * u64::from(tokens);
+    let report = with_token_progress(total, measured).await;
     fleet.stop().await.map_err(fleet_error)?;
     let report = report?;
     if options.json {

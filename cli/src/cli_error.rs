@@ -15,13 +15,15 @@ pub(crate) struct CliError {
     pub(crate) exit: Exit,
     /// "what: why; what to do". If empty, nothing is printed.
     message: String,
+    /// Standard error says it already.
+    is_printed: bool,
 }
 
 pub(crate) type CliResult<T = ()> = Result<T, CliError>;
 
 impl CliError {
     pub(crate) fn new(exit: Exit, message: impl Into<String>) -> Self {
-        Self { exit, message: with_limits(exit, message.into()) }
+        Self { exit, message: with_limits(exit, message.into()), is_printed: false }
     }
 
     /// The user pressed Ctrl-C, which needs no message.
@@ -47,10 +49,15 @@ impl CliError {
     }
 
     pub(crate) fn print(&self) {
-        if !self.message.is_empty() {
+        if !self.message.is_empty() && !self.is_printed {
             let text = self.message.replace('\n', " ");
             service::logging::print_line(&format!("ballast: {}", printable(&text)));
         }
+    }
+
+    /// The same error, of which standard error says enough.
+    pub(crate) fn printed(self) -> Self {
+        Self { is_printed: true, ..self }
     }
 
     /// Removes the message, because another process reports the error.

@@ -87,6 +87,10 @@ pub(crate) fn run(arguments: EvalArguments) -> CliResult {
         });
         match result.await? {
             Some((perplexity, kv)) => perplexity.print(kv, arguments.json),
+            None if arguments.json => {
+                let written = serde_json::json!({"logits_out": arguments.logits_out});
+                print_stdout(&format!("{written}\n"))
+            }
             None => Ok(()),
         }
     })

@@ -22,6 +22,7 @@ use crate::devices::GpuInventory;
 use crate::fleet_arguments::{ChatTemplateArgument, IdleUnloadArgument, WorkerArguments, model_name};
 use crate::fleet_choice::find_fleet;
 use crate::fleet_config::{check_names, devices_for};
+use crate::progress_bar::{ProgressBar, ProgressUnit, WorkProgress};
 use crate::ps;
 use crate::running_fleet::block_on;
 use crate::sized_model::SizedModel;
@@ -160,20 +161,34 @@ fn load_one(place: &FleetSelector, model: &SizedModel, may_be_there: bool) -> Cl
     let plan = model.plan()?;
     let what = format!("cannot load {}", plan.path.display());
     let request = load_request(plan);
-    let mut failed = Vec::new();
-    call_supervisor(place, &what, async |client| {
+    let (mut failed, mut progress) = (Vec::new(), ProgressBar::start());
+    let loaded = call_supervisor(place, &what, async |client| {
         let mut events = match client.load_model(request).await {
             Err(status) if may_be_there && status.code() == tonic::Code::AlreadyExists => return Ok(()),
             answer => answer?.into_inner(),
         };
         while let Some(event) = events.message().await? {
-            if let Some(wire::load_model_event::Kind::Loaded(loaded)) = event.kind {
-                failed.extend(loaded.copies.into_iter().filter(|copy| !copy.failure.is_empty()));
-                return Ok(());
+            match event.kind {
+                Some(wire::load_model_event::Kind::Progress(model)) => {
+                    let (name, unit) = (model.name, ProgressUnit::Bytes);
+                    progress.show(WorkProgress {
+                        name,
+                        unit,
+                        done: model.done_bytes,
+                        total: model.total_bytes,
+                    });
+                }
+                Some(wire::load_model_event::Kind::Loaded(loaded)) => {
+                    failed.extend(loaded.copies.into_iter().filter(|copy| !copy.failure.is_empty()));
+                    return Ok(());
+                }
+                None => {}
             }
         }
         Err(tonic::Status::unavailable("the fleet stopped during the load"))
-    })?;
+    });
+    progress.clear();
+    loaded?;
     for wire::ModelCopy { device, failure, .. } in failed {
         let text = format!("not on {device} yet, which is tried again: {failure}");
         print_line(&printable_lines(&text));

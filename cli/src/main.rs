@@ -33,6 +33,7 @@ mod gguf_file;
 mod gpu_support;
 mod gpu_wait;
 mod inspect;
+mod json_output;
 mod key;
 mod model_config;
 mod models_directory;
@@ -43,6 +44,7 @@ mod prompts;
 mod ps;
 mod quarantine;
 mod resident_models;
+mod run;
 mod running_fleet;
 mod serve;
 mod served_workers;
@@ -60,7 +62,7 @@ mod worker_lifecycle;
 use std::process::ExitCode;
 
 use arguments::{Cli, CliCommand};
-use clap::Parser;
+use clap::{CommandFactory, FromArgMatches};
 use cli_error::{CliError, CliResult};
 use memory::allocator::ReportingAllocator;
 use service::Exit;
@@ -76,18 +78,26 @@ fn main() -> ExitCode {
         let error = supervisor::shim::exec(raw);
         return end(Err(CliError::new(Exit::Internal, service::exit::one_line(&error))));
     }
-    let outcome = match Cli::try_parse() {
-        Ok(cli) => run(cli.command),
-        Err(message) => terminal::print_usage(&message),
+    let parsed = Cli::command().try_get_matches().and_then(|matches| {
+        json_output::remember(&matches);
+        Cli::from_arg_matches(&matches)
+    });
+    let outcome = match parsed {
+        Ok(cli) => run_command(cli.command),
+        Err(message) => {
+            json_output::remember_unparsed(std::env::args_os().map(|a| a.to_string_lossy().into_owned()));
+            terminal::print_usage(&message)
+        }
     };
     end(outcome)
 }
 
-fn run(command: CliCommand) -> CliResult {
+fn run_command(command: CliCommand) -> CliResult {
     match command {
         CliCommand::Serve(arguments) => serve::run(arguments),
         CliCommand::Generate(arguments) => generate::run(arguments),
-        CliCommand::Chat(arguments) => chat::run(arguments),
+        CliCommand::Chat(arguments) => chat::run(*arguments),
+        CliCommand::Run(arguments) => run::run(arguments),
         CliCommand::Tokenize(arguments) => tokenize::run(arguments),
         CliCommand::Eval(arguments) => eval::run(arguments),
         CliCommand::Inspect(arguments) => file_tools::run_inspect(arguments),
@@ -129,6 +139,8 @@ fn end(outcome: CliResult) -> ExitCode {
         Ok(()) => Exit::Ok,
         Err(failure) => {
             failure.print();
+            // The exit code is that of the first error.
+            let _: CliResult = json_output::print_error(&failure);
             failure.exit
         }
     };

@@ -25,7 +25,7 @@ use crate::device_choice::DeviceChoice;
 use crate::fleet_config::FleetConfig;
 use crate::fleet_models::FleetModels;
 use crate::models_directory::watch_directory;
-use crate::progress_bar::{LoadProgressBar, LoadingModel};
+use crate::progress_bar::{ProgressBar, ProgressUnit, WorkProgress};
 use crate::served_workers::served_workers;
 use crate::sized_model::SizedModel;
 
@@ -56,7 +56,7 @@ pub(crate) struct RunningFleet {
     models: HashMap<String, u32>,
     /// The devices of each model, in the order of the configuration.
     pub(crate) devices: Vec<(String, DeviceChoice)>,
-    progress: LoadProgressBar,
+    progress: ProgressBar,
     /// Models whose fault was printed.
     reported: HashSet<String>,
     /// Models may come with files of the models directory.
@@ -102,7 +102,7 @@ impl RunningFleet {
             shutdown,
             models,
             devices,
-            progress: LoadProgressBar::start(),
+            progress: ProgressBar::start(),
             reported: HashSet::new(),
             is_watching,
         })
@@ -181,7 +181,7 @@ impl RunningFleet {
                 event = events.recv() => match event {
                     Ok(FleetEvent::Model(ModelStatus { name, state: ModelState::Loading { done_bytes, total_bytes }, .. })) => {
                         last_change = Instant::now();
-                        self.progress.show(LoadingModel { model: name, done: done_bytes, total: total_bytes });
+                        self.progress.show(WorkProgress { name, unit: ProgressUnit::Bytes, done: done_bytes, total: total_bytes });
                     }
                     Ok(_) | Err(RecvError::Lagged(_)) => {
                         last_change = Instant::now();

@@ -22,6 +22,8 @@ use std::io::{self, BufWriter};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crate::progress_bar::{ProgressBar, ProgressUnit, WorkProgress};
+
 /// Bytes generated at a time, before rounding to whole blocks.
 const PIECE_BYTES: usize = 4 << 20;
 
@@ -96,8 +98,14 @@ pub(crate) fn synth(args: &SynthOptions) -> Result<SynthReport, SynthError> {
 fn write_file(args: &SynthOptions, partial: &Path, started: Instant) -> Result<SynthReport, SynthError> {
     let file_error = |source| SynthError::File { path: args.out.clone(), source };
     let file = File::create(partial).map_err(file_error)?;
-    let (layout, out) = write_model(args.shape, args.quant, args.seed, BufWriter::new(file))
-        .map_err(|source| SynthError::Format { path: args.out.clone(), source })?;
+    let mut progress = ProgressBar::start();
+    let show = |done, total| {
+        let name = args.shape.name.to_owned();
+        progress.show(WorkProgress { name, unit: ProgressUnit::Bytes, done, total });
+    };
+    let written = write_model(args.shape, args.quant, args.seed, BufWriter::new(file), show);
+    progress.clear();
+    let (layout, out) = written.map_err(|source| SynthError::Format { path: args.out.clone(), source })?;
     let bytes = out.get_ref().metadata().map_err(file_error)?.len();
     std::fs::rename(partial, &args.out).map_err(file_error)?;
     Ok(SynthReport {
@@ -112,16 +120,19 @@ fn write_file(args: &SynthOptions, partial: &Path, started: Instant) -> Result<S
     })
 }
 
+/// `show` gets the written bytes of weights, and all.
 fn write_model<W: io::Write>(
     shape: &ModelShape,
     recipe: &QuantRecipe,
     seed: u64,
     out: W,
+    show: impl Fn(u64, u64),
 ) -> Result<(TensorLayout, W), WriteError> {
     let metadata = metadata(shape, recipe)?;
     let layout = layout(shape, recipe)?;
     let mut writer = GgufWriter::start(out, &metadata, layout.clone())?;
-    let mut piece = Vec::new();
+    let total = layout.tensors().iter().map(|tensor| tensor.bytes).sum();
+    let (mut piece, mut done) = (Vec::new(), 0);
     for (index, tensor) in layout.tensors().iter().enumerate() {
         let mut random = WeightRng::new(seed, index as u64);
         if tensor.dims.len() == 1 {
@@ -138,6 +149,8 @@ fn write_model<W: io::Write>(
             blocks::fill(tensor.dtype, deviation, &mut random, &mut piece);
             writer.write(&piece)?;
             open -= piece.len();
+            done += piece.len() as u64;
+            show(done, total);
         }
     }
     Ok((layout, writer.finish()?))
@@ -180,7 +193,7 @@ mod tests {
 
     fn model(shape: &str, recipe: &str, seed: u64) -> Vec<u8> {
         let (shape, recipe) = (ModelShape::find(shape).unwrap(), QuantRecipe::find(recipe).unwrap());
-        write_model(shape, recipe, seed, Vec::new()).unwrap().1
+        write_model(shape, recipe, seed, Vec::new(), |_, _| {}).unwrap().1
     }
 
     #[test]

@@ -14,6 +14,7 @@ use tonic::transport::Channel;
 
 use crate::fleet::{FleetError, MeasuredFleet};
 use crate::report::median;
+use crate::streams::count_received;
 use crate::worker_startup::{WorkerStartupError, worker_stats};
 
 /// The load for both fleets.
@@ -125,6 +126,7 @@ async fn output(
     let mut tokens = Vec::with_capacity(load.tokens as usize);
     while let Some(frame) = frames.message().await? {
         if let Some(generate_frame::Frame::Delta(delta)) = frame.frame {
+            count_received(delta.tokens.len());
             tokens.extend(delta.tokens);
         }
     }

@@ -24,7 +24,7 @@ pub use burst::{PrefixBurst, PrefixBurstReport, compare_prefix_sharing};
 pub use drafts::{DraftError, DraftLoad, DraftReport, compare_drafting};
 pub use fleet::{FleetError, MeasuredFleet, StartOptions};
 pub use report::{LatencySummary, summarize};
-pub use streams::{StreamLoad, StreamLoadError, StreamLoadReport, run_load};
+pub use streams::{StreamLoad, StreamLoadError, StreamLoadReport, received_tokens, run_load};
 pub use structured::{DecodeSpeed, StructuredReport, compare_structured_output};
 pub use worker_startup::{
     WorkerStartup, WorkerStartupError, add_worker, attach_times, replace_killed_worker, vocabulary_size,

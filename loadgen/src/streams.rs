@@ -2,6 +2,7 @@
 
 //! Measures concurrent streams: times each token of each stream.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use futures::future::try_join_all;
@@ -115,6 +116,18 @@ pub(crate) fn random_tokens(count: u32, vocabulary: u32, number: u32) -> Vec<u32
         .collect()
 }
 
+/// Output tokens that streams of this process have received.
+static RECEIVED_TOKENS: AtomicU64 = AtomicU64::new(0);
+
+pub(crate) fn count_received(tokens: usize) {
+    RECEIVED_TOKENS.fetch_add(tokens as u64, Ordering::Relaxed);
+}
+
+/// Output tokens that streams have received since the process began, for a progress bar.
+pub fn received_tokens() -> u64 {
+    RECEIVED_TOKENS.load(Ordering::Relaxed)
+}
+
 struct TimedStream {
     /// Time of each token since the request of its stream.
     tokens_at: Vec<Duration>,
@@ -156,6 +169,7 @@ async fn run_stream(
         match frame.frame {
             Some(generate_frame::Frame::Delta(delta)) => {
                 let at = start.elapsed();
+                count_received(delta.tokens.len());
                 timed.tokens_at.extend(delta.tokens.iter().map(|_| at));
             }
             Some(generate_frame::Frame::Finished(end)) => {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! The listening sockets: TCP, perhaps with TLS, for HTTP/1.1 and HTTP/2 (OpenAI routes and gRPC),
-//! `router.sock` for gRPC, and a TCP address for health and metrics if one is configured.
+//! `router.sock` for the same without TLS and keys, and a TCP address for health and metrics if one
+//! is configured.
 
 use std::io;
 use std::net::SocketAddr;
@@ -179,10 +180,11 @@ impl Router {
         let http_routes = http::routes(AppState { is_ready_detailed: access.is_none(), ..app })
             .layer(middleware::from_fn_with_state(http_bodies, limit_request_body));
         let identified = middleware::from_fn_with_state(tracer, identify);
-        let on_socket = grpc.clone().layer(identified.clone());
-        let grpc_server = service::grpc::server().add_routes(Routes::from(on_socket));
-        let on_socket = service::grpc::serve(grpc_server, socket, shutdown.requested());
         let mut all_routes = http_routes.merge(grpc);
+        let on_socket = all_routes.clone().layer(identified.clone());
+        // HTTP/1.1 for the chat of this user, whom the directory and the peer's user let in.
+        let grpc_server = service::grpc::server().accept_http1(true).add_routes(Routes::from(on_socket));
+        let on_socket = service::grpc::serve(grpc_server, socket, shutdown.requested());
         if let Some(access) = access {
             all_routes = all_routes.layer(middleware::from_fn_with_state(access, require_key));
         }

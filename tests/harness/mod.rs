@@ -11,6 +11,7 @@ pub(crate) mod proc;
 pub(crate) mod random;
 pub(crate) mod scripted_server;
 pub(crate) mod separate;
+pub(crate) mod terminal;
 pub(crate) mod unusable_worker;
 pub(crate) mod upgrade;
 
@@ -170,6 +171,13 @@ pub(crate) fn text(output: &Output) -> (String, String) {
         String::from_utf8_lossy(&output.stdout).into_owned(),
         String::from_utf8_lossy(&output.stderr).into_owned(),
     )
+}
+
+/// Whether a command that failed printed no result: nothing, or with `--json` the error.
+pub(crate) fn has_no_result(output: &Output) -> bool {
+    let stdout = text(output).0;
+    let is_error = |value: &Value| value.as_object().is_some_and(|object| object.keys().eq(["error"]));
+    stdout.is_empty() || serde_json::from_str(&stdout).is_ok_and(|value| is_error(&value))
 }
 
 /// Polls until `condition` returns a value. Fails the test with `what` after [`TIMEOUT`].

@@ -31,6 +31,18 @@ pub(crate) fn chunk(text: &str) -> String {
     json!({"choices": [{"index": 0, "text": text, "finish_reason": null}], "usage": null}).to_string()
 }
 
+/// The data of an event with one text of a chat.
+pub(crate) fn chat_chunk(text: &str) -> String {
+    let choice = json!({"index": 0, "delta": {"content": text}, "finish_reason": null});
+    json!({"choices": [choice]}).to_string()
+}
+
+/// The data of the events that end a chat.
+pub(crate) fn chat_end() -> [String; 2] {
+    let choice = json!({"index": 0, "delta": {}, "finish_reason": "stop"});
+    [json!({"choices": [choice]}).to_string(), "[DONE]".to_owned()]
+}
+
 /// The data of the event with the counts of tokens.
 pub(crate) fn usage(completion_tokens: u64) -> String {
     json!({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": completion_tokens}}).to_string()

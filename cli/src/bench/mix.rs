@@ -114,6 +114,11 @@ impl MixArguments {
         })
     }
 
+    /// Requests of a conversation.
+    pub(super) fn turns(&self) -> u64 {
+        if self.dataset_name == DatasetName::MultiTurn { u64::from(self.turns) } else { 1 }
+    }
+
     /// What a result says of the mix.
     pub(super) fn description(&self) -> Map<String, Value> {
         let lengths = self.lengths();

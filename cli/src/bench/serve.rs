@@ -18,9 +18,11 @@ use service::exit::one_line;
 use service::logging::print_line;
 
 use super::mix::MixArguments;
+use super::progress::with_progress;
 use super::serving_table::table;
 use crate::cli_error::{CliError, CliResult, IoContext};
 use crate::fleet_choice::find_fleet;
+use crate::progress_bar::ProgressUnit;
 use crate::ps;
 use crate::terminal::print_stdout;
 
@@ -142,7 +144,7 @@ pub(super) async fn serve(arguments: ServeArguments) -> CliResult {
     let kind = arguments.mix.kind(&scale, model.max_model_len, arguments.seed)?;
     let mix = ServingMix { kind, seed: arguments.seed, scale, context_tokens: model.max_model_len };
     let mix = Arc::new(mix);
-    let run = warm_up_and_drive(&client, &template, &mix, &load, arguments.load.num_warmups).await?;
+    let run = warm_up_and_drive(&client, &template, &mix, &load, &arguments).await?;
     let metrics = ServingMetrics::of(&run, &arguments.goodput);
     let settings = ServingSettings {
         label: arguments.label.clone(),
@@ -184,8 +186,10 @@ async fn warm_up_and_drive(
     template: &RequestTemplate,
     mix: &Arc<ServingMix>,
     load: &ServingLoad,
-    warm_ups: u64,
+    arguments: &ServeArguments,
 ) -> CliResult<ServingRun> {
+    let warm_ups = arguments.load.num_warmups;
+    let requests = load.conversations.saturating_mul(arguments.mix.turns());
     let usage = |error| CliError::new(Exit::Usage, one_line(&error));
     if warm_ups > 0 {
         let warm_up = ServingLoad {
@@ -201,7 +205,10 @@ async fn warm_up_and_drive(
             print_line(&format!("a warm-up request failed: {failure}"));
         }
     }
-    drive(client, template, mix, load).await.map_err(usage)
+    let total = load.duration.is_none().then_some(requests);
+    let driven = drive(client, template, mix, load);
+    let driven = with_progress(ProgressUnit::Requests, total, || client.ended_requests(), driven);
+    driven.await.map_err(usage)
 }
 
 /// The address of a running fleet, from its supervisor.

@@ -22,6 +22,26 @@ pub struct Shutdown {
     force: CancellationToken,
     /// Counts the requests to reload the configuration.
     reloads: watch::Sender<u64>,
+    /// Counts SIGINTs that are no request to stop.
+    interrupts: watch::Sender<u64>,
+}
+
+/// SIGINT as an event, for a command that goes on after Ctrl-C.
+#[derive(Debug)]
+pub struct Interrupts(watch::Receiver<u64>);
+
+impl Interrupts {
+    /// Forgets those that came before.
+    pub fn forget(&mut self) {
+        self.0.mark_unchanged();
+    }
+
+    /// Resolves at the next one.
+    pub async fn next(&mut self) {
+        if self.0.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
 }
 
 /// Why a drain ended before its work did.
@@ -45,11 +65,14 @@ impl Shutdown {
         let listener = shutdown.clone();
         tokio::spawn(async move {
             loop {
-                let received = tokio::select! {
-                    received = terminate.recv() => received,
-                    received = interrupt.recv() => received,
+                let (received, is_interrupt) = tokio::select! {
+                    received = terminate.recv() => (received, false),
+                    received = interrupt.recv() => (received, true),
                 };
                 match received {
+                    Some(()) if is_interrupt && listener.interrupts.receiver_count() > 0 => {
+                        listener.interrupts.send_modify(|interrupts| *interrupts += 1);
+                    }
                     None => return,
                     Some(()) if listener.drain.is_cancelled() => listener.force.cancel(),
                     Some(()) => listener.drain.cancel(),
@@ -87,6 +110,11 @@ impl Shutdown {
     /// Changes whenever SIGHUP asks to reload the configuration.
     pub fn reloads(&self) -> watch::Receiver<u64> {
         self.reloads.subscribe()
+    }
+
+    /// As long as this lives, SIGINT requests no stop.
+    pub fn interrupts(&self) -> Interrupts {
+        Interrupts(self.interrupts.subscribe())
     }
 
     /// Runs `drain` until it ends, the deadline passes, or a second signal arrives.

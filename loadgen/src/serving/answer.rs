@@ -63,7 +63,7 @@ impl RequestFailure {
 }
 
 /// The message of an OpenAI error object, or the beginning of another text.
-pub(crate) fn error_text(body: &str) -> String {
+pub fn error_text(body: &str) -> String {
     let message = serde_json::from_str::<Value>(body).ok().and_then(|value| {
         let error = value.get("error").unwrap_or(&value);
         let message = error.get("message").unwrap_or(error);

@@ -2,6 +2,8 @@
 
 //! The HTTP client of the load generator.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::Deserialize;
@@ -62,6 +64,7 @@ pub struct ServingClient {
     api_key: Option<String>,
     /// A stream without an event for this long has failed.
     stall_timeout: Duration,
+    ended_requests: Arc<AtomicU64>,
 }
 
 impl ServingClient {
@@ -76,11 +79,16 @@ impl ServingClient {
             return Err(ServerError::Address(base_url.to_owned()));
         }
         let http = reqwest::Client::builder().no_proxy().build().map_err(ServerError::Client)?;
-        Ok(Self { http, base_url: trimmed, api_key, stall_timeout })
+        Ok(Self { http, base_url: trimmed, api_key, stall_timeout, ended_requests: Arc::default() })
     }
 
     pub fn base_url(&self) -> &str {
         &self.base_url
+    }
+
+    /// Requests of this client and its clones that have ended, for a progress bar.
+    pub fn ended_requests(&self) -> u64 {
+        self.ended_requests.load(Ordering::Relaxed)
     }
 
     fn with_key(&self, request: reqwest::RequestBuilder) -> reqwest::RequestBuilder {
@@ -127,6 +135,16 @@ impl ServingClient {
 
     /// Sends a request and reads its stream to the end. Times count from `began`.
     pub(crate) async fn stream(
+        &self,
+        request: reqwest::RequestBuilder,
+        began: Instant,
+    ) -> Result<StreamedAnswer, RequestFailure> {
+        let answer = self.read_stream(request, began).await;
+        self.ended_requests.fetch_add(1, Ordering::Relaxed);
+        answer
+    }
+
+    async fn read_stream(
         &self,
         request: reqwest::RequestBuilder,
         began: Instant,

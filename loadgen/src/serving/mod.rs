@@ -25,7 +25,7 @@ mod sse;
 mod statistics;
 mod target;
 
-pub use answer::{RequestFailure, StreamedAnswer};
+pub use answer::{RequestFailure, StreamedAnswer, error_text};
 pub use arrivals::{ArrivalError, Arrivals, RequestRate};
 pub use calibration::measure_token_scale;
 pub use client::{ListedModel, ServerError, ServingClient};
@@ -40,5 +40,6 @@ pub use report_page::report_page;
 pub use result::{PERCENTILES, ServingSettings, date_of_now, result_json};
 pub use result_file::{ResultFileError, StoredRequest, StoredResult};
 pub use sharegpt::{ShareGptError, ShareGptPair, read_sharegpt};
+pub use sse::{EventTooLong, SseReader};
 pub use statistics::SortedSample;
 pub use target::{RequestTemplate, ServingBackend};

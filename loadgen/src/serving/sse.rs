@@ -7,19 +7,19 @@ const EVENT_BYTES_MAX: usize = 1 << 20;
 
 /// An event, or a line, has more than 1 MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct EventTooLong;
+pub struct EventTooLong;
 
 /// Takes bytes as they come, and returns the data of complete events. Other fields and comments are
 /// skipped. An event without its blank line is incomplete and is never returned.
 #[derive(Debug, Default)]
-pub(crate) struct SseReader {
+pub struct SseReader {
     line: Vec<u8>,
     data: Vec<u8>,
     has_data: bool,
 }
 
 impl SseReader {
-    pub(crate) fn push(&mut self, bytes: &[u8]) -> Result<Vec<String>, EventTooLong> {
+    pub fn push(&mut self, bytes: &[u8]) -> Result<Vec<String>, EventTooLong> {
         let mut events = Vec::new();
         for part in bytes.split_inclusive(|byte| *byte == b'\n') {
             let Some(end) = part.strip_suffix(b"\n") else {
