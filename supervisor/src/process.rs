@@ -10,6 +10,7 @@
 
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
@@ -149,6 +150,15 @@ impl ChildProcess {
         Ok(())
     }
 
+    /// Whether the process executes another file than this one: an upgrade has replaced it since.
+    pub(crate) fn executes_other_file(&self) -> bool {
+        let file = |process: &str| {
+            let found = std::fs::metadata(format!("/proc/{process}/exe")).ok()?;
+            Some((found.dev(), found.ino()))
+        };
+        file(&self.pid.to_string()) != file("self")
+    }
+
     /// Whether an earlier supervisor started the process.
     pub(crate) fn is_adopted(&self) -> bool {
         self.own.is_none()
@@ -200,5 +210,19 @@ fn signal(pidfd: &OwnedFd, signal: Signal) {
         // ESRCH: the process has exited, which the pidfd reports too.
         Ok(()) | Err(rustix::io::Errno::SRCH) => {}
         Err(error) => tracing::error!(?signal, %error, "cannot signal a child"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_of_another_executable_is_told_from_one_of_this() {
+        assert!(!ChildProcess::orphan(std::process::id()).unwrap().executes_other_file());
+        let mut other = Command::new("sleep").arg("60").spawn().unwrap();
+        assert!(ChildProcess::orphan(other.id()).unwrap().executes_other_file());
+        other.kill().unwrap();
+        other.wait().unwrap();
     }
 }

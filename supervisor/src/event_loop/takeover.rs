@@ -5,7 +5,7 @@
 //! A process that the runtime directory records becomes the orphan of the child with the same name.
 //! It is supervised as soon as it offers itself. A worker of a model or of weights that this fleet
 //! no longer has is stopped. Workers whose configuration has changed are restarted, one after the
-//! other.
+//! other. So is a device monitor whose configuration or executable has changed.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -108,7 +108,10 @@ impl SupervisorLoop {
             };
             let child = supervised_child(&mut self.children, &name);
             child.start_number += 1;
-            child.is_outdated = is_outdated;
+            // Commands replace the processes that streams depend on, at a moment that an operator
+            // chooses. The monitor serves nobody.
+            let is_old_monitor = child.spec.role == ChildRole::DeviceMonitor && process.executes_other_file();
+            child.is_outdated = is_outdated || is_old_monitor;
             let watched = watch_exit(&process, name.clone(), child.start_number, child.checkpoints.clone());
             watched.map_err(FleetStartError::RuntimeDir)?;
             child.process = Some(process);
@@ -166,7 +169,7 @@ impl SupervisorLoop {
                 self.register_token(name);
                 self.sync_weight_server(name);
                 if is_outdated {
-                    tracing::info!(child = %name, "restarting: its configuration has changed");
+                    tracing::info!(child = %name, "restarting: its configuration or its executable has changed");
                     match is_worker {
                         true => self.restart_rolling(vec![name.clone()]),
                         false => self.apply_event(name, ChildEvent::Restart),
