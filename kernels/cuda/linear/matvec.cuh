@@ -22,7 +22,8 @@
 //
 // Shared memory holds the activation rows of all tokens for the whole block. They come from
 // activation tiles, or the block computes them (normed_input.cuh). The order of sums is that of
-// matmul.cuh.
+// matmul.cuh. The matrices of a launch may have two types, those of the second type last: files of
+// mixed types often have the value matrix in another type than queries and keys.
 //
 // Limit: weight bytes over memory bandwidth (an H200 copies at 4.3 TB/s). Arithmetic takes about
 // 0.8 instructions (Q4_K) per weight and token, where the bandwidth leaves time for 3.9. Measured
@@ -35,6 +36,8 @@
 // About 2.5 us of each launch are its start, the activations and the last sums.
 
 #pragma once
+
+#include <type_traits>
 
 #include "async_copy.cuh"
 #include "normed_input.cuh"
@@ -83,12 +86,17 @@ __device__ void fill_act_rows(const LinearParams &params, uint8_t *act_rows) {
     }
 }
 
+// Multiplies with matrices of `First`, and from matrix `first_of_second` on with those of `Second`.
 // `fill` waits for the previous kernel and fills the activation rows.
-template <class Format, int M, class Fill>
-__device__ void multiply_with(const LinearParams &params, float *residual, int stages, Fill fill) {
+template <class First, class Second, int M, class Fill>
+__device__ void multiply_with(const LinearParams &params, int first_of_second, float *residual, int stages,
+                              Fill fill) {
+    static_assert(First::ACTIVATION == Second::ACTIVATION);
     extern __shared__ __align__(128) uint8_t shared[];
-    constexpr int ACT_ROW_BYTES = act_row_bytes(Format::ACTIVATION);
-    constexpr int STAGE_BYTES = TILES_PER_STAGE * Format::TILE_BYTES;
+    constexpr int ACT_ROW_BYTES = act_row_bytes(First::ACTIVATION);
+    constexpr int TILE_BYTES_MAX =
+        First::TILE_BYTES > Second::TILE_BYTES ? First::TILE_BYTES : Second::TILE_BYTES;
+    constexpr int STAGE_BYTES = TILES_PER_STAGE * TILE_BYTES_MAX;
     int col_tiles = params.col_tiles;
     int pairs_per_row_tile = (col_tiles + TILES_PER_STAGE - 1) / TILES_PER_STAGE;
     int batch_tiles = tiles_per_batch(pairs_per_row_tile);
@@ -105,12 +113,16 @@ __device__ void multiply_with(const LinearParams &params, float *residual, int s
     int tiles = static_cast<int64_t>(blockIdx.x + 1) * total / gridDim.x - first_tile;
     int tile_pairs = tiles * pairs_per_row_tile;
 
+    auto is_first_type = [&](int matrix) {
+        return std::is_same_v<First, Second> || matrix < first_of_second;
+    };
     auto load_stage = [&](int tile_pair, int stage) {
         RowTile row_tile = find_row_tile<1>(params, first_tile + tile_pair / pairs_per_row_tile);
         int col = tile_pair % pairs_per_row_tile * TILES_PER_STAGE;
-        uint32_t bytes = min(TILES_PER_STAGE, col_tiles - col) * Format::TILE_BYTES;
+        int tile_bytes = is_first_type(row_tile.matrix) ? First::TILE_BYTES : Second::TILE_BYTES;
+        uint32_t bytes = min(TILES_PER_STAGE, col_tiles - col) * tile_bytes;
         const uint8_t *from = params.weights[row_tile.matrix] +
-                              (static_cast<size_t>(row_tile.first) * col_tiles + col) * Format::TILE_BYTES;
+                              (static_cast<size_t>(row_tile.first) * col_tiles + col) * tile_bytes;
         barrier_expect(barriers + stage, bytes);
         bulk_copy(pipeline + stage * STAGE_BYTES, from, bytes, barriers + stage);
     };
@@ -135,8 +147,18 @@ __device__ void multiply_with(const LinearParams &params, float *residual, int s
             barrier_wait(barriers + stage, phase);
             if (col < col_tiles) {
                 float value[M];
-                Format::template dot<M>(pipeline + stage * STAGE_BYTES + second * Format::TILE_BYTES, row,
-                                        act_rows + col * ACT_ROW_BYTES, col_tiles * ACT_ROW_BYTES, value);
+                auto dot = [&](auto format) {
+                    using Format = decltype(format);
+                    Format::template dot<M>(pipeline + stage * STAGE_BYTES + second * Format::TILE_BYTES, row,
+                                            act_rows + col * ACT_ROW_BYTES, col_tiles * ACT_ROW_BYTES, value);
+                };
+                if constexpr (std::is_same_v<First, Second>) {
+                    dot(First{});
+                } else if (is_first_type(find_row_tile<1>(params, first_tile + batch + tile).matrix)) {
+                    dot(First{});
+                } else {
+                    dot(Second{});
+                }
 #pragma unroll
                 for (int m = 0; m < M; m++)
                     batch_values[((tile * col_tiles + col) * M + m) * TILE_ROWS + row] = value[m];
@@ -168,15 +190,16 @@ __device__ void multiply_with(const LinearParams &params, float *residual, int s
 
 template <class Format, int M>
 __device__ void multiply(const LinearParams &params, float *residual, int stages) {
-    multiply_with<Format, M>(params, residual, stages,
-                             [&](uint8_t *act_rows) { fill_act_rows<Format, M>(params, act_rows); });
+    multiply_with<Format, Format, M>(params, params.matrices, residual, stages,
+                                     [&](uint8_t *act_rows) { fill_act_rows<Format, M>(params, act_rows); });
 }
 
 // The input is the norm of one row, which the block computes.
-template <class Format>
-__device__ void multiply_normed(const LinearParams &params, const NormedInput &in, int stages) {
-    multiply_with<Format, 1>(params, nullptr, stages, [&](uint8_t *act_rows) {
-        normed_input::fill_act_rows<Format::ACTIVATION>(in, params, act_rows);
+template <class First, class Second>
+__device__ void multiply_normed(const LinearParams &params, const NormedInput &in, int first_of_second,
+                                int stages) {
+    multiply_with<First, Second, 1>(params, first_of_second, nullptr, stages, [&](uint8_t *act_rows) {
+        normed_input::fill_act_rows<First::ACTIVATION>(in, params, act_rows);
     });
 }
 
