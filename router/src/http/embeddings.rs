@@ -118,6 +118,25 @@ pub(super) async fn post(
     Ok(ignored.name_in(Json(reply).into_response()))
 }
 
+/// Does with a body what [`post`] does before it calls a worker.
+#[cfg(feature = "fuzzing")]
+pub(super) fn check_embedding(
+    model: &std::sync::Arc<ServedModel>,
+    metadata: &RequestMetadata,
+    body: &[u8],
+) -> Result<(), ApiError> {
+    let unknown = super::fields::UnknownFields::Ignore;
+    let (fields, scheduling, _) = parse_pooled::<EmbeddingFields>(body, &FIELDS, unknown)?;
+    let params = scheduling.apply_to(RequestParams::default())?;
+    fields.dimensions(model)?;
+    fields.normalize()?;
+    let limit = token_limit(fields.truncate_prompt_tokens, model)?;
+    let prompts =
+        TokenizedPrompts { param: "input", tokens: fields.tokenize(model, limit)?, at_text_start: false };
+    GenerationRequest::pooled(model.clone(), prompts, params, metadata.origin.clone())?;
+    Ok(())
+}
+
 pub(super) fn usage(prompt_tokens: usize) -> Value {
     json!({"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens})
 }
