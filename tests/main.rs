@@ -27,6 +27,7 @@ mod device_quarantine;
 mod devices;
 mod documents;
 mod double_death;
+mod embeddings;
 mod exact;
 mod failed_models;
 mod faults;

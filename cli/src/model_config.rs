@@ -10,6 +10,7 @@ use sampling_params::SamplingDefaults;
 use serde::{Deserialize, Serialize};
 use service::{ByteSize, Exit};
 use toml::Table;
+use worker::PoolingSetting;
 
 use crate::cli_error::{CliError, CliResult};
 use crate::device_selection::DeviceSelection;
@@ -37,6 +38,8 @@ pub(crate) struct FleetModelConfig {
     pub(crate) configured_path: Option<PathBuf>,
     /// The chat template that replaces the model's own.
     pub(crate) chat_template: Option<PathBuf>,
+    /// How hidden states become embeddings: none, mean or last. If absent, as the file says.
+    pub(crate) pooling: Option<PoolingSetting>,
     /// Values for sampling parameters that a request leaves out.
     #[serde(default, skip_serializing_if = "SamplingDefaults::is_empty")]
     pub(crate) sampling: SamplingDefaults,
@@ -99,6 +102,7 @@ impl FleetModelConfig {
             path,
             configured_path: None,
             chat_template: None,
+            pooling: None,
             sampling: SamplingDefaults::default(),
             device: DeviceSelection::default(),
             workers: DEFAULT_WORKERS,

@@ -14,6 +14,7 @@ use service::{Exit, Notify};
 use supervisor::{ChildRole, ChildStatus, FleetEvent, ModelState, ModelStatus, ReloadScope};
 use tokio::sync::broadcast::{self, error::RecvError};
 use tracing::Level;
+use worker::PoolingSetting;
 
 use crate::cli_error::{CliError, CliResult};
 use crate::fleet_arguments::{FleetArguments, IdleUnloadArgument};
@@ -38,6 +39,9 @@ pub(crate) struct ServeArguments {
     /// Chat template (Jinja) that replaces the one in the model file
     #[arg(long, value_name = "FILE", conflicts_with = "config")]
     chat_template: Option<PathBuf>,
+    /// How hidden states become embeddings [default: as the model file says]
+    #[arg(long, value_name = "none|mean|last", conflicts_with = "config")]
+    pooling: Option<PoolingSetting>,
     /// Fleet of several models, configured in TOML
     #[arg(long, value_name = "FILE.toml")]
     config: Option<PathBuf>,
@@ -81,6 +85,7 @@ pub(crate) fn run(arguments: ServeArguments) -> CliResult {
                 served.name = arguments.name.unwrap_or(served.name.clone());
                 served.aliases = arguments.alias;
                 served.chat_template = arguments.chat_template;
+                served.pooling = arguments.pooling;
             }
             check_names(&config.models).map_err(|text| CliError::new(Exit::Usage, text))?;
             config

@@ -188,6 +188,7 @@ fn worker_config(config: &FleetModelConfig, kv_bytes: ByteSize, threads: usize) 
     }
     worker.running_max = config.running_max.map_or(worker.running_max, |sequences| sequences as usize);
     worker.queue_max = config.queue_max.map_or(worker.queue_max, |requests| requests as usize);
+    worker.pooling = config.pooling;
     worker.step_timeout = config.step_timeout;
     worker.draft = config.draft.clone().map_or_else(DraftSource::default, DraftSource::from);
     worker.draft_depth = config.draft_depth.map_or(worker.draft_depth, |depth| depth as usize);

@@ -41,6 +41,8 @@ static MODEL: LazyLock<Arc<ServedModel>> = LazyLock::new(|| {
         context_tokens: CONTEXT_TOKENS,
         vocabulary: 4096,
         weight_bytes: 1,
+        pooling: proto::v1::Pooling::Last,
+        embedding_length: 8,
     };
     let model = ServedModel::load(description, metadata.bytes().to_vec(), None);
     Arc::new(model.expect("the model can be served"))

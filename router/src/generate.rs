@@ -41,6 +41,9 @@ const BUFFERED_DELTAS_MAX: usize = 128;
 /// Maximum number of choices of one request, over all prompts.
 pub(crate) const CHOICES_MAX: usize = 128;
 
+/// Maximum number of inputs of one request for embeddings: OpenAI's limit.
+pub(crate) const EMBEDDING_INPUTS_MAX: usize = 2048;
+
 /// A checked request.
 #[derive(Debug)]
 pub(crate) struct GenerationRequest {
@@ -137,6 +140,34 @@ impl GenerationRequest {
         Ok(Self { model, prompts: checked, at_text_start, visible_tokens, is_streamed: true, origin })
     }
 
+    /// A request whose prompts are pooled into one vector each. It generates nothing.
+    pub(crate) fn pooled(
+        model: Arc<ServedModel>,
+        prompts: TokenizedPrompts,
+        params: RequestParams,
+        origin: RequestOrigin,
+    ) -> Result<Self, RequestParamError> {
+        let TokenizedPrompts { param, tokens, at_text_start } = prompts;
+        let (limits, count) = (model.limits(), tokens.len());
+        let context = limits.context_tokens;
+        if count > EMBEDDING_INPUTS_MAX {
+            return Err(RequestParamError::TooManyEntries { param, count, max: EMBEDDING_INPUTS_MAX });
+        }
+        if tokens.is_empty() || tokens.iter().any(Vec::is_empty) {
+            return Err(RequestParamError::EmptyPrompt { param });
+        }
+        let is_too_long = |prompt: &&Vec<u32>| prompt.len() > context as usize;
+        if let Some(prompt) = tokens.iter().find(is_too_long).map(Vec::len) {
+            return Err(RequestParamError::ContextExceeded { param, context, prompt, output: None });
+        }
+        // Nothing is generated, so that the length of the prompt does not limit anything else.
+        let params = Arc::new(RequestParams { max_tokens: Some(1), ..params }.check(limits, param, 1)?);
+        origin.trace.record_prompts(model.name(), tokens.iter().map(Vec::len).sum(), count);
+        let prompts = tokens.into_iter().map(|prompt| (prompt.into(), params.clone())).collect();
+        let visible_tokens = Arc::new([]);
+        Ok(Self { model, prompts, at_text_start, visible_tokens, is_streamed: false, origin })
+    }
+
     /// Makes control tokens appear in the text with their names.
     pub(crate) fn with_visible_tokens(self, ids: Vec<u32>) -> Self {
         Self { visible_tokens: ids.into(), ..self }
@@ -164,7 +195,7 @@ impl GenerationRequest {
     }
 
     /// The session that the client names, in the header or in the body.
-    fn session(&self) -> Option<SessionKey> {
+    pub(crate) fn session(&self) -> Option<SessionKey> {
         let name = self.origin.session.as_deref().or(self.params().session.as_deref())?;
         let tenant = match &self.origin.tenant {
             Tenant::Named(name) => name,

@@ -28,6 +28,8 @@ use crate::registry::{ModelSnapshot, ResolveError, UnheardModel};
 use crate::request_trace::RequestTrace;
 use crate::tenant::{self, TenantNameError};
 
+mod embeddings;
+
 pub(crate) struct InferenceService {
     pub(crate) generator: Generator,
 }
@@ -42,17 +44,8 @@ impl inference_server::Inference for InferenceService {
         &self,
         request: Request<wire::GenerateRequest>,
     ) -> Result<Response<InferenceStream>, Status> {
-        let arrived = Instant::now();
         let timeout = grpc_timeout(request.metadata());
-        let active = request.extensions().get::<KeyedRequest>().cloned();
-        let key = active.as_ref().map(KeyedRequest::key);
-        let tenant = self.resolve_tenant(request.metadata(), &request.get_ref().tenant, key)?;
-        let bytes = request.extensions().get::<RequestBytes>().cloned();
-        let trace = request.extensions().get::<RequestTrace>();
-        let trace = trace.expect("`identify` runs around every route").clone();
-        let session = request.metadata().get(SESSION_HEADER);
-        let session = session.map(|name| String::from_utf8_lossy(name.as_bytes()).into());
-        let origin = RequestOrigin { trace, arrived, tenant, session, bytes, active };
+        let origin = self.origin(&request, &request.get_ref().tenant)?;
         let own = earlier_deadline_ms(timeout, request.get_ref().deadline_ms);
         let own = own.map_or(Duration::MAX, |ms| Duration::from_millis(ms.unsigned_abs()));
         let wait = (origin.tenant.clone(), self.generator.deadline_of(&origin, own));
@@ -92,6 +85,20 @@ impl inference_server::Inference for InferenceService {
             }
         });
         Ok(Response::new(Box::pin(stream::StreamExt::chain(first, rest))))
+    }
+
+    async fn embed(
+        &self,
+        request: Request<wire::EmbedRequest>,
+    ) -> Result<Response<wire::EmbedReply>, Status> {
+        Ok(Response::new(embeddings::embed(self, request).await?))
+    }
+
+    async fn rerank(
+        &self,
+        request: Request<wire::RerankRequest>,
+    ) -> Result<Response<wire::RerankReply>, Status> {
+        Ok(Response::new(embeddings::rerank(self, request).await?))
     }
 
     async fn tokenize(
@@ -135,6 +142,8 @@ impl inference_server::Inference for InferenceService {
             sampling_defaults: Some(snapshot.model.description.sampling_defaults.clone()),
             requests: u32::try_from(snapshot.requests).unwrap_or(u32::MAX),
             is_current: snapshot.is_current,
+            pooling: snapshot.model.description.pooling.into(),
+            embedding_length: snapshot.model.description.embedding_length,
         };
         let unheard = |model: UnheardModel| wire::Model {
             aliases: model.names.into_iter().filter(|name| *name != model.name).collect(),
@@ -163,6 +172,20 @@ impl InferenceService {
         let name = Some(name(&message).as_str()).filter(|name| !name.is_empty());
         self.generator.wait_for_model(ModelQuery { name, access: &access, tenant, deadline }).await?;
         Ok((self.generator.registry.resolve(name, &access)?, message))
+    }
+
+    /// `tenant` is the field of the message.
+    fn origin<T>(&self, request: &Request<T>, tenant: &str) -> Result<RequestOrigin, Status> {
+        let arrived = Instant::now();
+        let active = request.extensions().get::<KeyedRequest>().cloned();
+        let key = active.as_ref().map(KeyedRequest::key);
+        let tenant = self.resolve_tenant(request.metadata(), tenant, key)?;
+        let bytes = request.extensions().get::<RequestBytes>().cloned();
+        let trace = request.extensions().get::<RequestTrace>();
+        let trace = trace.expect("`identify` runs around every route").clone();
+        let session = request.metadata().get(SESSION_HEADER);
+        let session = session.map(|name| String::from_utf8_lossy(name.as_bytes()).into());
+        Ok(RequestOrigin { trace, arrived, tenant, session, bytes, active })
     }
 
     /// Tenant and deadline of a call that needs only a tokenizer.

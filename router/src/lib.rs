@@ -19,6 +19,7 @@
 //!                                     |-- grammar_check        compiles a grammar before any waiting
 //!                                     |-- admission_control    runs admission (pure): who runs, when
 //!                                     |-- scoring              log probabilities of prompts
+//!                                     |-- embedding            vectors of prompts; relevance: scores of pairs
 //!                                     |-- dispatch             opens streams on workers
 //!                                     |-- worker_search        finds workers that a request may enter
 //!                                     |-- opening              what a worker's answer means (pure)
@@ -47,6 +48,7 @@ mod device_gauges;
 mod discovery;
 mod dispatch;
 mod dry_breakers;
+mod embedding;
 mod error;
 pub mod failover;
 mod fleet_watch;
@@ -74,6 +76,7 @@ mod quarantine_control;
 mod ranges;
 mod refused_workers;
 mod registry;
+mod relevance;
 mod request_id;
 mod request_trace;
 mod response_store;

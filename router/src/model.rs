@@ -6,10 +6,11 @@
 
 use std::sync::Arc;
 
+use proto::v1::Pooling;
 use serde_json::{Map, Value};
 use text::{
     ChatInput, ChatTemplate, DetokenizeOptions, Detokenizer, EncodeError, EncodeMiddleError, EncodeOptions,
-    LoadTemplateError, LoadTokenizerError, MiddlePrefix, RenderError, Tokenizer,
+    LoadTemplateError, LoadTokenizerError, MiddlePrefix, PairTemplate, RenderError, Tokenizer,
 };
 
 use crate::chat_syntax::ChatSyntax;
@@ -32,6 +33,10 @@ pub(crate) struct ServedModelInfo {
     pub(crate) context_tokens: u32,
     pub(crate) vocabulary: u32,
     pub(crate) weight_bytes: u64,
+    /// How the workers pool. `Unspecified`: they make no embeddings.
+    pub(crate) pooling: Pooling,
+    /// Values of a hidden state.
+    pub(crate) embedding_length: u32,
 }
 
 impl ServedModelInfo {
@@ -48,10 +53,13 @@ impl ServedModelInfo {
             context_tokens,
             vocabulary,
             weight_bytes,
+            pooling,
+            embedding_length,
         } = self;
         (key, aliases, chat_template, digest)
             == (&other.key, &other.aliases, &other.chat_template, &other.digest)
             && *sampling_defaults == other.sampling_defaults
+            && (*pooling, *embedding_length) == (other.pooling, other.embedding_length)
             && (*context_tokens, *vocabulary, *weight_bytes)
                 == (other.context_tokens, other.vocabulary, other.weight_bytes)
     }
@@ -75,6 +83,8 @@ pub(crate) struct ModelText {
     /// How the model writes calls and reasoning: without tools, and with tools.
     syntax: Option<[ChatSyntax; 2]>,
     dry_breakers: DryBreakerCache,
+    /// Of a model that scores pairs of texts.
+    pair_template: PairTemplate,
 }
 
 /// A chat as the client sent it.
@@ -217,6 +227,7 @@ impl ModelText {
         known: Option<&Self>,
     ) -> Result<Self, LoadTokenizerError> {
         let dry_breakers = DryBreakerCache::default();
+        let pair_template = PairTemplate::from_metadata(metadata)?;
         // A tokenizer of a large vocabulary takes 60 MiB.
         let shared = known.and_then(|known| known.tokenizer.clone());
         let tokenizer = shared.map_or_else(|| Tokenizer::from_metadata(metadata).map(Arc::new), Ok);
@@ -235,13 +246,21 @@ impl ModelText {
                     template,
                     tokenizer: Some(tokenizer),
                     dry_breakers,
+                    pair_template,
                 })
             }
             Err(LoadTokenizerError::NoTokenizer) => {
                 let mut end_of_generation = text::end_of_generation_keys(metadata)?;
                 end_of_generation.retain(|&id| id < description.vocabulary);
                 let template = Err(LoadTemplateError::Missing);
-                Ok(Self { tokenizer: None, end_of_generation, template, syntax: None, dry_breakers })
+                Ok(Self {
+                    tokenizer: None,
+                    end_of_generation,
+                    template,
+                    syntax: None,
+                    dry_breakers,
+                    pair_template,
+                })
             }
             Err(error) => Err(error),
         }
@@ -258,6 +277,26 @@ impl ModelText {
     pub(crate) fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, EncodeTextError> {
         // A raw prompt may contain control tokens, as in llama.cpp and vLLM.
         Ok(self.tokenizer()?.encode(text, EncodeOptions { add_special, parse_special: true })?)
+    }
+
+    /// The prompt with which the model scores a pair of texts. With a `limit` in tokens, the
+    /// document is cut until the prompt fits.
+    pub(crate) fn encode_pair(
+        &self,
+        query: &str,
+        document: &str,
+        limit: Option<usize>,
+    ) -> Result<Vec<u32>, EncodeTextError> {
+        let tokenizer = self.tokenizer()?;
+        let prompt = tokenizer.encode_pair(&self.pair_template, query, document)?;
+        let excess = limit.map_or(0, |limit| prompt.len().saturating_sub(limit));
+        if excess == 0 {
+            return Ok(prompt);
+        }
+        let mut kept =
+            tokenizer.encode(document, EncodeOptions { add_special: false, parse_special: true })?;
+        kept.truncate(kept.len().saturating_sub(excess));
+        Ok(tokenizer.encode_pair(&self.pair_template, query, &self.decode(&kept)?)?)
     }
 
     /// The prompt for the text between `prefix` and `suffix`. Names of control tokens in both are

@@ -76,6 +76,11 @@ impl RequestUsage {
         }
     }
 
+    /// For a request without choices.
+    pub(crate) fn record_cached(&self, tokens: u64) {
+        self.totals.lock().unwrap_or_else(PoisonError::into_inner).cached_tokens += tokens;
+    }
+
     fn line(&self) -> String {
         let totals = self.totals.lock().unwrap_or_else(PoisonError::into_inner);
         let milliseconds = |duration: Duration| duration.as_micros() as f64 / 1e3;

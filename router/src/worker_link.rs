@@ -201,6 +201,7 @@ impl WorkerLink {
             kv_blocks: wire.kv_blocks,
             kv_block_tokens: wire.kv_block_tokens,
         };
+        let pooling = wire.pooling();
         let (name, device) = (wire.worker, Arc::from(wire.device));
         let description = ServedModelInfo {
             key: ModelKey {
@@ -215,6 +216,8 @@ impl WorkerLink {
             context_tokens: wire.context_tokens,
             vocabulary: wire.vocabulary,
             weight_bytes: wire.weight_bytes,
+            pooling,
+            embedding_length: wire.embedding_length,
         };
         let known = self.registry.model_with_content(&description);
         if let Some(known) = known.as_ref().filter(|known| known.has_text_of(&description)) {

@@ -106,6 +106,10 @@ impl Worker for UnusableService {
         no_model()
     }
 
+    async fn embed(&self, _: Request<wire::EmbedRequest>) -> Result<Response<wire::EmbedReply>, Status> {
+        no_model()
+    }
+
     async fn subscribe_kv_events(
         &self,
         _: Request<wire::SubscribeKvEventsRequest>,

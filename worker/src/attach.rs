@@ -13,7 +13,7 @@ use handoff::attach::{AttachRequest, GrantedModel, LoadingProgress};
 use handoff::lease::LeaseGuard;
 use handoff::seqpacket::SocketError;
 use memory::manifest::Manifest;
-use models::{ModelDescription, TensorHead, WeightTable};
+use models::{ModelDescription, Pooling, TensorHead, WeightTable};
 use ops::Backend;
 use proto::weights::v1::RefusalReason;
 use quant::DType;
@@ -23,6 +23,7 @@ use crate::attach_error::WorkerAttachError;
 use crate::backend::{self, DeviceRuntime};
 use crate::config::{DraftSource, WorkerConfig};
 use crate::draft_vocabulary;
+use crate::pooling::effective_pooling;
 use crate::startup_timeline::StartupTimeline;
 
 /// How long to ask for a model that the weight-server does not know yet, or a weight-server that
@@ -57,6 +58,10 @@ pub(crate) struct AttachedModelInfo {
     pub(crate) device: String,
     pub(crate) context_tokens: usize,
     pub(crate) vocab_size: usize,
+    /// How embeddings are made. `None`: the worker makes none.
+    pub(crate) pooling: Option<Pooling>,
+    /// Values of a hidden state.
+    pub(crate) embedding_length: usize,
     pub(crate) weight_bytes: u64,
     /// Device memory that the context takes.
     pub(crate) context_bytes: u64,
@@ -146,6 +151,8 @@ pub(crate) fn build_engine<R: DeviceRuntime>(
         device: runtime.device(),
         context_tokens: config.context_tokens.map_or(context_length, |limit| limit.min(context_length)),
         vocab_size,
+        pooling: effective_pooling(config.pooling, description.pooling),
+        embedding_length: description.embedding_length,
         weight_bytes: manifest.tensor_bytes(),
         context_bytes: runtime.context_bytes(),
         workspace_bytes: config.reserved_workspace_bytes(),

@@ -17,6 +17,8 @@ use serde::{Deserialize, Serialize};
 use service::{ByteSize, UserId};
 use traces::TracingConfig;
 
+use crate::pooling::PoolingSetting;
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct WorkerConfig {
@@ -34,6 +36,9 @@ pub struct WorkerConfig {
     /// The chat template that replaces the model's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chat_template: Option<ChatTemplateSetting>,
+    /// How hidden states become embeddings. Absent: as the model's file says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pooling: Option<PoolingSetting>,
     /// Values for sampling parameters that a request leaves out.
     #[serde(default, skip_serializing_if = "SamplingDefaults::is_empty")]
     pub sampling: SamplingDefaults,
@@ -215,6 +220,7 @@ impl WorkerConfig {
             served_model: None,
             aliases: Vec::new(),
             chat_template: None,
+            pooling: None,
             sampling: SamplingDefaults::default(),
             weights_socket,
             listen,

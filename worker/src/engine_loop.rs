@@ -295,6 +295,11 @@ impl<B: Backend> EngineLoop<B> {
                 let queued = self.engine.submit_score(request);
                 self.register_stream(id, queued, stream, reply);
             }
+            EngineCommand::Embed { request, stream, reply } => {
+                let id = request.id;
+                let queued = self.engine.submit_embed(request);
+                self.register_stream(id, queued, stream, reply);
+            }
             EngineCommand::KvEvents { from, reply } => {
                 // The subscriber may be gone.
                 if !reply.is_closed() {
@@ -423,6 +428,7 @@ fn output_id(output: &EngineOutput) -> RequestId {
         EngineOutput::Admitted { id, .. }
         | EngineOutput::Logits { id, .. }
         | EngineOutput::Scored { id, .. }
+        | EngineOutput::Embedding { id, .. }
         | EngineOutput::Finished { id, .. } => *id,
     }
 }
@@ -430,9 +436,11 @@ fn output_id(output: &EngineOutput) -> RequestId {
 /// The last item of a stream: its regular end, or the reason why it is aborted.
 fn final_item(output: EngineOutput, reason: FinishReason, failure: Option<&StreamAbort>) -> StreamItem {
     match reason {
-        FinishReason::Stop(_) | FinishReason::Complete | FinishReason::Length | FinishReason::Scored => {
-            Ok(output)
-        }
+        FinishReason::Stop(_)
+        | FinishReason::Complete
+        | FinishReason::Length
+        | FinishReason::Scored
+        | FinishReason::Embedded => Ok(output),
         FinishReason::Deadline => Err(StreamAbort::Deadline),
         FinishReason::Cancelled => Err(StreamAbort::Drained),
         FinishReason::StepFailed => {

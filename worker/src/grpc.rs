@@ -24,12 +24,16 @@ use crate::call_trace::{CallLabel, CallTrace};
 use crate::config::WorkerConfig;
 use crate::engine_thread::ServingEngine;
 use crate::grammar_compiler::{GrammarCompiler, GrammarModel};
+use crate::pooling::pooling_to_wire;
 use crate::process_memory::anonymous_rss_bytes;
 use crate::wire::defaults::sampling_defaults;
 use crate::wire::frames::{admitted, generate_frame, kv_event_frames};
-use crate::wire::request::{grammar_source, request_from_wire, score_request_from_wire};
+use crate::wire::request::{
+    embed_request_from_wire, grammar_source, request_from_wire, score_request_from_wire,
+};
 use crate::wire::status::unavailable;
 
+mod embedding;
 mod score_stream;
 mod stats_reply;
 
@@ -87,6 +91,13 @@ impl Worker for WorkerService {
         let call = CallTrace::begin(&self.tracer, "score", &wire.request_id, &metadata);
         let label = call.label.clone();
         self.start_scoring(wire, call).await.inspect_err(|status| label.log_refusal(status))
+    }
+
+    async fn embed(&self, wire: Request<wire::EmbedRequest>) -> Result<Response<wire::EmbedReply>, Status> {
+        let (metadata, _, wire) = wire.into_parts();
+        let call = CallTrace::begin(&self.tracer, "embed", &wire.request_id, &metadata);
+        let label = call.label.clone();
+        self.compute_embedding(wire, call).await.inspect_err(|status| label.log_refusal(status))
     }
 
     async fn get_metadata(
@@ -242,6 +253,20 @@ impl WorkerService {
         Ok(Response::new(Box::pin(score_stream::frames(outputs))))
     }
 
+    async fn compute_embedding(
+        &self,
+        wire: wire::EmbedRequest,
+        call: CallTrace,
+    ) -> Result<Response<wire::EmbedReply>, Status> {
+        let ServingEngine { handle, info } = &self.serving_state()?.engine;
+        check_fingerprint(&wire.fingerprint, info)?;
+        let pooling = embedding::check_pooling(wire.pooling, info.pooling)?;
+        let id = handle.next_id();
+        call.log_begin(id, "embed", wire.tokens.len());
+        let request = embed_request_from_wire(wire, pooling, id, handle.now());
+        Ok(Response::new(embedding::embedding(handle.embed(request, call).await?).await?))
+    }
+
     fn serving_state(&self) -> Result<&ServingState, Status> {
         self.state.get().ok_or_else(|| unavailable("the weights are not attached yet"))
     }
@@ -271,6 +296,8 @@ impl WorkerService {
             aliases: info.aliases.clone(),
             chat_template: self.config.chat_template_text().map(str::to_owned),
             sampling_defaults: Some(sampling_defaults(&self.config.sampling)),
+            pooling: pooling_to_wire(info.pooling).into(),
+            embedding_length: info.embedding_length as u32,
         }
     }
 }

@@ -54,6 +54,7 @@ mod grpc;
 pub mod kv_types;
 mod memory_plan;
 mod panic_isolation;
+mod pooling;
 mod process_memory;
 mod reservation;
 mod run;
@@ -73,6 +74,7 @@ pub use config::{
 };
 pub use draft_vocabulary::DraftVocabularyError;
 pub use memory_plan::MemoryPlan;
+pub use pooling::{PoolingSetting, PoolingSettingError};
 pub use run::{run, serve};
 pub use run_error::WorkerRunError;
 pub use workspace::WorkspaceBytes;

@@ -86,7 +86,10 @@ impl StreamTrace {
         match output {
             EngineOutput::Admitted { cached_tokens, .. } => self.record_admission(*cached_tokens, step),
             EngineOutput::Token(_) => self.record_token(step),
-            EngineOutput::Logits { .. } | EngineOutput::Scored { .. } | EngineOutput::Finished { .. } => {}
+            EngineOutput::Logits { .. }
+            | EngineOutput::Scored { .. }
+            | EngineOutput::Embedding { .. }
+            | EngineOutput::Finished { .. } => {}
         }
     }
 

@@ -10,7 +10,8 @@ use crate::draft::speculation::Speculation;
 use crate::error::{EngineStartError, StepError};
 use crate::kv::block_key::BlockId;
 use crate::kv::group::KvGroupKind;
-use crate::request::input::{Request, RequestId, ScoreRequest};
+use crate::request::embedding::sequence_kind;
+use crate::request::input::{EmbedRequest, Request, RequestId, ScoreRequest};
 use crate::request::output::{EngineOutput, FinishReason};
 use crate::request::refusal::{Queued, RefuseReason};
 use crate::request::state::{ActiveRequest, RequestWork, SampleOutcome};
@@ -27,7 +28,7 @@ use crate::schedule::sequence::{NewSequence, SequenceKind};
 use crate::schedule::sequence_id::SequenceId;
 use crate::schedule::step_plan::SchedulerLimits;
 use crate::stats::{EngineStats, StepReport};
-use models::Model;
+use models::{Model, OutputKind};
 use ops::{Backend, KvLayout, OpError};
 use prefix::Scope;
 use std::collections::{BTreeSet, HashMap};
@@ -53,6 +54,8 @@ pub struct Engine<B: Backend> {
     prefill_rate: PrefillRateEstimator,
     /// Tokens and logits of the current step on the host.
     rows: OutputRows,
+    /// What the model computes for each output of the current step.
+    output_kinds: Vec<OutputKind>,
     deferred: DeferredLogits,
     /// By sequence id.
     requests: Vec<Option<ActiveRequest>>,
@@ -157,6 +160,7 @@ impl<B: Backend> Engine<B> {
             max_prefill_stall: config.max_prefill_stall,
             prefill_rate: PrefillRateEstimator::default(),
             rows: OutputRows::default(),
+            output_kinds: Vec::new(),
             deferred: DeferredLogits::default(),
             requests: Vec::new(),
             sequence_ids: HashMap::new(),
@@ -212,6 +216,27 @@ impl<B: Backend> Engine<B> {
                 tokens_max: request.tokens.len(),
                 tokens: request.tokens,
                 scope: &Scope::default(),
+            },
+        ))
+    }
+
+    /// As `submit`, for a text whose hidden states become one vector.
+    pub fn submit_embed(&mut self, request: EmbedRequest) -> Result<Queued, RefuseReason> {
+        let checked = self
+            .capacity
+            .check_embed(&request)
+            .and_then(|()| self.check_admission(request.id, request.priority, request.tenant));
+        self.count_refusal(checked)?;
+        let request_state = ActiveRequest::embed(&request);
+        Ok(self.enqueue(
+            request_state,
+            NewSequence {
+                kind: sequence_kind(request.pooling),
+                priority: request.priority,
+                tenant: request.tenant,
+                tokens_max: request.tokens.len(),
+                tokens: request.tokens,
+                scope: &request.scope,
             },
         ))
     }
@@ -385,11 +410,26 @@ impl<B: Backend> Engine<B> {
         };
         let rows = &mut self.rows;
         rows.start(wanted.len());
-        let sampler = &mut self.sampler;
-        let mut take = |backend: &mut B, run: Range<usize>, logits: &B::Tensor| {
-            rows.take(backend, sampler, vocab_size, run.clone(), logits, wanted[run].iter().map(draw))
+        self.output_kinds.clear();
+        self.output_kinds.extend(wanted.iter().map(|row| {
+            let request_state = requests[row.sequence_id.index()].as_ref();
+            request_state.map_or(OutputKind::Logits, ActiveRequest::output_kind)
+        }));
+        let (kinds, sampler) = (&self.output_kinds, &mut self.sampler);
+        let [state_width, labels] =
+            [OutputKind::HiddenState, OutputKind::Labels].map(|kind| self.model.output_width(kind));
+        let mut take = |backend: &mut B, run: Range<usize>, values: &B::Tensor| match kinds
+            .get(run.start)
+            .copied()
+            .unwrap_or_default()
+        {
+            OutputKind::Logits => {
+                rows.take(backend, sampler, vocab_size, run.clone(), values, wanted[run].iter().map(draw))
+            }
+            OutputKind::HiddenState => rows.take_states(backend, state_width, run, values),
+            OutputKind::Labels => rows.take_states(backend, labels, run, values),
         };
-        self.model.forward(&mut self.backend, &mut self.kv, &self.batch.step(&tables), &mut take)
+        self.model.forward(&mut self.backend, &mut self.kv, &self.batch.step(&tables), kinds, &mut take)
     }
 
     /// Samples from deferred logits whose token mask is ready now.
@@ -496,6 +536,20 @@ impl<B: Backend> Engine<B> {
                 let tokens = sequence.tokens();
                 match scoring.report(*id, tokens, position, row, out) {
                     Ok(()) => (position + 1 == tokens.len()).then_some(FinishReason::Scored),
+                    Err(error) => Some(FinishReason::BadLogits(error)),
+                }
+            }
+            RequestWork::Embed(embedding) => {
+                let (RowOutput::State(row), Some(sequence)) = (row, self.scheduler.sequence(sequence_id))
+                else {
+                    panic!("{id}: a request for an embedding has a sequence and gets hidden states")
+                };
+                match embedding.add(position, sequence.tokens().len(), row) {
+                    Ok(None) => None,
+                    Ok(Some(values)) => {
+                        out.push(EngineOutput::Embedding { id: *id, values });
+                        Some(FinishReason::Embedded)
+                    }
                     Err(error) => Some(FinishReason::BadLogits(error)),
                 }
             }

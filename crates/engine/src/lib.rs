@@ -100,7 +100,9 @@ pub use draft::prompt_lookup::PromptLookup;
 pub use draft::speculation::DraftStats;
 pub use engine::Engine;
 pub use error::{EngineStartError, StepError};
-pub use request::input::{Request, RequestId, ScoreKind, ScoreRequest, StopConditions, TOP_LOGPROBS_MAX};
+pub use request::input::{
+    EmbedRequest, Request, RequestId, ScoreKind, ScoreRequest, StopConditions, TOP_LOGPROBS_MAX,
+};
 pub use request::output::{EngineOutput, FinishReason, TokenOutput, TokenUsage};
 pub use request::refusal::{Queued, RefuseReason};
 pub use sample::constraint::{Constraint, ConstraintError, TokenMask};

@@ -15,7 +15,7 @@ use allocation_counter::measure;
 use engine::{
     Engine, EngineConfig, EngineOutput, KvBudget, PromptLookup, Request, RequestId, SamplingParams,
 };
-use models::{Model, TakeLogits};
+use models::{Model, OutputKind, TakeOutputs};
 use ops::{Backend, KvLayer, KvTypes, OpError, Reference, Step};
 use std::time::Duration;
 
@@ -130,12 +130,17 @@ impl Model<Reference> for Still {
         types.layers(1, 1, 4)
     }
 
+    fn output_width(&self, _: OutputKind) -> usize {
+        VOCAB
+    }
+
     fn forward(
         &mut self,
         backend: &mut Reference,
         _: &mut <Reference as Backend>::Kv,
         step: &Step<'_>,
-        take: &mut TakeLogits<'_, Reference>,
+        _: &[OutputKind],
+        take: &mut TakeOutputs<'_, Reference>,
     ) -> Result<(), OpError> {
         self.host.clear();
         for &row in step.outputs {

@@ -3,7 +3,7 @@
 //! Reads hyperparameters from metadata. Each value has a type and bounds, and each error names its
 //! key.
 
-use crate::{decoder::DecoderConfig, rope::RopeConfig};
+use crate::{decoder::DecoderConfig, pooling::Pooling, rope::RopeConfig};
 use gguf::{KeyError, Metadata, StringArray, Value};
 use ops::{Activation, AttentionSpan, RopePairing};
 use std::ops::RangeInclusive;
@@ -17,6 +17,8 @@ pub(crate) const HEAD_DIM_MAX: usize = 4096;
 pub(crate) const EMBEDDING_MAX: usize = 1 << 17;
 pub(crate) const FEED_FORWARD_MAX: usize = 1 << 20;
 pub(crate) const VOCAB_MAX: usize = 1 << 24;
+/// A classifier of pairs of texts has one label, or yes and no.
+pub(crate) const LABELS_MAX: usize = 1 << 10;
 pub(crate) const CONTEXT_MAX: usize = 1 << 30;
 
 /// Why metadata does not describe a model that can be run.
@@ -71,6 +73,7 @@ impl<'a> MetadataKeys<'a> {
         let feed_forward = self.required("feed_forward_length", feed_forward)?;
         let norm_epsilon = self.number("attention.layer_norm_rms_epsilon", 0.0..=1.0)?;
         let norm_epsilon = self.required("attention.layer_norm_rms_epsilon", norm_epsilon)?;
+        let pooling = Pooling::read(self)?;
         Ok(DecoderConfig {
             vocab_size: self.vocab_size()?,
             context_length,
@@ -90,7 +93,16 @@ impl<'a> MetadataKeys<'a> {
             rope: RopeConfig::read(self, pairing, head_dim, context_length)?,
             window_rope: None,
             attention_spans: vec![AttentionSpan::Full; layers],
+            pooling,
+            labels: if pooling == Some(Pooling::Rank) { self.labels()? } else { 0 },
         })
+    }
+
+    /// The number of the classifier's labels, which a file of one label need not name.
+    fn labels(&self) -> Result<usize, ModelConfigError> {
+        let name = "classifier.output_labels";
+        let labels = self.metadata.get::<StringArray<'_>>(&self.key(name))?.map(|labels| labels.len());
+        self.within(name, labels.unwrap_or(1), &(1..=LABELS_MAX))
     }
 
     pub(crate) fn count(&self, name: &str, range: RangeInclusive<usize>) -> Result<usize, ModelConfigError> {
@@ -156,7 +168,7 @@ impl<'a> MetadataKeys<'a> {
         value.ok_or_else(|| KeyError::Missing { key: self.key(name) }.into())
     }
 
-    fn optional_count(
+    pub(crate) fn optional_count(
         &self,
         name: &str,
         range: RangeInclusive<usize>,

@@ -11,7 +11,7 @@
 //! [`DecoderConfig`] has the options that only some of the architectures use.
 
 use crate::{
-    ForwardLimits, Model, ModelDescription, TakeLogits, WeightError, WeightTable,
+    ForwardLimits, Model, ModelDescription, OutputKind, Pooling, TakeOutputs, WeightError, WeightTable,
     attention::Attention,
     feed_forward::FeedForward,
     model::{BuildModelError, kv_layers},
@@ -51,6 +51,9 @@ pub(crate) struct DecoderConfig {
     pub(crate) window_rope: Option<RopeConfig>,
     /// Attention span of each layer.
     pub(crate) attention_spans: Vec<AttentionSpan>,
+    pub(crate) pooling: Option<Pooling>,
+    /// Labels of the classifier. 0 without one.
+    pub(crate) labels: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +77,7 @@ impl DecoderConfig {
             feed_forward: self.feed_forward,
             experts: self.experts.map_or(0, |experts| experts.count),
             experts_used: self.experts.map_or(0, |experts| experts.used),
+            pooling: self.pooling,
             workspace_row_widths: self.workspace_widths(1, 0),
             workspace_output_widths: self.workspace_widths(0, 1),
             unread_tensors,
@@ -98,6 +102,8 @@ pub(crate) struct DecoderWeights<B: Backend> {
     layers: Vec<DecoderLayer<B>>,
     output_norm: Weight<B>,
     output: Linear<B>,
+    /// From the hidden state to the labels.
+    classifier: Option<Linear<B>>,
     /// Divisors of the rope angles, `[n_rot / 2]` (Llama 3.1 and later).
     rope_factors: Option<Weight<B>>,
 }
@@ -145,6 +151,10 @@ impl<B: Backend> DecoderWeights<B> {
             layers,
             output_norm: table.take_vector("output_norm.weight", width)?,
             output: Linear { weight: output, bias: output_bias },
+            classifier: match config.labels {
+                0 => None,
+                labels => Some(table.take_linear("cls.output", width, labels)?),
+            },
             rope_factors: table.take_optional_vector("rope_freqs.weight", config.rope.rotated / 2)?,
         })
     }
@@ -194,7 +204,8 @@ impl<B: Backend> Decoder<B> {
         kv: &mut B::Kv,
         step: &Step<'_>,
         before: usize,
-        take: &mut TakeLogits<'_, B>,
+        kinds: &[OutputKind],
+        take: &mut TakeOutputs<'_, B>,
     ) -> Result<(), OpError> {
         let Self { config, weights, rope, window_rope, scratch, .. } = self;
         let DecoderScratch { residual, normed, delta, attention, feed_forward, .. } = scratch;
@@ -223,24 +234,35 @@ impl<B: Backend> Decoder<B> {
             post_norm(backend, layer.feed_forward_post_norm.as_ref(), delta, epsilon, rows)?;
             backend.add_rms_norm(residual, delta, &next.attention_norm, epsilon, normed, rows)?;
         }
-        // After the last attention, only rows that need logits are computed.
+        // After the last attention, only rows that are outputs are computed.
         let outputs = step.outputs.len();
         if outputs > 0 {
             backend.add(residual, delta, rows)?;
         }
-        for first in (0..outputs).step_by(self.outputs_at_once.max(1)) {
-            let run = first..outputs.min(first + self.outputs_at_once);
-            self.logits(backend, run.clone())?;
-            take(backend, before + run.start..before + run.end, &self.scratch.logits)?;
+        let kind_of = |output: usize| kinds.get(before + output).copied().unwrap_or_default();
+        let mut first = 0;
+        while first < outputs {
+            let kind = kind_of(first);
+            let most = outputs.min(first + self.outputs_at_once.max(1));
+            let end = (first..most).find(|&output| kind_of(output) != kind).unwrap_or(most);
+            self.output_rows(backend, first..end, kind)?;
+            let DecoderScratch { normed, logits, labels, .. } = &self.scratch;
+            let rows = match (kind, labels) {
+                (OutputKind::Logits, _) => logits,
+                (OutputKind::HiddenState, _) | (OutputKind::Labels, None) => normed,
+                (OutputKind::Labels, Some(labels)) => labels,
+            };
+            take(backend, before + first..before + end, rows)?;
+            first = end;
         }
         Ok(())
     }
 
-    /// The feed-forward block of the last layer, the output norm and the output layer, for a range
-    /// of outputs.
-    fn logits(&mut self, backend: &mut B, run: Range<usize>) -> Result<(), OpError> {
+    /// The feed-forward block of the last layer, the output norm, and the output layer or the
+    /// classifier, for a range of outputs of one kind.
+    fn output_rows(&mut self, backend: &mut B, run: Range<usize>, kind: OutputKind) -> Result<(), OpError> {
         let Self { config, weights, scratch, .. } = self;
-        let DecoderScratch { residual, normed, delta, feed_forward, selected, logits, .. } = scratch;
+        let DecoderScratch { residual, normed, delta, feed_forward, selected, logits, labels, .. } = scratch;
         let (epsilon, rows) = (config.norm_epsilon, run.len());
         backend.gather_outputs(residual, run, selected)?;
         if let Some(last) = weights.layers.last() {
@@ -249,7 +271,17 @@ impl<B: Backend> Decoder<B> {
             post_norm(backend, last.feed_forward_post_norm.as_ref(), delta, epsilon, rows)?;
             backend.add_rms_norm(selected, delta, &weights.output_norm, epsilon, normed, rows)?;
         }
-        backend.linear(&weights.output, normed, logits, rows)
+        match (kind, &weights.classifier, labels) {
+            (OutputKind::Logits, _, _) => backend.linear(&weights.output, normed, logits, rows),
+            (OutputKind::HiddenState, _, _) => Ok(()),
+            (OutputKind::Labels, Some(classifier), Some(labels)) => {
+                backend.linear(classifier, normed, labels, rows)
+            }
+            (OutputKind::Labels, _, _) => {
+                let (found, expected) = (0, 1);
+                Err(OpError::Shape { op: "labels", what: "number of labels", found, expected })
+            }
+        }
     }
 }
 
@@ -278,12 +310,21 @@ impl<B: Backend> Model<B> for Decoder<B> {
         kv_layers(&config.attention_spans, config.kv_heads, config.head_dim, types)
     }
 
+    fn output_width(&self, kind: OutputKind) -> usize {
+        match kind {
+            OutputKind::Logits => self.config.vocab_size,
+            OutputKind::HiddenState => self.config.embedding,
+            OutputKind::Labels => self.config.labels,
+        }
+    }
+
     fn forward(
         &mut self,
         backend: &mut B,
         kv: &mut B::Kv,
         step: &Step<'_>,
-        take: &mut TakeLogits<'_, B>,
+        kinds: &[OutputKind],
+        take: &mut TakeOutputs<'_, B>,
     ) -> Result<(), OpError> {
         let groups = step.groups();
         let mut outputs = step.outputs;
@@ -302,7 +343,7 @@ impl<B: Backend> Model<B> for Decoder<B> {
                 tables: step.tables,
                 outputs: &own_outputs,
             };
-            self.run(backend, kv, &part, step.outputs.len() - outputs.len(), take)?;
+            self.run(backend, kv, &part, step.outputs.len() - outputs.len(), kinds, take)?;
             outputs = later;
         }
         Ok(())

@@ -20,6 +20,7 @@ mod feed_forward;
 mod gemma3;
 mod llama;
 mod model;
+mod pooling;
 mod qwen2;
 mod qwen3;
 mod registry;
@@ -30,6 +31,7 @@ pub mod testing;
 mod weights;
 
 pub use config::ModelConfigError;
-pub use model::{BuildModelError, ForwardLimits, Model, ModelDescription, TakeLogits};
+pub use model::{BuildModelError, ForwardLimits, Model, ModelDescription, OutputKind, TakeOutputs};
+pub use pooling::Pooling;
 pub use registry::{TensorHead, build, validate};
 pub use weights::{WeightError, WeightTable};

@@ -3,6 +3,7 @@
 //! [`Model`]: the interface between the engine and a model. [`ModelDescription`]: the facts of a
 //! model file.
 
+use crate::pooling::Pooling;
 use crate::{ModelConfigError, WeightError};
 use ops::{AttentionSpan, Backend, KvLayer, KvTypes, OpError, Step};
 use std::ops::Range;
@@ -49,9 +50,20 @@ impl ForwardLimits {
     }
 }
 
-/// Callback that receives the logits of a range of outputs. Row i of the tensor belongs to output
-/// `start + i` of the step.
-pub type TakeLogits<'a, B> =
+/// What a model computes for an output of a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OutputKind {
+    #[default]
+    Logits,
+    /// The residual stream after the output norm.
+    HiddenState,
+    /// The result of the classifier, one value for each of its labels.
+    Labels,
+}
+
+/// Callback that receives the rows of a range of outputs, which have one kind. Row i of the tensor
+/// belongs to output `start + i` of the step.
+pub type TakeOutputs<'a, B> =
     dyn FnMut(&mut B, Range<usize>, &<B as Backend>::Tensor) -> Result<(), OpError> + 'a;
 
 /// A model ready to run.
@@ -69,15 +81,20 @@ pub trait Model<B: Backend>: Send {
         backend.kv_copy(kv, copies)
     }
 
-    /// Computes one step and passes the logits of `step.outputs` to `take`, in order, a range at a
-    /// time. Rows pass through the model in several ranges, so a row must not read what a later row
-    /// writes. Causal attention never does.
+    /// Values in a row of this kind. 0 for labels if the model has no classifier.
+    fn output_width(&self, kind: OutputKind) -> usize;
+
+    /// Computes one step and passes the rows of `step.outputs` to `take`, in order, a range at a
+    /// time. `kinds` has the kind of each output; outputs behind its end are logits. Rows pass
+    /// through the model in several ranges, so a row must not read what a later row writes. Causal
+    /// attention never does.
     fn forward(
         &mut self,
         backend: &mut B,
         kv: &mut B::Kv,
         step: &Step<'_>,
-        take: &mut TakeLogits<'_, B>,
+        kinds: &[OutputKind],
+        take: &mut TakeOutputs<'_, B>,
     ) -> Result<(), OpError>;
 }
 
@@ -101,6 +118,8 @@ pub struct ModelDescription {
     /// Experts per layer, and experts that a row passes through. Both are 0 in dense models.
     pub experts: usize,
     pub experts_used: usize,
+    /// How the file says that hidden states become an embedding or a score.
+    pub pooling: Option<Pooling>,
     /// Widths of the f32 activation tensors: first of those with one row per row computed together,
     /// then of those with one row per output computed together.
     pub workspace_row_widths: Vec<usize>,

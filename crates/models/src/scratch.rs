@@ -14,9 +14,11 @@ pub(crate) struct DecoderScratch<T> {
     pub(crate) delta: T,
     pub(crate) attention: AttentionTensors<T>,
     pub(crate) feed_forward: FeedForwardTensors<T>,
-    /// The residual stream of the rows that need logits.
+    /// The residual stream of the rows that are outputs.
     pub(crate) selected: T,
     pub(crate) logits: T,
+    /// The result of the classifier, in models that have one.
+    pub(crate) labels: Option<T>,
 }
 
 pub(crate) struct AttentionTensors<T> {
@@ -69,6 +71,10 @@ impl<T> DecoderScratch<T> {
             },
             selected: tensor(outputs, config.embedding)?,
             logits: tensor(outputs, config.vocab_size)?,
+            labels: match config.labels {
+                0 => None,
+                labels => Some(tensor(outputs, labels)?),
+            },
         })
     }
 }

@@ -9,6 +9,7 @@
 mod file;
 mod golden;
 mod runner;
+mod states;
 mod transcript;
 
 use std::path::{Path, PathBuf};
@@ -16,6 +17,7 @@ use std::path::{Path, PathBuf};
 pub use file::ModelFile;
 pub use golden::{Arithmetic, Golden};
 pub use runner::Runner;
+pub use states::{StateRows, state_rows, with_classifier};
 pub use transcript::{Transcript, check_transcripts};
 
 /// The small data set of the repository.

@@ -25,6 +25,7 @@ mod end_of_generation;
 mod fill_in_middle;
 mod from_gguf;
 mod merge;
+mod pair;
 mod pretokenizers;
 mod sentencepiece;
 mod special;
@@ -39,6 +40,7 @@ pub use chat::{ChatInput, ChatTemplate, LoadTemplateError, MAX_TEMPLATE_BYTES, R
 pub use detokenizer::{DetokenizeOptions, Detokenizer};
 pub use fill_in_middle::{EncodeMiddleError, MiddlePrefix};
 pub use from_gguf::{CHAT_TEMPLATE, end_of_generation_keys};
+pub use pair::PairTemplate;
 pub use stop::{MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, StopMatcher, StopProgress, StopStringError};
 pub use tokenizer::{EncodeOptions, Tokenizer};
 pub use tokenizer_error::{EncodeError, LoadTokenizerError, MAX_INPUT_BYTES};

@@ -7,7 +7,8 @@
 use anyhow::Result;
 use kernels::{Cpu, Isa};
 use models::testing::{
-    Arithmetic, Golden, Runner, Transcript, check_transcripts, demo_models, shared_data, tree_data,
+    Arithmetic, Golden, Runner, Transcript, check_transcripts, demo_models, shared_data, state_rows,
+    tree_data, with_classifier,
 };
 use ops::KvTypes;
 use std::path::Path;
@@ -93,6 +94,25 @@ fn logits_do_not_depend_on_instruction_set_threads_or_chunks() -> Result<()> {
                     assert!(same, "{}: {types}, {isa}, {threads} threads", golden.name);
                 }
             }
+        }
+    }
+    Ok(())
+}
+
+/// Hidden states and labels are near those of the reference, which adds in another order.
+#[test]
+fn hidden_states_and_labels_are_those_of_the_reference() -> Result<()> {
+    let ids: Vec<u32> = (0..40).map(|place| place * 7 % 200).collect();
+    for golden in Golden::all(&tree_data(), &["llama", "qwen3"])? {
+        let width = golden.file()?.description()?.embedding_length;
+        let file = with_classifier(&golden.file()?, width)?;
+        let found = state_rows(&file, || cpu(2, Isa::best()), &ids)?;
+        let expected = state_rows(&file, ops::Reference::new, &ids)?;
+        for (found, expected) in [(found.states, expected.states), (found.labels, expected.labels)] {
+            let (found, expected) = (found.concat(), expected.concat());
+            let scale = expected.iter().fold(0.0_f32, |most, value| most.max(value.abs()));
+            let most = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(most < 0.02 * scale, "{}: {most} of {scale}", golden.name);
         }
     }
     Ok(())

@@ -4,8 +4,8 @@
 
 use super::{
     TestGpu, around, attention, checksum, exact, experts, f32_linear, fused, kv_write, linear, linear_bench,
-    linear_sizes, loading, memory, models, ops, quantize, real_sizes, repack, routing, shortlist, throughput,
-    wgmma,
+    linear_sizes, loading, memory, models, ops, quantize, real_sizes, repack, routing, shortlist, states,
+    throughput, wgmma,
 };
 
 type TestFn = fn(&TestGpu) -> anyhow::Result<()>;
@@ -73,4 +73,5 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ("exact: equal sequences at real sizes", real_sizes::equal_sequences_give_equal_logits),
     ("models: goldens", models::goldens),
     ("models: transcripts", models::transcripts),
+    ("models: states and labels", states::states_and_labels_are_those_of_the_host),
 ];

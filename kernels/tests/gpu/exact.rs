@@ -107,7 +107,7 @@ impl ModelRun {
             tables: &tables,
             outputs,
         };
-        self.model.forward(&mut self.cuda, &mut self.kv, &step, &mut |cuda, run, logits| {
+        self.model.forward(&mut self.cuda, &mut self.kv, &step, &[], &mut |cuda, run, logits| {
             cuda.read(logits, run.len(), &mut host[run.start * vocabulary..run.end * vocabulary])
         })?;
         Ok(host.chunks_exact(vocabulary).map(<[f32]>::to_vec).collect())

@@ -59,6 +59,8 @@ mod routing;
 #[cfg(feature = "cuda")]
 mod shortlist;
 #[cfg(feature = "cuda")]
+mod states;
+#[cfg(feature = "cuda")]
 mod throughput;
 #[cfg(feature = "cuda")]
 mod wgmma;

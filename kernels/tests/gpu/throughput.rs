@@ -379,7 +379,7 @@ pub(crate) fn step(
     };
     cuda.wait()?;
     let start = Instant::now();
-    model.forward(cuda, kv, &step, &mut take)?;
+    model.forward(cuda, kv, &step, &[], &mut take)?;
     cuda.wait()?;
     Ok(start.elapsed().as_secs_f64())
 }

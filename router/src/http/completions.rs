@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
 use super::fields::{ParsedBody, ResponseOptions, parse_body};
+use super::prompt_field::PromptField;
 use super::prompt_scores::{ScoredPrompts, prompt_logprobs, score_prompts};
 use super::request::{AppState, ReceivedBody, RequestMetadata, run_tokenizer};
 use super::response::{ChoiceFormat, GenerationResponse, stop_reason};
@@ -26,7 +27,7 @@ use crate::wire::Logprob;
 pub(super) mod fuzzing;
 mod prompts;
 
-use prompts::{CompletionPrompts, PromptField};
+use prompts::CompletionPrompts;
 
 /// OpenAI's default.
 const MAX_TOKENS_DEFAULT: i64 = 16;

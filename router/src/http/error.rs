@@ -15,6 +15,7 @@ use service::printable::excerpt;
 
 use crate::access::AccessRefusal;
 use crate::admission::CapacityExceeded;
+use crate::embedding::NotPooledError;
 use crate::failover::ChoiceError;
 use crate::intake::BodyError;
 use crate::model::ChatError;
@@ -186,6 +187,12 @@ impl From<RequestParamError> for ApiError {
         let mut api = Self::invalid(Some(error.param()), error.to_string());
         api.code = context.then_some("context_length_exceeded");
         api
+    }
+}
+
+impl From<NotPooledError> for ApiError {
+    fn from(error: NotPooledError) -> Self {
+        Self::invalid(Some("model"), error.to_string())
     }
 }
 

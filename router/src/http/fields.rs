@@ -18,7 +18,7 @@ use serde_json::{Map, Value};
 use super::error::ApiError;
 use super::numbers;
 use super::sampling_fields::{SamplingFields, is_sampling_field};
-use super::scheduling_fields::SCHEDULING_FIELDS;
+use super::scheduling_fields::{SCHEDULING_FIELDS, SchedulingFields};
 use super::structured_output::STRUCTURED_OUTPUT_FIELDS;
 use crate::params::{RequestParamError, TOP_LOGPROBS_MAX};
 
@@ -285,12 +285,38 @@ pub(crate) fn parse_fields<T: DeserializeOwned>(
     endpoint_fields: &[&str],
     unknown: UnknownFields,
 ) -> Result<ParsedBody<T>, ApiError> {
+    let lists = [endpoint_fields, &STRUCTURED_OUTPUT_FIELDS, &SCHEDULING_FIELDS, &RESPONSE_FIELDS];
+    let is_supported = |name: &str| is_sampling_field(name) || lists.iter().any(|it| it.contains(&name));
+    let ignored = check_names(&fields, is_supported, unknown)?;
+    let fields = Value::Object(fields);
+    let sampling: SamplingFields = deserialize(&fields)?;
+    let sampling = sampling.with_parts(deserialize(&fields)?, deserialize(&fields)?);
+    Ok(ParsedBody { endpoint: deserialize(&fields)?, sampling, response: deserialize(&fields)?, ignored })
+}
+
+/// Parses the fields of an endpoint that generates nothing. `endpoint_fields` names those of `T`.
+pub(super) fn parse_pooled<T: DeserializeOwned>(
+    body: &[u8],
+    endpoint_fields: &[&str],
+    unknown: UnknownFields,
+) -> Result<(T, SchedulingFields, IgnoredFields), ApiError> {
+    let fields = parse_object(body)?;
+    let is_supported = |name: &str| endpoint_fields.contains(&name) || SCHEDULING_FIELDS.contains(&name);
+    let ignored = check_names(&fields, is_supported, unknown)?;
+    let fields = Value::Object(fields);
+    Ok((deserialize(&fields)?, deserialize(&fields)?, ignored))
+}
+
+/// Refuses fields that this router does not support, and collects those that it ignores.
+fn check_names(
+    fields: &Map<String, Value>,
+    is_supported: impl Fn(&str) -> bool,
+    unknown: UnknownFields,
+) -> Result<IgnoredFields, ApiError> {
     let mut ignored = IgnoredFields::default();
-    for (name, value) in &fields {
+    for (name, value) in fields {
         let name = name.as_str();
-        let lists = [endpoint_fields, &STRUCTURED_OUTPUT_FIELDS, &SCHEDULING_FIELDS, &RESPONSE_FIELDS];
-        let is_supported = is_sampling_field(name) || lists.iter().any(|names| names.contains(&name));
-        if is_supported || HINT_FIELDS.contains(&name) {
+        if is_supported(name) || HINT_FIELDS.contains(&name) {
             continue;
         }
         match UNSUPPORTED_FIELDS.iter().find(|field| field.name == name) {
@@ -300,10 +326,7 @@ pub(crate) fn parse_fields<T: DeserializeOwned>(
             None => ignored.push(name),
         }
     }
-    let fields = Value::Object(fields);
-    let sampling: SamplingFields = deserialize(&fields)?;
-    let sampling = sampling.with_parts(deserialize(&fields)?, deserialize(&fields)?);
-    Ok(ParsedBody { endpoint: deserialize(&fields)?, sampling, response: deserialize(&fields)?, ignored })
+    Ok(ignored)
 }
 
 /// Counts the separators outside strings.

@@ -9,6 +9,7 @@ use axum::response::IntoResponse;
 
 use super::chat::{fuzzing::check_chat, parse_chat};
 use super::completions::fuzzing::check_completion;
+use super::embeddings::check_embedding;
 use super::error::ApiError;
 use super::fields::{UnknownFields, parse_object};
 use super::request::RequestMetadata;
@@ -33,6 +34,7 @@ pub(crate) fn read_body(model: &Arc<ServedModel>, origin: &RequestOrigin, body: 
     let message = |fields| chat(messages_input::translate(fields)?).map_err(ApiError::of_messages);
     let results = [
         check_completion(model, &metadata, body),
+        check_embedding(model, &metadata, body),
         parse_object(body).and_then(chat),
         parse_object(body).and_then(response),
         parse_object(body).and_then(message),

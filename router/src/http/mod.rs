@@ -5,6 +5,7 @@
 mod chat;
 mod chat_reply;
 mod completions;
+mod embeddings;
 mod error;
 mod fields;
 mod fleet_picture;
@@ -18,9 +19,11 @@ mod named_model;
 mod numbers;
 mod origin;
 mod page_files;
+mod prompt_field;
 mod prompt_scores;
 mod reply_stream;
 mod request;
+mod rerank;
 mod response;
 mod response_writer;
 mod responses;
@@ -56,12 +59,18 @@ pub(crate) use page_files::is_page_file;
 pub(crate) use request::AppState;
 
 /// Routes that are label values of the response counter.
-const ROUTES: [&str; 18] = [
+const ROUTES: [&str; 24] = [
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/v1/score",
+    "/score",
     "/v1/models",
     "/tokenize",
     "/detokenize",
@@ -86,6 +95,12 @@ pub(crate) fn routes(app: AppState) -> Router {
         .route("/v1/responses/{id}", get(responses::get).delete(responses::delete))
         .route("/v1/messages", post(messages::post))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/v1/embeddings", post(embeddings::post))
+        .route("/v1/rerank", post(rerank::rerank))
+        .route("/v2/rerank", post(rerank::rerank))
+        .route("/rerank", post(rerank::rerank))
+        .route("/v1/score", post(rerank::score))
+        .route("/score", post(rerank::score))
         .route("/v1/models", get(models::models))
         .route("/v1/models/{*name}", get(models::model))
         .route("/tokenize", post(tokenizer_routes::tokenize))

@@ -4,6 +4,7 @@
 
 use axum::Json;
 use axum::extract::{Path, State};
+use proto::v1::Pooling;
 use serde_json::{Value, json};
 
 use super::AppState;
@@ -56,8 +57,20 @@ fn unheard_entry(id: &str, root: &str) -> Value {
         "max_model_len": null,
         "digest": null,
         "sampling_defaults": {},
+        "pooling": null,
+        "embedding_length": null,
         "workers": 0,
     })
+}
+
+/// How the model makes embeddings (`mean`, `last`), or that it scores pairs of texts (`rank`).
+pub(super) fn pooling_name(pooling: Pooling) -> Option<&'static str> {
+    match pooling {
+        Pooling::Unspecified => None,
+        Pooling::Mean => Some("mean"),
+        Pooling::Last => Some("last"),
+        Pooling::Rank => Some("rank"),
+    }
 }
 
 /// Joins the workers of one content under one name, which devices may compute differently.
@@ -88,6 +101,8 @@ fn model_entry(snapshot: &ModelSnapshot, id: &str) -> Value {
         "max_model_len": model.description.context_tokens,
         "digest": model.digest_hex(),
         "sampling_defaults": sampling_defaults::to_json(&model.description.sampling_defaults),
+        "pooling": pooling_name(model.description.pooling),
+        "embedding_length": model.description.embedding_length,
         "workers": snapshot.workers.len(),
     })
 }

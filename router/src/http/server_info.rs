@@ -8,9 +8,10 @@ use serde_json::{Value, json};
 
 use super::ROUTES;
 use super::fields::UnknownFields;
-use super::models::one_for_each_content;
+use super::models::{one_for_each_content, pooling_name};
 use super::request::AppState;
 use crate::access::ModelAccess;
+use crate::generate::EMBEDDING_INPUTS_MAX;
 use crate::params::{N_MAX, STOP_STRINGS_MAX, TOP_LOGPROBS_MAX};
 use crate::sampling_defaults;
 
@@ -37,6 +38,8 @@ pub(super) async fn server_info(State(app): State<AppState>, access: ModelAccess
                 "vocabulary": model.description.vocabulary,
                 "weight_bytes": model.description.weight_bytes,
                 "sampling_defaults": sampling_defaults::to_json(&model.description.sampling_defaults),
+                "pooling": pooling_name(model.description.pooling),
+                "embedding_length": model.description.embedding_length,
                 "workers": snapshot.workers.len(),
                 "has_tokenizer": model.text.tokenizer().is_ok(),
                 "has_chat_template": model.text.syntax(false).is_some(),
@@ -48,6 +51,7 @@ pub(super) async fn server_info(State(app): State<AppState>, access: ModelAccess
         "models": models,
         "limits": {
             "n": N_MAX,
+            "embedding_inputs": EMBEDDING_INPUTS_MAX,
             "stop": STOP_STRINGS_MAX,
             "top_logprobs": TOP_LOGPROBS_MAX,
             "request_timeout_ms": app.generator.request_timeout.as_millis() as u64,

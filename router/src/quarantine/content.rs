@@ -57,7 +57,7 @@ impl ContentHasher {
         ContentKey(hasher.digest128())
     }
 
-    /// For a prompt whose tokens are scored.
+    /// For a prompt whose tokens are scored or pooled.
     pub fn key_of_scored_prompt(&self, model: &ModelKey, prompt: &[u32]) -> ContentKey {
         let mut hasher = self.start(model, b"score");
         prompt.iter().for_each(|token| hasher.update(&token.to_le_bytes()));

@@ -22,6 +22,8 @@ fn model(name: &str, fingerprint: u8, digest: u8, generation: u64) -> Arc<Served
         context_tokens: 64,
         vocabulary: 16,
         weight_bytes: 1,
+        pooling: proto::v1::Pooling::Last,
+        embedding_length: 8,
     };
     Arc::new(ServedModel::load(description, metadata.bytes().to_vec(), None).unwrap())
 }

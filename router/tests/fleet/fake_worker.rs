@@ -279,6 +279,10 @@ impl Worker for FakeService {
         Err(Status::unimplemented("the fake worker has no model"))
     }
 
+    async fn embed(&self, _: Request<wire::EmbedRequest>) -> Result<Response<wire::EmbedReply>, Status> {
+        Err(Status::unimplemented("the fake worker has no model"))
+    }
+
     async fn subscribe_kv_events(
         &self,
         request: Request<wire::SubscribeKvEventsRequest>,

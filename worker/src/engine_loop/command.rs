@@ -6,7 +6,9 @@ use std::sync::mpsc::{SyncSender, TrySendError};
 use std::time::Duration;
 
 use engine::kv::events::KvEventBatch;
-use engine::{Constraint, EngineStats, KvCacheUsage, Queued, RefuseReason, Request, ScoreRequest};
+use engine::{
+    Constraint, EmbedRequest, EngineStats, KvCacheUsage, Queued, RefuseReason, Request, ScoreRequest,
+};
 use tokio::sync::oneshot;
 
 use super::active_stream::ActiveStream;
@@ -31,6 +33,11 @@ pub(super) enum EngineCommand {
     },
     Score {
         request: ScoreRequest,
+        stream: ActiveStream,
+        reply: SubmitReply,
+    },
+    Embed {
+        request: EmbedRequest,
         stream: ActiveStream,
         reply: SubmitReply,
     },

@@ -5,7 +5,7 @@
 use std::sync::atomic::AtomicUsize;
 
 use engine::{Constraint, ConstraintError, EngineConfig, KvBudget, Request, TokenMask};
-use models::{Model, TakeLogits};
+use models::{Model, OutputKind, TakeOutputs};
 use ops::{KvLayer, KvType, KvTypes, OpError, Reference, Step};
 use tokio::sync::mpsc;
 
@@ -44,12 +44,17 @@ impl Model<Reference> for UniformModel {
         Ok(())
     }
 
+    fn output_width(&self, _: OutputKind) -> usize {
+        VOCAB_SIZE
+    }
+
     fn forward(
         &mut self,
         backend: &mut Reference,
         _: &mut <Reference as Backend>::Kv,
         step: &Step<'_>,
-        take: &mut TakeLogits<'_, Reference>,
+        _: &[OutputKind],
+        take: &mut TakeOutputs<'_, Reference>,
     ) -> Result<(), OpError> {
         let Some(left) = self.full_after.checked_sub(1) else {
             return Err(OpError::Memory { op: "kv", what: "keys and values", bytes: 700, free: Some(300) });

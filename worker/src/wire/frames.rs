@@ -26,9 +26,10 @@ pub(crate) fn generate_frame(output: EngineOutput) -> Option<wire::GenerateFrame
         EngineOutput::Finished { reason, usage, .. } => {
             generate_frame::Frame::Finished(finished(reason, usage))
         }
-        EngineOutput::Admitted { .. } | EngineOutput::Logits { .. } | EngineOutput::Scored { .. } => {
-            return None;
-        }
+        EngineOutput::Admitted { .. }
+        | EngineOutput::Logits { .. }
+        | EngineOutput::Scored { .. }
+        | EngineOutput::Embedding { .. } => return None,
     };
     Some(wire::GenerateFrame { frame: Some(frame) })
 }
@@ -77,7 +78,10 @@ impl ScoreFrames {
                 }
             }
             EngineOutput::Scored { logprob, top, .. } => self.scored.push(token_logprob(logprob, top)),
-            EngineOutput::Admitted { .. } | EngineOutput::Token(_) | EngineOutput::Finished { .. } => {}
+            EngineOutput::Admitted { .. }
+            | EngineOutput::Token(_)
+            | EngineOutput::Embedding { .. }
+            | EngineOutput::Finished { .. } => {}
         }
     }
 

@@ -5,10 +5,11 @@
 use std::time::Duration;
 
 use engine::{
-    DryBreakers, DryParams, MirostatParams, MirostatVersion, Request, RequestId, SamplerState,
+    DryBreakers, DryParams, EmbedRequest, MirostatParams, MirostatVersion, Request, RequestId, SamplerState,
     SamplingParams, ScoreKind, ScoreRequest, StopConditions, TOP_LOGPROBS_MAX,
 };
 use grammar::GrammarSource;
+use models::Pooling;
 use proto::v1 as public;
 use proto::v1::grammar::Kind;
 use proto::worker::v1 as wire;
@@ -71,6 +72,24 @@ pub(crate) fn score_request_from_wire(
         Some(top) => ScoreKind::Logprobs { top: top_logprobs(top)? },
     };
     Ok(ScoreRequest { id, tokens: wire.tokens, kind, deadline: deadline(wire.deadline_ms, now), priority: 0 })
+}
+
+/// `pooling` is the worker's.
+pub(crate) fn embed_request_from_wire(
+    wire: wire::EmbedRequest,
+    pooling: Pooling,
+    id: RequestId,
+    now: Duration,
+) -> EmbedRequest {
+    EmbedRequest {
+        id,
+        tokens: wire.tokens,
+        pooling,
+        deadline: deadline(wire.deadline_ms, now),
+        priority: wire.priority,
+        tenant: wire.tenant,
+        scope: prefix::Scope { salt: wire.cache_salt.into_bytes(), extra: Vec::new() },
+    }
 }
 
 fn top_logprobs(asked: u32) -> Result<u8, RequestFieldError> {

@@ -55,7 +55,7 @@ fn logits(tokens: &[u32]) -> Vec<f32> {
     let mut take = |backend: &mut Cpu, run: std::ops::Range<usize>, logits: &_| {
         backend.read(logits, run.len(), &mut host[run.start * vocabulary..run.end * vocabulary])
     };
-    model.forward(&mut backend, &mut kv, &step, &mut take).unwrap();
+    model.forward(&mut backend, &mut kv, &step, &[], &mut take).unwrap();
     host
 }
 

@@ -150,7 +150,7 @@ impl<B: Backend> DraftModel<B> {
         let mut take = |backend: &mut B, run: Range<usize>, logits: &B::Tensor| {
             backend.argmax(logits, run.len(), vocab_size, &mut best[run])
         };
-        model.forward(backend, kv, &step, &mut take)?;
+        model.forward(backend, kv, &step, &[], &mut take)?;
         for (&owner, &token) in rows.owners.iter().zip(&self.best) {
             if token != NO_ARGMAX {
                 drafts[owner].push(token);

@@ -8,6 +8,7 @@
 
 use crate::sample::params::SamplingParams;
 use crate::sample::sampler_state::SamplerState;
+use models::Pooling;
 use std::fmt;
 use std::time::Duration;
 
@@ -89,6 +90,18 @@ pub enum ScoreKind {
     /// For every position but the last: the log-probability of the next token, and the `top` most
     /// probable tokens.
     Logprobs { top: u8 },
+}
+
+/// A text whose hidden states become one vector.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EmbedRequest {
+    pub id: RequestId,
+    pub tokens: Vec<u32>,
+    pub pooling: Pooling,
+    pub deadline: Option<Duration>,
+    pub priority: i32,
+    pub tenant: u64,
+    pub scope: prefix::Scope,
 }
 
 /// When generation ends. The router handles stop strings: it cancels the request.

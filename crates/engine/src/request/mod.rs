@@ -2,6 +2,7 @@
 
 //! Requests: input, output, validation, refusal, and the engine's state of each active request.
 
+pub(crate) mod embedding;
 pub(crate) mod input;
 pub(crate) mod output;
 pub(crate) mod refusal;

@@ -30,6 +30,12 @@ pub enum EngineOutput {
         logprob: f32,
         top: Vec<(u32, f32)>,
     },
+    /// The pooled vector of an [`EmbedRequest`](crate::EmbedRequest), as the model gives it: not
+    /// normalized.
+    Embedding {
+        id: RequestId,
+        values: Vec<f32>,
+    },
     Finished {
         id: RequestId,
         reason: FinishReason,
@@ -67,6 +73,8 @@ pub enum FinishReason {
     Length,
     /// All positions of a [`ScoreRequest`](crate::ScoreRequest) are done.
     Scored,
+    /// The vector of an [`EmbedRequest`](crate::EmbedRequest) is complete.
+    Embedded,
     Cancelled,
     Deadline,
     /// The step that computed this request failed. `Engine::step` returned the cause.

@@ -3,7 +3,8 @@
 //! The engine's state of one active request: how to turn logits into outputs, and when the request
 //! ends.
 
-use crate::request::input::{Request, RequestId, ScoreKind, ScoreRequest, StopConditions};
+use crate::request::embedding::EmbeddingState;
+use crate::request::input::{EmbedRequest, Request, RequestId, ScoreKind, ScoreRequest, StopConditions};
 use crate::request::output::{EngineOutput, FinishReason, TokenOutput, TokenUsage};
 use crate::sample::constraint::{Constraint, TokenMask, leaves_any};
 use crate::sample::draw::SampleContext;
@@ -13,6 +14,7 @@ use crate::sample::logprobs::LogProbs;
 use crate::sample::output_rows::RowOutput;
 use crate::sample::params::SamplingParams;
 use crate::sample::sampler::Sampler;
+use models::OutputKind;
 use std::time::Duration;
 
 pub(crate) struct ActiveRequest {
@@ -27,6 +29,7 @@ pub(crate) struct ActiveRequest {
 pub(crate) enum RequestWork {
     Generate(Box<GenerationState>),
     Score(ScoringState),
+    Embed(EmbeddingState),
 }
 
 pub(crate) struct GenerationState {
@@ -96,7 +99,15 @@ impl ActiveRequest {
     pub(crate) fn draw(&self, position: usize, drafted: bool) -> Option<(SampleContext<'_>, &History)> {
         match &self.work {
             RequestWork::Generate(generation) => generation.next_draw(&self.usage, position + 1, drafted),
-            RequestWork::Score(_) => None,
+            RequestWork::Score(_) | RequestWork::Embed(_) => None,
+        }
+    }
+
+    /// What the model computes for each output row of the request.
+    pub(crate) fn output_kind(&self) -> OutputKind {
+        match &self.work {
+            RequestWork::Generate(_) | RequestWork::Score(_) => OutputKind::Logits,
+            RequestWork::Embed(embedding) => embedding.output_kind(),
         }
     }
 
@@ -112,6 +123,12 @@ impl ActiveRequest {
     pub(crate) fn score(request: &ScoreRequest) -> Self {
         let usage = TokenUsage { prompt_tokens: request.tokens.len(), ..TokenUsage::default() };
         let work = RequestWork::Score(ScoringState { kind: request.kind, next: 0 });
+        Self { id: request.id, deadline: request.deadline, usage, queued_tenant: None, work }
+    }
+
+    pub(crate) fn embed(request: &EmbedRequest) -> Self {
+        let usage = TokenUsage { prompt_tokens: request.tokens.len(), ..TokenUsage::default() };
+        let work = RequestWork::Embed(EmbeddingState::new(request));
         Self { id: request.id, deadline: request.deadline, usage, queued_tenant: None, work }
     }
 }
@@ -164,6 +181,7 @@ impl GenerationState {
                 self.history.push(token);
                 token
             }
+            RowOutput::State(_) => panic!("{id}: a request that generates gets no hidden state"),
         };
         if self.stop.stop_tokens.contains(&token) {
             return Ok(SampleOutcome::Finished(FinishReason::Stop(token)));

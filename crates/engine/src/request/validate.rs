@@ -3,7 +3,7 @@
 //! Validates a request before it is queued, and computes how long its sequence may get.
 
 use crate::kv::group::KvGroupKind;
-use crate::request::input::{Request, ScoreKind, ScoreRequest, TOP_LOGPROBS_MAX};
+use crate::request::input::{EmbedRequest, Request, ScoreKind, ScoreRequest, TOP_LOGPROBS_MAX};
 use crate::request::refusal::RefuseReason;
 use crate::sample::history::History;
 use crate::sample::params::SamplingParamError;
@@ -63,11 +63,20 @@ impl RequestLimits {
     }
 
     pub(crate) fn check_score(&self, request: &ScoreRequest) -> Result<(), RefuseReason> {
-        let prompt_tokens = request.tokens.len();
-        self.check_tokens("tokens", &request.tokens)?;
         if let ScoreKind::Logprobs { top } = request.kind {
             check_top(top)?;
         }
+        self.check_without_output(&request.tokens)
+    }
+
+    pub(crate) fn check_embed(&self, request: &EmbedRequest) -> Result<(), RefuseReason> {
+        self.check_without_output(&request.tokens)
+    }
+
+    /// Checks the tokens of a request that generates nothing.
+    fn check_without_output(&self, tokens: &[u32]) -> Result<(), RefuseReason> {
+        let prompt_tokens = tokens.len();
+        self.check_tokens("tokens", tokens)?;
         if prompt_tokens == 0 {
             return Err(RefuseReason::EmptyPrompt);
         }

@@ -7,6 +7,10 @@
 pub enum SampleError {
     #[error("logit of token {token} is not a number or infinite: the model's weights or kernels are broken")]
     NotFinite { token: usize },
+    #[error(
+        "value {index} of the hidden state is not a number or infinite: the model's weights or kernels are broken"
+    )]
+    HiddenState { index: usize },
     #[error("every token is ruled out")]
     NothingLeft,
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! What a step copies from the device: a token where the device can choose it, else the row of
-//! logits.
+//! logits, or the hidden state of a row that is pooled.
 //!
 //! Both give the same result: a token from a shortlist is the token that the sampler draws from the
 //! row.
@@ -22,6 +22,9 @@ pub(crate) struct OutputRows {
     logits: Vec<f32>,
     draw_params: Vec<DrawParams>,
     lists: Vec<Shortlist>,
+    /// Rows of other kinds than logits, and the range of each in `states`, by output.
+    states: Vec<f32>,
+    state_ranges: Vec<(usize, Range<usize>)>,
 }
 
 impl OutputRows {
@@ -29,6 +32,8 @@ impl OutputRows {
     pub(crate) fn start(&mut self, outputs: usize) {
         self.drawn.clear();
         self.drawn.resize(outputs, NO_ARGMAX);
+        self.states.clear();
+        self.state_ranges.clear();
     }
 
     /// Releases the buffers. Call it between steps.
@@ -75,6 +80,22 @@ impl OutputRows {
         self.read(backend, vocab_size, run, logits)
     }
 
+    /// Takes a range of outputs that are not logits, in rows of `width` values.
+    pub(crate) fn take_states<B: Backend>(
+        &mut self,
+        backend: &mut B,
+        width: usize,
+        run: Range<usize>,
+        rows: &B::Tensor,
+    ) -> Result<(), OpError> {
+        let first = self.states.len();
+        self.states.resize(first + run.len() * width, 0.0);
+        backend.read_rows(rows, 0..run.len(), &mut self.states[first..])?;
+        let range_of = |row: usize| first + row * width..first + (row + 1) * width;
+        self.state_ranges.extend(run.enumerate().map(|(row, output)| (output, range_of(row))));
+        Ok(())
+    }
+
     /// Reads the rows without a token, adjacent rows in one copy.
     fn read<B: Backend>(
         &mut self,
@@ -100,6 +121,9 @@ impl OutputRows {
     }
 
     pub(crate) fn row(&self, output: usize, vocab_size: usize) -> RowOutput<'_> {
+        if let Ok(found) = self.state_ranges.binary_search_by_key(&output, |(output, _)| *output) {
+            return RowOutput::State(&self.states[self.state_ranges[found].1.clone()]);
+        }
         match self.drawn[output] {
             NO_ARGMAX => RowOutput::Logits(&self.logits[output * vocab_size..][..vocab_size]),
             token => RowOutput::Token(token),
@@ -111,10 +135,12 @@ fn shortlist_params(vocab_size: usize, draw: Option<(SampleContext<'_>, &History
     draw.and_then(|(draw, history)| draw.shortlist_params(vocab_size, history))
 }
 
-/// The model's result for the token after a row.
+/// The model's result for a row.
 #[derive(Clone, Copy)]
 pub(crate) enum RowOutput<'a> {
     Logits(&'a [f32]),
     /// The token, chosen as `ActiveRequest::draw` says.
     Token(u32),
+    /// The hidden state, or the classifier's labels.
+    State(&'a [f32]),
 }

@@ -28,7 +28,7 @@ impl TokenBudget {
     pub(crate) fn rows_for(&self, kind: SequenceKind) -> usize {
         let rows = self.rows.min(self.prefill_rows);
         match kind {
-            SequenceKind::Generate => rows,
+            SequenceKind::Generate | SequenceKind::EmbedLast | SequenceKind::EmbedAll => rows,
             SequenceKind::Score => rows.min(self.score_rows),
         }
     }
@@ -39,8 +39,9 @@ impl TokenBudget {
     pub(crate) fn chunk_rows(&self, limits: &SchedulerLimits, kind: SequenceKind, wanted: usize) -> usize {
         let left = self.rows_for(kind);
         match kind {
-            SequenceKind::Generate if wanted > left => left.min((left / 2).max(limits.block_tokens)),
-            _ => wanted.min(left),
+            SequenceKind::Score => wanted.min(left),
+            _ if wanted > left => left.min((left / 2).max(limits.block_tokens)),
+            _ => wanted,
         }
     }
 

@@ -125,12 +125,12 @@ impl Scheduler {
         }
     }
 
-    /// Adds a sequence to the waiting queue. Sequences to be scored do not use the prefix cache,
-    /// because they need the logits of every row.
+    /// Adds a sequence to the waiting queue. Sequences that need an output of every
+    /// row do not use the prefix cache.
     pub fn add(&mut self, new: NewSequence<'_>) -> SequenceId {
         let cost = new.tokens.len() + (new.tokens_max - new.tokens.len()).min(EXPECTED_OUTPUT_TOKENS);
         let rank = self.waiting.rank(new.priority, new.tenant, cost as u64);
-        let share = self.limits.prefix_cache && new.kind == SequenceKind::Generate;
+        let share = self.limits.prefix_cache && new.kind.uses_prefix_cache();
         let sequence = Sequence::new(new, rank, &self.groups, self.limits.block_tokens, share);
         let prompt = sequence.prompt_hash();
         let sequence_id = match self.vacant_ids.pop() {
@@ -299,7 +299,7 @@ impl Scheduler {
             if wanted == 0 {
                 continue;
             }
-            if wanted > 1 || sequence.kind == SequenceKind::Score {
+            if wanted > 1 || sequence.kind != SequenceKind::Generate {
                 self.prefills.push(sequence_id);
                 continue;
             }
@@ -375,13 +375,15 @@ impl Scheduler {
     fn add_chunk(&mut self, sequence_id: SequenceId, rows: usize, budget: &mut TokenBudget) {
         let sequence = expect_sequence(&mut self.sequences, sequence_id);
         let outputs = match sequence.kind {
-            SequenceKind::Score => ChunkOutputs::All,
-            SequenceKind::Generate if rows == sequence.remaining() => ChunkOutputs::Last,
-            SequenceKind::Generate => {
-                self.cut_chunks.push(self.plan.chunks.len());
-                ChunkOutputs::None
+            SequenceKind::Score | SequenceKind::EmbedAll => ChunkOutputs::All,
+            SequenceKind::Generate | SequenceKind::EmbedLast if rows == sequence.remaining() => {
+                ChunkOutputs::Last
             }
+            SequenceKind::Generate | SequenceKind::EmbedLast => ChunkOutputs::None,
         };
+        if rows < sequence.remaining() && sequence.kind != SequenceKind::Score {
+            self.cut_chunks.push(self.plan.chunks.len());
+        }
         let cached_blocks = sequence.cache_full_blocks(&mut self.pool, rows);
         let decode = sequence.is_decode();
         budget.spend(sequence.kind, decode, rows);
@@ -514,7 +516,7 @@ impl Scheduler {
             }
             chunk.rows += more;
             chunk.cached_blocks += sequence.cache_full_blocks(&mut self.pool, chunk.rows);
-            if chunk.rows == sequence.remaining() {
+            if chunk.rows == sequence.remaining() && chunk.outputs == ChunkOutputs::None {
                 chunk.outputs = ChunkOutputs::Last;
             }
             self.plan.rows += more;

@@ -17,6 +17,18 @@ pub enum SequenceKind {
     Generate,
     /// The sequence needs the logits of every token, so no row can come from the prefix cache.
     Score,
+    /// The sequence needs an output of its last token, and then ends. It uses the prefix cache, and
+    /// no other sequence is forked from it.
+    EmbedLast,
+    /// The sequence needs an output of every token, so no row can come from the prefix cache.
+    EmbedAll,
+}
+
+impl SequenceKind {
+    /// Whether rows may come from the prefix cache.
+    pub fn uses_prefix_cache(self) -> bool {
+        matches!(self, Self::Generate | Self::EmbedLast)
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,7 +124,8 @@ impl Sequence {
             false => Vec::new(),
         };
         let parent = hashes.last().copied().unwrap_or_else(|| scope.start());
-        let prompt_hash = use_prefix_cache.then(|| parent.next(&tokens[hashes.len() * block_tokens..]));
+        let can_fork = use_prefix_cache && kind == SequenceKind::Generate;
+        let prompt_hash = can_fork.then(|| parent.next(&tokens[hashes.len() * block_tokens..]));
         // The last token is sampled but never computed.
         let most = (tokens_max - 1).next_multiple_of(block_tokens);
         let mut sequence = Self {

@@ -14,7 +14,7 @@ use engine::sample::sampler::Sampler;
 use engine::{
     Engine, EngineConfig, EngineOutput, FinishReason, Request, RequestId, SamplerState, SamplingParams,
 };
-use models::{Model, TakeLogits};
+use models::{Model, OutputKind, TakeOutputs};
 use ops::{Backend, KvLayer, KvTypes, OpError, Reference, Step};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -60,6 +60,27 @@ fn logits(state: u64) -> Vec<f32> {
     (0..VOCAB as u32).map(|token| (chain(state, token + 7777) % 6001) as f32 / 1000.0 - 3.0).collect()
 }
 
+/// Values of a hidden state, and labels of the classifier.
+pub(crate) const STATE_WIDTH: usize = 3;
+pub(crate) const LABELS: usize = 2;
+
+/// The row of an output of this kind.
+fn output_row(kind: OutputKind, state: u64) -> Vec<f32> {
+    let values = |first: u32, count: usize| {
+        (first..).take(count).map(|index| (chain(state, index) % 6001) as f32 / 1000.0 - 3.0).collect()
+    };
+    match kind {
+        OutputKind::Logits => logits(state),
+        OutputKind::HiddenState => values(9000, STATE_WIDTH),
+        OutputKind::Labels => values(9500, LABELS),
+    }
+}
+
+/// The row that the fake model computes for the last of these tokens.
+pub(crate) fn row_of(kind: OutputKind, tokens: &[u32]) -> Vec<f32> {
+    output_row(kind, tokens.iter().fold(0, |state, &token| chain(state, token)))
+}
+
 impl Model<Reference> for FakeModel {
     fn vocab_size(&self) -> usize {
         VOCAB
@@ -91,12 +112,17 @@ impl Model<Reference> for FakeModel {
         Ok(())
     }
 
+    fn output_width(&self, kind: OutputKind) -> usize {
+        output_row(kind, 0).len()
+    }
+
     fn forward(
         &mut self,
         backend: &mut Reference,
         _kv: &mut <Reference as Backend>::Kv,
         step: &Step<'_>,
-        take: &mut TakeLogits<'_, Reference>,
+        kinds: &[OutputKind],
+        take: &mut TakeOutputs<'_, Reference>,
     ) -> Result<(), OpError> {
         if self.fail_after.fetch_sub(1, Ordering::Relaxed) == 0 {
             return Err(OpError::Memory { op: "fake", what: "a failure on purpose", bytes: 1, free: None });
@@ -126,10 +152,17 @@ impl Model<Reference> for FakeModel {
             self.cache.insert(sequence_id(position), (position, state));
             states.push(state);
         }
-        let host: Vec<f32> = step.outputs.iter().flat_map(|&row| logits(states[row as usize])).collect();
-        let mut tensor = backend.tensor(step.outputs.len().max(1), VOCAB)?;
-        backend.write(&mut tensor, step.outputs.len(), &host)?;
-        take(backend, 0..step.outputs.len(), &tensor)
+        let kind_of = |output: usize| kinds.get(output).copied().unwrap_or_default();
+        let outputs: Vec<usize> = (0..step.outputs.len()).collect();
+        for run in outputs.chunk_by(|&a, &b| kind_of(a) == kind_of(b)) {
+            let kind = kind_of(run[0]);
+            let row = |&output: &usize| output_row(kind, states[step.outputs[output] as usize]);
+            let host: Vec<f32> = run.iter().flat_map(row).collect();
+            let mut tensor = backend.tensor(run.len(), self.output_width(kind))?;
+            backend.write(&mut tensor, run.len(), &host)?;
+            take(backend, run[0]..run[0] + run.len(), &tensor)?;
+        }
+        Ok(())
     }
 }
 
@@ -172,6 +205,7 @@ pub(crate) fn id_of(output: &EngineOutput) -> RequestId {
         EngineOutput::Admitted { id, .. }
         | EngineOutput::Logits { id, .. }
         | EngineOutput::Scored { id, .. }
+        | EngineOutput::Embedding { id, .. }
         | EngineOutput::Finished { id, .. } => id,
         EngineOutput::Token(ref token) => token.id,
     }

@@ -11,6 +11,7 @@ mod block_pool;
 mod constraint;
 mod drafters;
 mod drafts;
+mod embeddings;
 mod fake;
 mod interface;
 mod llama_samplers;

@@ -10,7 +10,7 @@ use engine::{
     DraftModel, Engine, EngineConfig, EngineConfigError, EngineStartError, KvBudget, PromptLookup,
     RefuseReason, Request, RequestId,
 };
-use models::{Model, TakeLogits};
+use models::{Model, OutputKind, TakeOutputs};
 use ops::{AttentionSpan, Backend, KvLayer, KvLayout, KvTypes, OpError, Reference, Step};
 use std::collections::HashMap;
 use std::time::Duration;
@@ -78,12 +78,17 @@ impl Model<Reference> for Windows {
         Ok(())
     }
 
+    fn output_width(&self, _: OutputKind) -> usize {
+        VOCAB
+    }
+
     fn forward(
         &mut self,
         backend: &mut Reference,
         _: &mut <Reference as Backend>::Kv,
         step: &Step<'_>,
-        take: &mut TakeLogits<'_, Reference>,
+        _: &[OutputKind],
+        take: &mut TakeOutputs<'_, Reference>,
     ) -> Result<(), OpError> {
         step.check("forward")?;
         let (groups, tokens) = (step.groups(), self.block_tokens);

@@ -5,7 +5,7 @@
 use crate::{ModelDescription, TensorHead, WeightTable};
 use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
-use gguf::Header;
+use gguf::{Header, TensorInfo};
 use ops::{Backend, Weight};
 use quant::DType;
 use std::path::Path;
@@ -21,6 +21,18 @@ impl ModelFile {
         let bytes = Bytes::from(std::fs::read(path).with_context(|| path.display().to_string())?);
         let header = Header::read(&bytes[..], bytes.len() as u64)?;
         Ok(Self { bytes, header })
+    }
+
+    pub fn from_bytes(bytes: Vec<u8>) -> Result<Self> {
+        let header = Header::read(&bytes[..], bytes.len() as u64)?;
+        Ok(Self { bytes: bytes.into(), header })
+    }
+
+    /// The data of one of the header's tensors.
+    pub fn tensor_bytes(&self, tensor: &TensorInfo) -> Result<&[u8]> {
+        let start = self.header.file_offset(tensor) as usize;
+        let data = self.bytes.get(start..start + tensor.bytes as usize);
+        data.with_context(|| format!("tensor {} is cut off", tensor.name))
     }
 
     pub fn header(&self) -> &Header {

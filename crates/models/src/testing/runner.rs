@@ -3,7 +3,7 @@
 //! [`Runner`]: runs sequences through a model, step by step.
 
 use super::ModelFile;
-use crate::{ForwardLimits, Model, build};
+use crate::{ForwardLimits, Model, OutputKind, build};
 use anyhow::Result;
 use bytes::Bytes;
 use ops::{Backend, KvLayout, KvTypes, Step};
@@ -62,6 +62,15 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
         parts: &[(usize, &[u32])],
         wanted: impl Fn(usize) -> bool,
     ) -> Result<Vec<Vec<f32>>> {
+        self.step_of_kinds(parts, |row| wanted(row).then_some(OutputKind::Logits))
+    }
+
+    /// As [`Runner::step`], with an output of this kind for each row that has one.
+    pub fn step_of_kinds(
+        &mut self,
+        parts: &[(usize, &[u32])],
+        kind_of: impl Fn(usize) -> Option<OutputKind>,
+    ) -> Result<Vec<Vec<f32>>> {
         let (mut tokens, mut positions, mut owners, mut kv_slots) = (vec![], vec![], vec![], vec![]);
         for &(index, part) in parts {
             let sequence = &mut self.sequences[index];
@@ -78,7 +87,8 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
         }
         let tables: Vec<&[u32]> =
             self.sequences.iter().flat_map(|sequence| &sequence.tables).map(Vec::as_slice).collect();
-        let outputs: Vec<u32> = (0..tokens.len()).filter(|&row| wanted(row)).map(|row| row as u32).collect();
+        let (outputs, kinds): (Vec<u32>, Vec<OutputKind>) =
+            (0..tokens.len()).filter_map(|row| Some((row as u32, kind_of(row)?))).unzip();
         let step = Step {
             tokens: &tokens,
             positions: &positions,
@@ -87,12 +97,16 @@ impl<B: Backend<Data: From<Bytes>>> Runner<B> {
             tables: &tables,
             outputs: &outputs,
         };
-        let vocab_size = self.model.vocab_size();
-        let mut host = vec![0.0; outputs.len() * vocab_size];
-        self.model.forward(&mut self.backend, &mut self.kv, &step, &mut |backend, run, logits| {
-            backend.read(logits, run.len(), &mut host[run.start * vocab_size..run.end * vocab_size])
+        let widths: Vec<usize> = kinds.iter().map(|&kind| self.model.output_width(kind)).collect();
+        let mut rows = Vec::with_capacity(outputs.len());
+        self.model.forward(&mut self.backend, &mut self.kv, &step, &kinds, &mut |backend, run, values| {
+            let width = widths[run.start];
+            let mut host = vec![0.0; run.len() * width];
+            backend.read(values, run.len(), &mut host)?;
+            rows.extend(host.chunks_exact(width).map(<[f32]>::to_vec));
+            Ok(())
         })?;
-        Ok(host.chunks_exact(vocab_size).map(<[f32]>::to_vec).collect())
+        Ok(rows)
     }
 
     /// Appends `tokens` to the first sequence in one step. Returns the logits of each token's row.

@@ -4,4 +4,5 @@
 
 mod golden;
 mod refusals;
+mod states;
 mod transcripts;

@@ -38,9 +38,9 @@ pub struct Tokenizer {
     pub(super) special: SpecialTokens,
     pub(super) model: TokenizerModel,
     pub(crate) bos: Option<u32>,
-    pub(super) eos: Option<u32>,
+    pub(crate) eos: Option<u32>,
     pub(crate) add_bos: bool,
-    pub(super) add_eos: bool,
+    pub(crate) add_eos: bool,
     pub(super) end_of_generation: Vec<u32>,
     /// `None` if the model cannot fill in the middle.
     pub(crate) middle_tokens: Option<MiddleTokens>,

@@ -7,31 +7,12 @@
 //! | absent or empty | `prompt`, in which names of control tokens become those tokens |
 //! | a text | prefix token, `prompt`, suffix token, `suffix`, middle token; names are plain text |
 
-use serde::Deserialize;
 use text::{EncodeMiddleError, MiddlePrefix};
 
 use crate::generate::CHOICES_MAX;
 use crate::http::error::ApiError;
+use crate::http::prompt_field::{GivenPrompt, PromptField};
 use crate::model::{MiddlePromptError, ServedModel};
-use crate::params::{RequestParamError, token_ids};
-
-#[derive(Debug, Deserialize)]
-#[serde(
-    untagged,
-    expecting = "expected a string, an array of strings, an array of token ids, or an array of such arrays"
-)]
-pub(super) enum PromptField {
-    Text(String),
-    Texts(Vec<String>),
-    Tokens(Vec<i64>),
-    ManyTokens(Vec<Vec<i64>>),
-}
-
-/// A prompt as the client sent it.
-enum GivenPrompt {
-    Text(String),
-    Tokens(Vec<u32>),
-}
 
 #[derive(Debug)]
 pub(super) struct CompletionPrompts {
@@ -45,7 +26,7 @@ pub(super) struct CompletionPrompts {
 impl CompletionPrompts {
     /// Token ids of each prompt and, for `echo`, its text.
     pub(super) fn tokenize(self, model: &ServedModel) -> Result<(Vec<Vec<u32>>, Vec<String>), ApiError> {
-        let given = given_prompts(self.field, model)?;
+        let given = self.field.prompts("prompt", CHOICES_MAX, model.limits())?;
         let mut encoded = Vec::with_capacity(given.len());
         for prompt in &given {
             encoded.push(match self.suffix.as_str() {
@@ -59,24 +40,6 @@ impl CompletionPrompts {
         };
         Ok((encoded, echoes))
     }
-}
-
-fn given_prompts(field: PromptField, model: &ServedModel) -> Result<Vec<GivenPrompt>, ApiError> {
-    let (texts, tokens) = match field {
-        PromptField::Text(text) => (vec![text], vec![]),
-        PromptField::Texts(texts) => (texts, vec![]),
-        PromptField::Tokens(tokens) => (vec![], vec![tokens]),
-        PromptField::ManyTokens(many) => (vec![], many),
-    };
-    let count = texts.len() + tokens.len();
-    if count > CHOICES_MAX {
-        return Err(RequestParamError::TooManyEntries { param: "prompt", count, max: CHOICES_MAX }.into());
-    }
-    let mut given: Vec<GivenPrompt> = texts.into_iter().map(GivenPrompt::Text).collect();
-    for ids in &tokens {
-        given.push(GivenPrompt::Tokens(token_ids("prompt", ids, model.limits())?));
-    }
-    Ok(given)
 }
 
 fn encode(prompt: &GivenPrompt, add_special: bool, model: &ServedModel) -> Result<Vec<u32>, ApiError> {

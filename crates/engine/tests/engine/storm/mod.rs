@@ -353,10 +353,11 @@ impl Storm {
         let tokens: Vec<u32> = (0..len)
             .map(|i| if i < len - own { text * 100 + i as u32 } else { 1000 + self.random.below(50) as u32 })
             .collect();
-        let (kind, tokens_max) = if self.random.one_in(8) {
-            (SequenceKind::Score, len)
-        } else {
-            (SequenceKind::Generate, (len + 1 + self.random.below(30)).min(capacity + 1).max(len + 1))
+        let (kind, tokens_max) = match self.random.below(16) {
+            0 | 1 => (SequenceKind::Score, len),
+            2 => (SequenceKind::EmbedLast, len),
+            3 => (SequenceKind::EmbedAll, len),
+            _ => (SequenceKind::Generate, (len + 1 + self.random.below(30)).min(capacity + 1).max(len + 1)),
         };
         let scope = self.random.below(self.scopes.len());
         let keys = tokens.iter().scan(mix(scope as u64), |key, &token| {
@@ -503,7 +504,7 @@ impl Storm {
             |sequence_id: &SequenceId| plan.chunks.iter().any(|chunk| chunk.sequence_id == *sequence_id);
         let in_progress = |sequence_id: &SequenceId| {
             let sequence = self.scheduler.sequence(*sequence_id).unwrap();
-            sequence.kind == SequenceKind::Generate && sequence.rows_wanted() > 0
+            sequence.kind != SequenceKind::Score && sequence.rows_wanted() > 0
         };
         assert!(!greedy || self.live.keys().filter(|sequence_id| in_progress(sequence_id)).all(has_rows));
         for &ScheduledChunk { sequence_id, start, rows, drafts, outputs, .. } in &plan.chunks {
@@ -524,8 +525,11 @@ impl Storm {
                     score_rows += rows;
                     assert_eq!(outputs, ChunkOutputs::All);
                 }
-                (SequenceKind::Generate, ChunkOutputs::Last) => assert_eq!(end, live.tokens.len()),
-                (SequenceKind::Generate, _) => assert!(end < live.tokens.len()),
+                (SequenceKind::EmbedAll, outputs) => assert_eq!(outputs, ChunkOutputs::All),
+                (SequenceKind::Generate | SequenceKind::EmbedLast, ChunkOutputs::Last) => {
+                    assert_eq!(end, live.tokens.len());
+                }
+                (SequenceKind::Generate | SequenceKind::EmbedLast, _) => assert!(end < live.tokens.len()),
             }
             // The last token is never computed.
             assert!(drafts == 0 || (outputs == ChunkOutputs::Last && end + drafts < live.tokens_max));

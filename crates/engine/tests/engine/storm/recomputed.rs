@@ -9,7 +9,6 @@ use crate::kv::block_key::BlockKey;
 use crate::kv::block_pool::BlockPool;
 use crate::kv::events::{FULL_SNAPSHOT, KvCacheEvent};
 use crate::kv::group::KvGroupKind;
-use crate::schedule::sequence::SequenceKind;
 use crate::schedule::sequence_id::SequenceId;
 use crate::schedule::step_plan::ScheduledChunk;
 use prefix::BlockHash;
@@ -65,7 +64,7 @@ impl Storm {
         let kept = self.cached.kept(self.scheduler.pool());
         for &ScheduledChunk { sequence_id, start, .. } in &self.scheduler.plan().chunks {
             let live = &self.live[&sequence_id];
-            if !live.admitted || live.kind == SequenceKind::Score {
+            if !live.admitted || !live.kind.uses_prefix_cache() {
                 continue;
             }
             let found = start / self.limits.block_tokens;
@@ -123,7 +122,7 @@ impl Storm {
             self.scheduler.plan().chunks.iter().take_while(move |chunk| chunk.sequence_id != sequence_id);
         let chunks = placed.filter(move |chunk| {
             self.limits.prefix_cache
-                && self.live[&chunk.sequence_id].kind == SequenceKind::Generate
+                && self.live[&chunk.sequence_id].kind.uses_prefix_cache()
                 && rank(chunk.sequence_id) < rank(sequence_id)
         });
         // Each key is a hash of all tokens up to it.

@@ -73,7 +73,10 @@ impl Storm {
     pub(super) fn draft(&mut self) {
         let preempted = self.scheduler.plan().preempted;
         let live = &self.live;
-        let may = |sequence_id: SequenceId| !live[&sequence_id].constrained;
+        let may = |sequence_id: SequenceId| {
+            let live = &live[&sequence_id];
+            live.kind == SequenceKind::Generate && !live.constrained
+        };
         let Self { speculation, guesser, backend, scheduler, .. } = self;
         speculation.draft(guesser, backend, scheduler, may).unwrap();
         assert_eq!(self.scheduler.plan().preempted, preempted, "a draft preempts");
@@ -99,7 +102,7 @@ impl Storm {
         for (chunk, drafts) in chunks.iter().zip(&drafts) {
             let sequence = self.scheduler.sequence(chunk.sequence_id).unwrap();
             assert_eq!(sequence.computed(), chunk.start + chunk.rows);
-            if sequence.kind == SequenceKind::Score && sequence.remaining() == 0 {
+            if sequence.kind != SequenceKind::Generate && sequence.remaining() == 0 {
                 self.end(chunk.sequence_id, step);
             } else if chunk.outputs == ChunkOutputs::Last {
                 self.draw(chunk, drafts, step);
