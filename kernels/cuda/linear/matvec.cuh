@@ -86,6 +86,40 @@ __device__ void fill_act_rows(const LinearParams &params, uint8_t *act_rows) {
     }
 }
 
+// Adds the values of each row and token of a batch of row tiles in ascending order of columns, and
+// stores the sums.
+template <int M>
+__device__ void add_values(const LinearParams &params, float *residual, const float *values, int first_tile,
+                           int tiles) {
+    const int col_tiles = params.col_tiles;
+    for (int at = threadIdx.x; at < tiles * TILE_ROWS * M; at += THREADS) {
+        int r = at % TILE_ROWS, m = at / TILE_ROWS % M, tile = at / TILE_ROWS / M;
+        RowTile row_tile = find_row_tile<1>(params, first_tile + tile);
+        int out_row = row_tile.first * TILE_ROWS + r, rows = params.rows[row_tile.matrix];
+        // There is one matrix if there is a residual stream.
+        float *add_to = residual == nullptr || out_row >= rows ? nullptr : residual + m * rows + out_row;
+        float before = add_to == nullptr ? 0.0f : *add_to;
+        const float *from = values + (tile * col_tiles * M + m) * TILE_ROWS + r;
+        float sum = 0;
+#pragma unroll 8
+        for (int col = 0; col < col_tiles; col++) sum += from[col * M * TILE_ROWS];
+        float stored = store_output(params, row_tile.matrix, out_row, m, sum);
+        if (add_to != nullptr) *add_to = before + stored;
+    }
+}
+
+// Multiplies a row of tile `number` of a stage with the activation rows of its columns.
+template <class First, class Second, int M>
+__device__ __forceinline__ void multiply_tile(bool is_first_type, const uint8_t *stage, int number, int row,
+                                              const uint8_t *act_rows, int act_row_stride,
+                                              float (&value)[M]) {
+    if (std::is_same_v<First, Second> || is_first_type) {
+        First::template dot<M>(stage + number * First::TILE_BYTES, row, act_rows, act_row_stride, value);
+    } else {
+        Second::template dot<M>(stage + number * Second::TILE_BYTES, row, act_rows, act_row_stride, value);
+    }
+}
+
 // Multiplies with matrices of `First`, and from matrix `first_of_second` on with those of `Second`.
 // `fill` waits for the previous kernel and fills the activation rows.
 template <class First, class Second, int M, class Fill>
@@ -113,13 +147,14 @@ __device__ void multiply_with(const LinearParams &params, int first_of_second, f
     int tiles = static_cast<int64_t>(blockIdx.x + 1) * total / gridDim.x - first_tile;
     int tile_pairs = tiles * pairs_per_row_tile;
 
-    auto is_first_type = [&](int matrix) {
-        return std::is_same_v<First, Second> || matrix < first_of_second;
+    auto is_first_type = [&](int row_tile) {
+        return std::is_same_v<First, Second> || find_row_tile<1>(params, row_tile).matrix < first_of_second;
     };
     auto load_stage = [&](int tile_pair, int stage) {
         RowTile row_tile = find_row_tile<1>(params, first_tile + tile_pair / pairs_per_row_tile);
         int col = tile_pair % pairs_per_row_tile * TILES_PER_STAGE;
-        int tile_bytes = is_first_type(row_tile.matrix) ? First::TILE_BYTES : Second::TILE_BYTES;
+        bool is_first = std::is_same_v<First, Second> || row_tile.matrix < first_of_second;
+        int tile_bytes = is_first ? First::TILE_BYTES : Second::TILE_BYTES;
         uint32_t bytes = min(TILES_PER_STAGE, col_tiles - col) * tile_bytes;
         const uint8_t *from = params.weights[row_tile.matrix] +
                               (static_cast<size_t>(row_tile.first) * col_tiles + col) * tile_bytes;
@@ -147,18 +182,10 @@ __device__ void multiply_with(const LinearParams &params, int first_of_second, f
             barrier_wait(barriers + stage, phase);
             if (col < col_tiles) {
                 float value[M];
-                auto dot = [&](auto format) {
-                    using Format = decltype(format);
-                    Format::template dot<M>(pipeline + stage * STAGE_BYTES + second * Format::TILE_BYTES, row,
-                                            act_rows + col * ACT_ROW_BYTES, col_tiles * ACT_ROW_BYTES, value);
-                };
-                if constexpr (std::is_same_v<First, Second>) {
-                    dot(First{});
-                } else if (is_first_type(find_row_tile<1>(params, first_tile + batch + tile).matrix)) {
-                    dot(First{});
-                } else {
-                    dot(Second{});
-                }
+                bool is_first = is_first_type(first_tile + batch + tile);
+                multiply_tile<First, Second, M>(is_first, pipeline + stage * STAGE_BYTES, second, row,
+                                                act_rows + col * ACT_ROW_BYTES, col_tiles * ACT_ROW_BYTES,
+                                                value);
 #pragma unroll
                 for (int m = 0; m < M; m++)
                     batch_values[((tile * col_tiles + col) * M + m) * TILE_ROWS + row] = value[m];
@@ -171,20 +198,7 @@ __device__ void multiply_with(const LinearParams &params, int first_of_second, f
         // One barrier per batch is enough for the two buffers. A warp writes to this buffer again
         // only after the next batch's barrier, which every thread reaches after its sums below.
         __syncthreads();
-        for (int at = threadIdx.x; at < (batch_end - batch) * TILE_ROWS * M; at += THREADS) {
-            int r = at % TILE_ROWS, m = at / TILE_ROWS % M, tile = at / TILE_ROWS / M;
-            RowTile row_tile = find_row_tile<1>(params, first_tile + batch + tile);
-            int out_row = row_tile.first * TILE_ROWS + r, rows = params.rows[row_tile.matrix];
-            // There is one matrix if there is a residual stream.
-            float *add_to = residual == nullptr || out_row >= rows ? nullptr : residual + m * rows + out_row;
-            float before = add_to == nullptr ? 0.0f : *add_to;
-            const float *from = batch_values + (tile * col_tiles * M + m) * TILE_ROWS + r;
-            float sum = 0;
-#pragma unroll 8
-            for (int col = 0; col < col_tiles; col++) sum += from[col * M * TILE_ROWS];
-            float stored = store_output(params, row_tile.matrix, out_row, m, sum);
-            if (add_to != nullptr) *add_to = before + stored;
-        }
+        add_values<M>(params, residual, batch_values, first_tile + batch, batch_end - batch);
     }
 }
 

@@ -42,8 +42,8 @@ impl LinearKernels {
     }
 
     /// Computes `norm.out = norm(norm.x)`, quantizes it to `x`, and multiplies that as
-    /// [`Self::launch`] does, also with matrices of two types, one after the other. If rows are too long for the device's shared memory, nothing is
-    /// computed and the result is `false`.
+    /// [`Self::launch`] does, also with matrices of two types, one after the other. If rows are too
+    /// long for the device's shared memory, nothing is computed and the result is `false`.
     pub(super) fn launch_normed(
         &self,
         stream: &Stream,

@@ -292,8 +292,8 @@ impl LinearKernels {
         let act_rows = tokens * shape.col_tiles() * act_row_bytes(x.layout.format);
         let values = 2 * batch * shape.col_tiles() * TILE_ROWS * tokens * 4;
         let rest = act_rows + values + MATVEC_WARPS * PIPELINE_STAGES.1 * BARRIER_BYTES;
-        // A warp has one or two tile pairs of products of two types, and their stages are large: with
-        // one each, two blocks share a multiprocessor.
+        // A warp has one or two tile pairs of products of two types, and their stages are large:
+        // with one each, two blocks share a multiprocessor.
         let is_mixed = products.iter().any(|product| product.shape.dtype() != shape.dtype());
         let least = if is_mixed { 1 } else { PIPELINE_STAGES.0 };
         let (stages, shared_bytes) = self.pipeline(stage_bytes, rest, least)?;
@@ -545,7 +545,10 @@ pub(super) fn matvec_name(dtype: DType, tokens: usize) -> Option<KernelName<Line
 /// The kernel for matrices of `first`, followed by some of `second` if that is another type.
 pub(super) fn norm_matvec_name(first: DType, second: DType) -> Option<KernelName<LinearNormMatvec>> {
     macro_rules! names {
-        ($($dtype:ident = $type:literal),*; $($one:ident = $one_type:literal $other:ident = $other_type:literal),*) => {
+        (
+            $($dtype:ident = $type:literal),*;
+            $($one:ident = $one_type:literal $other:ident = $other_type:literal),*
+        ) => {
             match (first, second) {
                 $((DType::$dtype, DType::$dtype) => {
                     Some(kernel_name!(concat!("linear_", $type), concat!("norm_matvec_", $type)))
@@ -558,7 +561,8 @@ pub(super) fn norm_matvec_name(first: DType, second: DType) -> Option<KernelName
             }
         };
     }
-    // Pairs that llama-quantize writes: its K types have value matrices of more bits in some layers.
+    // Pairs that llama-quantize writes: its K types have value matrices of more bits in some
+    // layers.
     quant_types!(
         names; Q2_K = "q2_k" Q3_K = "q3_k", Q2_K = "q2_k" Q4_K = "q4_k", Q3_K = "q3_k" Q4_K = "q4_k",
         Q3_K = "q3_k" Q5_K = "q5_k", Q4_K = "q4_k" Q5_K = "q5_k", Q4_K = "q4_k" Q6_K = "q6_k",

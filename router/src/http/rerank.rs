@@ -149,8 +149,9 @@ pub(super) async fn score(
     let (queries, documents) = (fields.text_1.into_vec(), fields.text_2.into_vec());
     if queries.len() != 1 && queries.len() != documents.len() {
         let (first, second) = (queries.len(), documents.len());
-        let message =
-            format!("`text_1` has {first} texts and `text_2` has {second}: give one, or as many as `text_2`");
+        let message = format!(
+            "`text_1` has {first} texts and `text_2` has {second}: expected one, or as many as `text_2`"
+        );
         return Err(ApiError::invalid(Some("text_1"), message));
     }
     let pairs = TextPairs { queries, documents };

@@ -109,7 +109,7 @@ impl SupervisorLoop {
             let child = supervised_child(&mut self.children, &name);
             child.start_number += 1;
             // Commands replace the processes that streams depend on, at a moment that an operator
-            // chooses. The monitor serves nobody.
+            // chooses. No stream depends on the monitor.
             let is_old_monitor = child.spec.role == ChildRole::DeviceMonitor && process.executes_other_file();
             child.is_outdated = is_outdated || is_old_monitor;
             let watched = watch_exit(&process, name.clone(), child.start_number, child.checkpoints.clone());
