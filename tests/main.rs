@@ -54,6 +54,8 @@ mod prefix_routing;
 mod process_limits;
 mod quarantine;
 mod reload;
+mod router_instructions;
+mod router_memory;
 mod router_restart;
 mod routing;
 mod shared_weights;

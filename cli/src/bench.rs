@@ -3,6 +3,7 @@
 //! `ballast bench`: measures a fleet from outside, as clients and operators see it.
 
 mod mix;
+mod router_overhead;
 mod serve;
 mod serving_table;
 mod stored_results;
@@ -46,6 +47,8 @@ enum BenchCommand {
     Structured(StructuredArguments),
     /// Requests with a shared prompt prefix against requests without, in turns
     SharedPrefix(SharedPrefixArguments),
+    /// The router's HTTP and gRPC against the worker's own socket, in turns
+    RouterOverhead(router_overhead::RouterOverheadArguments),
 }
 
 #[derive(clap::Args)]
@@ -160,6 +163,7 @@ pub(crate) fn run(arguments: BenchArguments) -> CliResult {
             BenchCommand::Drafts(arguments) => drafts(arguments).await,
             BenchCommand::Structured(arguments) => structured(arguments).await,
             BenchCommand::SharedPrefix(arguments) => shared_prefix(arguments).await,
+            BenchCommand::RouterOverhead(arguments) => router_overhead::router_overhead(arguments).await,
         }
     })
 }

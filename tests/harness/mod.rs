@@ -7,10 +7,12 @@ pub(crate) mod admin;
 pub(crate) mod api;
 pub(crate) mod collector;
 pub(crate) mod http;
+pub(crate) mod lone_router;
 pub(crate) mod proc;
 pub(crate) mod random;
 pub(crate) mod scripted_server;
 pub(crate) mod separate;
+pub(crate) mod stepped_worker;
 pub(crate) mod unusable_worker;
 pub(crate) mod upgrade;
 

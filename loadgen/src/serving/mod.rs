@@ -40,5 +40,6 @@ pub use report_page::report_page;
 pub use result::{PERCENTILES, ServingSettings, date_of_now, result_json};
 pub use result_file::{ResultFileError, StoredRequest, StoredResult};
 pub use sharegpt::{ShareGptError, ShareGptPair, read_sharegpt};
+pub(crate) use sse::SseReader;
 pub use statistics::SortedSample;
 pub use target::{RequestTemplate, ServingBackend};
