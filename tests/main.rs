@@ -58,6 +58,8 @@ mod prefix_routing;
 mod process_limits;
 mod quarantine;
 mod reload;
+mod router_instructions;
+mod router_memory;
 mod router_restart;
 mod routing;
 mod run_command;

@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use proto::weights::v1::Status;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, connect, socket};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 
 use crate::harness::admin::try_weight_server_status;
@@ -134,22 +133,12 @@ fn i3_a_storm_of_weight_servers_disturbs_no_stream_and_ends_within_seconds() {
     fleet.stop();
 }
 
-/// Raises the limit of this process: its children set theirs themselves.
-fn allow_descriptors(count: u64) -> bool {
-    let limit = getrlimit(Resource::Nofile);
-    if limit.current.is_none_or(|current| current >= count) {
-        return true;
-    }
-    limit.maximum.is_none_or(|maximum| maximum >= count)
-        && setrlimit(Resource::Nofile, Rlimit { current: Some(count), maximum: limit.maximum }).is_ok()
-}
-
 #[test]
 fn i7_ten_thousand_connections_are_bounded_and_delay_no_request() {
     const CONNECTIONS: usize = 10_000;
     /// `address-connections-max`, and what the router has open besides.
     const ROUTER_DESCRIPTORS_MAX: usize = 1024 + 100;
-    if !allow_descriptors(CONNECTIONS as u64 + 2000) {
+    if !proc::allow_descriptors(CONNECTIONS as u64 + 2000) {
         crate::harness::report_skipped(format_args!("this process may not open {CONNECTIONS} connections"));
         return;
     }

@@ -4,6 +4,7 @@
 
 mod mix;
 mod progress;
+mod router_overhead;
 mod serve;
 mod serving_table;
 mod stored_results;
@@ -48,6 +49,8 @@ enum BenchCommand {
     Structured(StructuredArguments),
     /// Requests with a shared prompt prefix against requests without, in turns
     SharedPrefix(SharedPrefixArguments),
+    /// The router's HTTP and gRPC against the worker's own socket, in turns
+    RouterOverhead(router_overhead::RouterOverheadArguments),
 }
 
 #[derive(clap::Args)]
@@ -162,6 +165,7 @@ pub(crate) fn run(arguments: BenchArguments) -> CliResult {
             BenchCommand::Drafts(arguments) => drafts(arguments).await,
             BenchCommand::Structured(arguments) => structured(arguments).await,
             BenchCommand::SharedPrefix(arguments) => shared_prefix(arguments).await,
+            BenchCommand::RouterOverhead(arguments) => router_overhead::router_overhead(arguments).await,
         }
     })
 }

@@ -10,6 +10,7 @@ use std::time::Duration;
 use proto::fleet::v1::fleet_client::FleetClient;
 use proto::fleet::v1::{GetStatusRequest, Status as FleetStatus, StopFleetRequest};
 use proto::v1::inference_client::InferenceClient;
+use serde_json::Value;
 use service::RuntimeDir;
 use tonic::transport::Channel;
 
@@ -49,6 +50,7 @@ pub enum FleetError {
 pub struct MeasuredFleet {
     child: Child,
     directory: RuntimeDir,
+    http: String,
 }
 
 impl MeasuredFleet {
@@ -67,14 +69,21 @@ impl MeasuredFleet {
             .spawn()
             .map_err(|source| FleetError::Start { executable: options.executable.clone(), source })?;
         let stdout = child.stdout.take();
-        let fleet = Self { child, directory: RuntimeDir::at(&options.runtime_dir) };
+        let directory = RuntimeDir::at(&options.runtime_dir);
+        let mut fleet = Self { child, directory, http: String::new() };
         let mut line = String::new();
-        let line_bytes = match stdout {
-            Some(stdout) => BufReader::new(stdout).read_line(&mut line).map_err(FleetError::Read)?,
-            None => 0,
-        };
+        if let Some(stdout) = stdout {
+            BufReader::new(stdout).read_line(&mut line).map_err(FleetError::Read)?;
+        }
         // The fleet prints one line of JSON when it serves.
-        if line_bytes == 0 { Err(FleetError::Ended) } else { Ok(fleet) }
+        let ready: Value = serde_json::from_str(&line).map_err(|_| FleetError::Ended)?;
+        fleet.http = ready["http"].as_str().unwrap_or_default().to_owned();
+        Ok(fleet)
+    }
+
+    /// The base URL of the router.
+    pub fn http(&self) -> &str {
+        &self.http
     }
 
     pub fn directory(&self) -> &RuntimeDir {

@@ -15,6 +15,7 @@ mod burst;
 mod drafts;
 mod fleet;
 mod report;
+mod router_overhead;
 pub mod serving;
 mod streams;
 mod structured;
@@ -24,6 +25,9 @@ pub use burst::{PrefixBurst, PrefixBurstReport, compare_prefix_sharing};
 pub use drafts::{DraftError, DraftLoad, DraftReport, compare_drafting};
 pub use fleet::{FleetError, MeasuredFleet, StartOptions};
 pub use report::{LatencySummary, summarize};
+pub use router_overhead::{
+    PathCost, PathSpeed, RouterLoad, RouterOverheadError, RouterOverheadReport, measure_router_overhead,
+};
 pub use streams::{StreamLoad, StreamLoadError, StreamLoadReport, received_tokens, run_load};
 pub use structured::{DecodeSpeed, StructuredReport, compare_structured_output};
 pub use worker_startup::{

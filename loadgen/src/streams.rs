@@ -50,6 +50,12 @@ pub enum StreamLoadError {
     Count { stream: u32, found: usize, expected: u32 },
     #[error("stream {stream} ended without its last frame")]
     Unfinished { stream: u32 },
+    #[error("stream {stream} over HTTP failed")]
+    Http { stream: u32, source: reqwest::Error },
+    #[error("stream {stream} was answered with HTTP {status}: {text}")]
+    Status { stream: u32, status: u16, text: String },
+    #[error("stream {stream} has an event that is no chunk of a completion")]
+    Event { stream: u32 },
 }
 
 /// The prompt of one stream.
@@ -83,8 +89,16 @@ pub(crate) async fn run_prompts(
     let streams = (0..).zip(prompts);
     let streams = streams.map(|(stream, prompt)| run_stream(client.clone(), stream, prompt, load));
     let streams = try_join_all(streams).await?;
-    let total_s = start.elapsed().as_secs_f64();
+    Ok(summarize_streams(load, start.elapsed(), &streams))
+}
 
+/// The figures of streams that ran together for `total`.
+pub(crate) fn summarize_streams(
+    load: StreamLoad,
+    total: Duration,
+    streams: &[TimedStream],
+) -> StreamLoadReport {
+    let total_s = total.as_secs_f64();
     let milliseconds = |time: Duration| time.as_secs_f64() * 1e3;
     let first_tokens = streams.iter().filter_map(|s| Some(milliseconds(*s.tokens_at.first()?))).collect();
     let gaps = streams
@@ -93,7 +107,7 @@ pub(crate) async fn run_prompts(
         .collect();
     let rates: Vec<f64> = streams.iter().filter_map(TimedStream::decode_rate).collect();
     let count: usize = streams.iter().map(|stream| stream.tokens_at.len()).sum();
-    Ok(StreamLoadReport {
+    StreamLoadReport {
         load,
         total_s,
         tokens_per_s: count as f64 / total_s,
@@ -101,7 +115,7 @@ pub(crate) async fn run_prompts(
         first_token: summarize(first_tokens),
         inter_token: summarize(gaps),
         resumes: streams.iter().map(|stream| stream.resumes).sum(),
-    })
+    }
 }
 
 /// Random token ids. Prompts differ in their first tokens, so they share no prefix cache entries.
@@ -128,13 +142,32 @@ pub fn received_tokens() -> u64 {
     RECEIVED_TOKENS.load(Ordering::Relaxed)
 }
 
-struct TimedStream {
+pub(crate) struct TimedStream {
     /// Time of each token since the request of its stream.
-    tokens_at: Vec<Duration>,
+    pub(crate) tokens_at: Vec<Duration>,
     resumes: u32,
+    /// Its last frame came.
+    pub(crate) is_finished: bool,
 }
 
 impl TimedStream {
+    pub(crate) fn new(tokens: u32) -> Self {
+        Self { tokens_at: Vec::with_capacity(tokens as usize), resumes: 0, is_finished: false }
+    }
+
+    pub(crate) fn add(&mut self, tokens: usize, at: Duration) {
+        self.tokens_at.extend(std::iter::repeat_n(at, tokens));
+    }
+
+    /// The stream, if it is whole.
+    pub(crate) fn check(self, stream: u32, expected: u32) -> Result<Self, StreamLoadError> {
+        match self.tokens_at.len() {
+            _ if !self.is_finished => Err(StreamLoadError::Unfinished { stream }),
+            found if found != expected as usize => Err(StreamLoadError::Count { stream, found, expected }),
+            _ => Ok(self),
+        }
+    }
+
     fn decode_rate(&self) -> Option<f64> {
         let (first, last) = (self.tokens_at.first()?, self.tokens_at.last()?);
         let seconds = (*last - *first).as_secs_f64();
@@ -142,7 +175,7 @@ impl TimedStream {
     }
 }
 
-async fn run_stream(
+pub(crate) async fn run_stream(
     mut client: InferenceClient<Channel>,
     stream: u32,
     prompt: LoadPrompt,
@@ -163,27 +196,21 @@ async fn run_stream(
     };
     let start = Instant::now();
     let mut frames = client.generate(request).await.map_err(failed)?.into_inner();
-    let mut timed = TimedStream { tokens_at: Vec::with_capacity(tokens as usize), resumes: 0 };
-    let mut finished = false;
+    let mut timed = TimedStream::new(tokens);
     while let Some(frame) = frames.message().await.map_err(failed)? {
         match frame.frame {
             Some(generate_frame::Frame::Delta(delta)) => {
-                let at = start.elapsed();
                 count_received(delta.tokens.len());
-                timed.tokens_at.extend(delta.tokens.iter().map(|_| at));
+                timed.add(delta.tokens.len(), start.elapsed());
             }
             Some(generate_frame::Frame::Finished(end)) => {
                 timed.resumes = end.usage.map_or(0, |usage| usage.resumes);
-                finished = true;
+                timed.is_finished = true;
             }
             Some(generate_frame::Frame::Started(_)) | None => {}
         }
     }
-    match timed.tokens_at.len() {
-        _ if !finished => Err(StreamLoadError::Unfinished { stream }),
-        found if found != tokens as usize => Err(StreamLoadError::Count { stream, found, expected: tokens }),
-        _ => Ok(timed),
-    }
+    timed.check(stream, tokens)
 }
 
 #[cfg(test)]
@@ -203,8 +230,9 @@ mod tests {
     #[test]
     fn the_first_token_is_not_part_of_the_decode_rate() {
         let at = |ms: u64| Duration::from_millis(ms);
-        let timed = TimedStream { tokens_at: vec![at(900), at(1000), at(1100)], resumes: 0 };
-        assert_eq!(timed.decode_rate(), Some(10.0));
-        assert_eq!(TimedStream { tokens_at: vec![at(5)], resumes: 0 }.decode_rate(), None);
+        let rate =
+            |times: Vec<Duration>| TimedStream { tokens_at: times, ..TimedStream::new(0) }.decode_rate();
+        assert_eq!(rate(vec![at(900), at(1000), at(1100)]), Some(10.0));
+        assert_eq!(rate(vec![at(5)]), None);
     }
 }

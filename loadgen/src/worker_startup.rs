@@ -71,9 +71,17 @@ pub(crate) async fn worker_stats(fleet: &MeasuredFleet) -> Result<Vec<wire::Stat
 
 /// Vocabulary size of the served model.
 pub async fn vocabulary_size(fleet: &MeasuredFleet) -> Result<u32, WorkerStartupError> {
+    Ok(first_worker(fleet).await?.1.vocabulary)
+}
+
+/// A client of the first worker's socket, and what the worker serves.
+pub(crate) async fn first_worker(
+    fleet: &MeasuredFleet,
+) -> Result<(WorkerClient<Channel>, wire::WorkerDescription), WorkerStartupError> {
     let (_, socket) = workers(fleet).await?.into_iter().next().ok_or(WorkerStartupError::NoWorker)?;
-    let description = describe(&mut connect(&socket).await).await.map_err(call_error("GetMetadata"))?;
-    Ok(description.vocabulary)
+    let mut client = connect(&socket).await;
+    let description = describe(&mut client).await.map_err(call_error("GetMetadata"))?;
+    Ok((client, description))
 }
 
 /// Adds a worker to the running fleet.

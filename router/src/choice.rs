@@ -17,7 +17,7 @@ use crate::access_control::KeyedRequest;
 use crate::admission_control::StreamPermits;
 use crate::dispatch::{Dispatcher, OpenStream};
 use crate::failover::{ChoiceError, ChoiceProgress, FailoverAction, SPREAD_WAIT, StreamLoss, resume_wait};
-use crate::metrics;
+use crate::metrics::{self, TokenMetrics};
 use crate::model::ServedModel;
 use crate::quarantine::LossVerdict;
 use crate::text_stream::TextStream;
@@ -104,6 +104,7 @@ impl ChoiceTask {
             cached_tokens: 0,
             time_to_first_token: None,
             last_token_at: None,
+            token_metrics: TokenMetrics::of_model(model.name()),
             task: self,
         };
         // Notices a client that disconnects, also while the worker computes a long prefill.
@@ -158,12 +159,28 @@ struct RunningChoice {
     cached_tokens: u32,
     time_to_first_token: Option<Duration>,
     last_token_at: Option<Instant>,
+    token_metrics: TokenMetrics,
 }
 
 impl RunningChoice {
     async fn run(&mut self, mut stream: OpenStream) -> Result<ChoiceOutcome, ChoiceError> {
+        let deadline = self.task.deadline;
+        // One timer for the choice, not one for each frame. A worker ends the stream itself at the
+        // deadline. This timer is for a worker that hangs.
+        let late = async move {
+            match deadline {
+                Some(deadline) => tokio::time::sleep_until(deadline + DEADLINE_SLACK).await,
+                None => std::future::pending().await,
+            }
+        };
+        let mut late = std::pin::pin!(late);
         loop {
-            let loss = match self.next_frame(&mut stream).await {
+            let frame = tokio::select! {
+                biased;
+                frame = next_frame(&mut stream) => frame,
+                () = &mut late => Err(StreamLoss::DeadlineExceeded),
+            };
+            let loss = match frame {
                 Ok(frame) => {
                     if matches!(frame, WorkerFrame::Tokens { .. }) {
                         stream.placed.end_prefill();
@@ -229,28 +246,6 @@ impl RunningChoice {
         Ok(stream)
     }
 
-    async fn next_frame(&self, stream: &mut OpenStream) -> Result<WorkerFrame, StreamLoss> {
-        let late = async {
-            match self.task.deadline {
-                // A worker ends the stream itself at the deadline. This timer is for a worker that
-                // hangs.
-                Some(deadline) => tokio::time::sleep_until(deadline + DEADLINE_SLACK).await,
-                None => std::future::pending().await,
-            }
-        };
-        tokio::select! {
-            message = stream.frames.message() => match message {
-                Ok(Some(frame)) => WorkerFrame::try_from(frame)
-                    .map_err(|violation| StreamLoss::WorkerError { detail: violation.to_string() }),
-                Ok(None) => {
-                    Err(StreamLoss::WorkerDied { detail: "its stream ended without `finished`".to_owned() })
-                }
-                Err(status) => Err(stream_loss(status)),
-            },
-            () = late => Err(StreamLoss::DeadlineExceeded),
-        }
-    }
-
     /// Passes a frame on to the client. Returns `Some` if the choice is at its end.
     async fn handle_frame(&mut self, frame: WorkerFrame) -> Result<Option<FinishCause>, ChoiceError> {
         match frame {
@@ -283,7 +278,7 @@ impl RunningChoice {
         ids.truncate(pushed.consumed_tokens);
         logprobs.truncate(pushed.consumed_tokens);
         self.progress.append(&ids, sampler_state)?;
-        metrics::record_output_tokens(self.task.model.name(), ids.len());
+        self.token_metrics.record_output_tokens(ids.len());
         if let Some(usage) = &mut self.task.usage {
             usage.output_tokens = self.progress.output().len();
             usage.first_token = self.time_to_first_token;
@@ -293,14 +288,14 @@ impl RunningChoice {
     }
 
     fn record_latency(&mut self) {
-        let (now, model) = (Instant::now(), self.task.model.name());
+        let now = Instant::now();
         match self.last_token_at.replace(now) {
             None => {
                 let since_arrival = now - self.task.arrived;
                 self.time_to_first_token = Some(since_arrival);
-                metrics::record_time_to_first_token(model, since_arrival);
+                metrics::record_time_to_first_token(self.task.model.name(), since_arrival);
             }
-            Some(last) => metrics::record_inter_token_latency(model, now - last),
+            Some(last) => self.token_metrics.record_inter_token_latency(now - last),
         }
     }
 
@@ -332,5 +327,14 @@ impl RunningChoice {
             Ok(_) => Ok(()),
             Err(_) => Err(ChoiceError::SlowClient),
         }
+    }
+}
+
+async fn next_frame(stream: &mut OpenStream) -> Result<WorkerFrame, StreamLoss> {
+    match stream.frames.message().await {
+        Ok(Some(frame)) => WorkerFrame::try_from(frame)
+            .map_err(|violation| StreamLoss::WorkerError { detail: violation.to_string() }),
+        Ok(None) => Err(StreamLoss::WorkerDied { detail: "its stream ended without `finished`".to_owned() }),
+        Err(status) => Err(stream_loss(status)),
     }
 }

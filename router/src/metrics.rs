@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use metrics::{counter, gauge, histogram};
+use metrics::{Counter, Histogram, counter, gauge, histogram};
 
 use crate::admission::PriorityClass;
 use crate::routing::StreamPlacement;
@@ -14,16 +14,32 @@ pub(crate) fn record_prompt_tokens(model: &str, tokens: usize) {
     counter!("ballast:prompt_tokens_total", "model_name" => model.to_owned()).increment(tokens as u64);
 }
 
-pub(crate) fn record_output_tokens(model: &str, tokens: usize) {
-    counter!("ballast:generation_tokens_total", "model_name" => model.to_owned()).increment(tokens as u64);
+/// What a choice records for each token. The metrics are looked up once for each choice.
+pub(crate) struct TokenMetrics {
+    output_tokens: Counter,
+    inter_token_latency: Histogram,
+}
+
+impl TokenMetrics {
+    pub(crate) fn of_model(model: &str) -> Self {
+        let model = model.to_owned();
+        Self {
+            output_tokens: counter!("ballast:generation_tokens_total", "model_name" => model.clone()),
+            inter_token_latency: histogram!("ballast:inter_token_latency_seconds", "model_name" => model),
+        }
+    }
+
+    pub(crate) fn record_output_tokens(&self, tokens: usize) {
+        self.output_tokens.increment(tokens as u64);
+    }
+
+    pub(crate) fn record_inter_token_latency(&self, latency: Duration) {
+        self.inter_token_latency.record(latency);
+    }
 }
 
 pub(crate) fn record_time_to_first_token(model: &str, since_arrival: Duration) {
     histogram!("ballast:time_to_first_token_seconds", "model_name" => model.to_owned()).record(since_arrival);
-}
-
-pub(crate) fn record_inter_token_latency(model: &str, latency: Duration) {
-    histogram!("ballast:inter_token_latency_seconds", "model_name" => model.to_owned()).record(latency);
 }
 
 pub(crate) fn record_placement(model: &str, placement: &StreamPlacement) {

@@ -7,6 +7,8 @@ use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 use std::time::Duration;
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
 /// How /proc names memfds.
 const MEMFD: &str = "/memfd:";
 
@@ -81,8 +83,17 @@ pub(crate) fn mappings(pid: u32) -> Vec<SmapsEntry> {
 
 /// Memory of a process that is not swapped out, in bytes.
 pub(crate) fn resident_bytes(pid: u32) -> u64 {
+    status_bytes(pid, "VmRSS:")
+}
+
+/// The most memory of a process so far that was not swapped out, in bytes.
+pub(crate) fn peak_resident_bytes(pid: u32) -> u64 {
+    status_bytes(pid, "VmHWM:")
+}
+
+fn status_bytes(pid: u32, name: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+    let line = status.lines().find(|line| line.starts_with(name)).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 1024
 }
 
@@ -175,4 +186,15 @@ pub(crate) fn descendants(root: u32) -> Vec<u32> {
         }
     }
     found.split_off(1)
+}
+
+/// Raises the limit of this process. Its children inherit it, or set theirs themselves. Returns
+/// false if that is not allowed.
+pub(crate) fn allow_descriptors(count: u64) -> bool {
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current.is_none_or(|current| current >= count) {
+        return true;
+    }
+    limit.maximum.is_none_or(|maximum| maximum >= count)
+        && setrlimit(Resource::Nofile, Rlimit { current: Some(count), maximum: limit.maximum }).is_ok()
 }

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use chat_output::{ChatEvent, OutputParser, OutputSyntax, ToolFormat};
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::response::{ChoiceFormat, stop_reason};
@@ -44,6 +45,39 @@ struct ReplyChoice {
     /// What a whole reply is made of.
     events: Vec<ChatEvent>,
     calls: usize,
+}
+
+/// A choice in a chunk.
+#[derive(Serialize)]
+pub(super) struct ChunkEntry {
+    index: u32,
+    delta: ChatDelta,
+    logprobs: Value,
+    finish_reason: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<Vec<u32>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stop_reason: Option<Value>,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum ChatDelta {
+    Text { content: String },
+    Reasoning { reasoning_content: String },
+    Other(Value),
+}
+
+/// A choice in a whole reply.
+#[derive(Serialize)]
+pub(super) struct WholeEntry {
+    index: u32,
+    message: Value,
+    logprobs: Value,
+    finish_reason: &'static str,
+    stop_reason: Value,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<Vec<u32>>,
 }
 
 /// How calls are written.
@@ -115,28 +149,31 @@ impl ChatReply {
     }
 
     /// The `delta` of each chunk that the events become.
-    fn deltas(&mut self, choice: u32, events: Vec<ChatEvent>) -> Vec<Value> {
+    fn deltas(&mut self, choice: u32, events: Vec<ChatEvent>) -> Vec<ChatDelta> {
         let writer = self.calls;
         let with_reasoning = self.fields.with_reasoning;
         let choice = &mut self.choices[choice as usize];
         let delta = |event| match event {
-            ChatEvent::Text(text) => Some(json!({"content": text})),
-            ChatEvent::Reasoning(text) => with_reasoning.then(|| json!({"reasoning_content": text})),
+            ChatEvent::Text(content) => Some(ChatDelta::Text { content }),
+            ChatEvent::Reasoning(reasoning_content) => {
+                with_reasoning.then_some(ChatDelta::Reasoning { reasoning_content })
+            }
             ChatEvent::CallStarted { index, id, name } => {
                 let call = writer.call(index, id, &name)?;
                 choice.calls += 1;
-                Some(json!({"tool_calls": [call]}))
+                Some(ChatDelta::Other(json!({"tool_calls": [call]})))
             }
-            ChatEvent::Arguments { index, json } => writer
-                .writes(index)
-                .then(|| json!({"tool_calls": [{"index": index, "function": {"arguments": json}}]})),
+            ChatEvent::Arguments { index, json } => writer.writes(index).then(|| {
+                ChatDelta::Other(json!({"tool_calls": [{"index": index, "function": {"arguments": json}}]}))
+            }),
             ChatEvent::CallEnded { .. } => None,
         };
         events.into_iter().filter_map(delta).collect()
     }
 
-    fn chunk(&self, choice: u32, delta: Value) -> Value {
-        json!({"index": choice, "delta": delta, "logprobs": null, "finish_reason": null})
+    fn chunk(index: u32, delta: ChatDelta) -> ChunkEntry {
+        let logprobs = Value::Null;
+        ChunkEntry { index, delta, logprobs, finish_reason: None, token_ids: None, stop_reason: None }
     }
 
     fn finish_reason(&self, calls: usize, finish: &FinishCause) -> &'static str {
@@ -228,38 +265,41 @@ impl CallWriter {
 }
 
 impl ChoiceFormat for ChatReply {
-    fn first_entry(&mut self, choice: u32) -> Option<Value> {
-        Some(self.chunk(choice, json!({"role": "assistant", "content": ""})))
+    type ChunkEntry = ChunkEntry;
+    type WholeEntry = WholeEntry;
+
+    fn first_entry(&mut self, choice: u32) -> Option<ChunkEntry> {
+        Some(Self::chunk(choice, ChatDelta::Other(json!({"role": "assistant", "content": ""}))))
     }
 
-    fn delta_entries(&mut self, delta: OutputDelta) -> Vec<Value> {
-        let logprobs = self.logprobs(&delta);
-        let has_details = self.fields.with_token_ids || !logprobs.is_null();
-        let deltas = match self.push(delta.choice, delta.tokens.len(), &delta.text) {
-            Some(events) => self.deltas(delta.choice, events),
-            None => vec![json!({"content": delta.text})],
+    fn delta_entries(&mut self, delta: OutputDelta, mut write: impl FnMut(&ChunkEntry)) {
+        let choice = delta.choice;
+        let mut logprobs = self.logprobs(&delta);
+        let mut token_ids = self.fields.with_token_ids.then(|| delta.tokens.clone());
+        let mut deltas = match self.push(choice, delta.tokens.len(), &delta.text) {
+            Some(events) => self.deltas(choice, events),
+            None => vec![ChatDelta::Text { content: delta.text }],
         };
-        let mut entries: Vec<Value> = deltas.into_iter().map(|it| self.chunk(delta.choice, it)).collect();
-        if entries.is_empty() && has_details {
-            entries.push(self.chunk(delta.choice, json!({})));
+        if deltas.is_empty() && (token_ids.is_some() || !logprobs.is_null()) {
+            deltas.push(ChatDelta::Other(json!({})));
         }
-        if let Some(first) = entries.first_mut() {
-            first["logprobs"] = logprobs;
-            if self.fields.with_token_ids {
-                first["token_ids"] = json!(delta.tokens);
-            }
+        // Log probabilities and ids are in the first chunk.
+        for delta in deltas {
+            let (logprobs, token_ids) = (std::mem::take(&mut logprobs), token_ids.take());
+            write(&ChunkEntry { logprobs, token_ids, ..Self::chunk(choice, delta) });
         }
-        entries
     }
 
-    fn last_entries(&mut self, choice: u32, finish: &FinishCause) -> Vec<Value> {
+    fn last_entries(&mut self, choice: u32, finish: &FinishCause) -> Vec<ChunkEntry> {
         let rest = self.choices[choice as usize].parser.take().map(OutputParser::finish).unwrap_or_default();
         let deltas = self.deltas(choice, rest);
-        let mut entries: Vec<Value> = deltas.into_iter().map(|delta| self.chunk(choice, delta)).collect();
-        let mut last = self.chunk(choice, json!({}));
-        last["finish_reason"] = json!(self.finish_reason(self.choices[choice as usize].calls, finish));
-        last["stop_reason"] = stop_reason(finish);
-        entries.push(last);
+        let mut entries: Vec<ChunkEntry> =
+            deltas.into_iter().map(|delta| Self::chunk(choice, delta)).collect();
+        entries.push(ChunkEntry {
+            finish_reason: Some(self.finish_reason(self.choices[choice as usize].calls, finish)),
+            stop_reason: Some(stop_reason(finish)),
+            ..Self::chunk(choice, ChatDelta::Other(json!({})))
+        });
         entries
     }
 
@@ -269,34 +309,30 @@ impl ChoiceFormat for ChatReply {
         }
     }
 
-    fn whole_entry(&mut self, delta: OutputDelta, finish: &FinishCause) -> Value {
+    fn whole_entry(&mut self, delta: OutputDelta, finish: &FinishCause) -> WholeEntry {
         let logprobs = self.logprobs(&delta);
         let (message, calls) = self.message(delta.choice, delta.text);
-        let mut entry = json!({
-            "index": delta.choice,
-            "message": message,
-            "logprobs": logprobs,
-            "finish_reason": self.finish_reason(calls, finish),
-            "stop_reason": stop_reason(finish),
-        });
-        if self.fields.with_token_ids {
-            entry["token_ids"] = json!(delta.tokens);
+        WholeEntry {
+            index: delta.choice,
+            message,
+            logprobs,
+            finish_reason: self.finish_reason(calls, finish),
+            stop_reason: stop_reason(finish),
+            token_ids: self.fields.with_token_ids.then_some(delta.tokens),
         }
-        entry
     }
 
     fn reasoning_tokens(&self) -> Option<u64> {
         self.reasoning_tokens
     }
 
-    fn envelope(&self, choices: Vec<Value>, streaming: bool) -> Value {
+    fn envelope(&self, streaming: bool) -> Value {
         let mut value = json!({
             "id": self.fields.id,
             "object": if streaming { "chat.completion.chunk" } else { "chat.completion" },
             "created": self.fields.created,
             "model": self.model.name(),
             "system_fingerprint": self.model.system_fingerprint(),
-            "choices": choices,
         });
         if self.fields.with_token_ids && !streaming {
             value["prompt_token_ids"] = json!(self.prompt_token_ids);

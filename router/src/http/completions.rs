@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use axum::extract::State;
 use axum::response::Response;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::error::ApiError;
@@ -177,6 +177,22 @@ struct CompletionFormat {
     echoes: Vec<String>,
 }
 
+/// A choice in a response or a chunk.
+#[derive(Serialize)]
+pub(super) struct CompletionEntry {
+    index: u32,
+    text: String,
+    logprobs: Value,
+    finish_reason: Option<&'static str>,
+    stop_reason: Value,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<Vec<u32>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<Vec<u32>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<Value>,
+}
+
 /// A token with its log probability. The first token of a prompt and a stop token have none.
 type TokenEntry<'a> = (u32, Option<&'a Logprob>);
 
@@ -186,38 +202,45 @@ impl CompletionFormat {
     }
 
     /// `begins`: the output begins with this entry, after the prompt.
-    fn entry(&mut self, mut delta: OutputDelta, begins: bool, finish: Option<&FinishCause>) -> Value {
+    fn entry(
+        &mut self,
+        mut delta: OutputDelta,
+        begins: bool,
+        finish: Option<&FinishCause>,
+    ) -> CompletionEntry {
         let logprobs = match self.with_logprobs {
             true => self.logprobs(&delta, begins, finish),
             false => Value::Null,
         };
         let echo = self.echoes.get(self.prompt_of(delta.choice)).filter(|_| begins);
-        delta.text.insert_str(0, echo.map_or("", String::as_str));
-        let mut entry = json!({
-            "index": delta.choice,
-            "text": delta.text,
-            "logprobs": logprobs,
-            "finish_reason": finish.map(FinishCause::reason),
-            "stop_reason": finish.map(stop_reason),
-        });
-        if self.with_token_ids {
-            entry["token_ids"] = json!(delta.tokens);
+        if let Some(echo) = echo {
+            delta.text.insert_str(0, echo);
         }
+        let mut entry = CompletionEntry {
+            index: delta.choice,
+            text: delta.text,
+            logprobs,
+            finish_reason: finish.map(FinishCause::reason),
+            stop_reason: finish.map_or(Value::Null, stop_reason),
+            token_ids: self.with_token_ids.then_some(delta.tokens),
+            prompt_token_ids: None,
+            prompt_logprobs: None,
+        };
         if begins {
-            self.add_prompt(delta.choice, &mut entry);
+            self.add_prompt(&mut entry);
         }
         entry
     }
 
     /// What an entry says of its prompt.
-    fn add_prompt(&self, choice: u32, entry: &mut Value) {
-        let prompt = self.prompt_of(choice);
+    fn add_prompt(&self, entry: &mut CompletionEntry) {
+        let prompt = self.prompt_of(entry.index);
         if self.with_token_ids {
-            entry["prompt_token_ids"] = json!(self.prompts[prompt]);
+            entry.prompt_token_ids = Some(self.prompts[prompt].clone());
         }
         if let (Some(scored), Some(top)) = (&self.scored, self.prompt_logprobs) {
-            entry["prompt_logprobs"] =
-                prompt_logprobs(self.names(), &self.prompts[prompt], &scored.prompts[prompt], top as usize);
+            let (tokens, scores) = (&self.prompts[prompt], &scored.prompts[prompt]);
+            entry.prompt_logprobs = Some(prompt_logprobs(self.names(), tokens, scores, top as usize));
         }
     }
 
@@ -285,7 +308,10 @@ fn top_logprobs(names: TokenNames<'_>, id: u32, entry: &Logprob, top_max: usize)
 }
 
 impl ChoiceFormat for CompletionFormat {
-    fn first_entry(&mut self, choice: u32) -> Option<Value> {
+    type ChunkEntry = CompletionEntry;
+    type WholeEntry = CompletionEntry;
+
+    fn first_entry(&mut self, choice: u32) -> Option<CompletionEntry> {
         if self.echoes.is_empty() && !self.with_token_ids {
             return None;
         }
@@ -293,31 +319,30 @@ impl ChoiceFormat for CompletionFormat {
         Some(self.entry(nothing, true, None))
     }
 
-    fn delta_entries(&mut self, delta: OutputDelta) -> Vec<Value> {
-        vec![self.entry(delta, false, None)]
+    fn delta_entries(&mut self, delta: OutputDelta, mut write: impl FnMut(&CompletionEntry)) {
+        write(&self.entry(delta, false, None));
     }
 
-    fn last_entries(&mut self, choice: u32, finish: &FinishCause) -> Vec<Value> {
+    fn last_entries(&mut self, choice: u32, finish: &FinishCause) -> Vec<CompletionEntry> {
         let nothing = OutputDelta { choice, ..OutputDelta::default() };
         let mut entry = self.entry(nothing, false, Some(finish));
         if self.echoed_stop(Some(finish)).is_none() {
-            entry["logprobs"] = Value::Null;
+            entry.logprobs = Value::Null;
         }
         vec![entry]
     }
 
-    fn whole_entry(&mut self, delta: OutputDelta, finish: &FinishCause) -> Value {
+    fn whole_entry(&mut self, delta: OutputDelta, finish: &FinishCause) -> CompletionEntry {
         self.entry(delta, true, Some(finish))
     }
 
-    fn envelope(&self, choices: Vec<Value>, _streaming: bool) -> Value {
+    fn envelope(&self, _streaming: bool) -> Value {
         json!({
             "id": self.id,
             "object": "text_completion",
             "created": self.created,
             "model": self.model.name(),
             "system_fingerprint": self.model.system_fingerprint(),
-            "choices": choices,
         })
     }
 }

@@ -11,6 +11,7 @@ mod fields;
 mod fleet_picture;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod keep_alive;
 mod message_writer;
 mod messages;
 mod messages_input;

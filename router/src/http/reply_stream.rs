@@ -14,12 +14,12 @@ use axum::response::{IntoResponse, Response};
 use chat_output::{ChatEvent, OutputParser};
 use futures::stream;
 use serde_json::Value;
-use tokio::sync::mpsc;
 
 use super::chat::StartedChat;
 use super::chat_reply::CallWriter;
 use super::error::ApiError;
-use super::response::{KEEP_ALIVE_INTERVAL, event_stream};
+use super::keep_alive::{KEEP_ALIVE_COMMENT, PacedEvents};
+use super::response::event_stream;
 use crate::choice::{ChoiceEvent, ChoiceOutcome, FinishCause, OutputDelta};
 
 /// A part of a reply.
@@ -118,7 +118,7 @@ impl ReplyReader {
 pub(super) struct RunningReply<W> {
     writer: W,
     reader: ReplyReader,
-    events: mpsc::Receiver<ChoiceEvent>,
+    events: PacedEvents,
     out: NamedEvents,
     has_begun: bool,
     is_over: bool,
@@ -135,7 +135,8 @@ impl<W: ReplyWriter> RunningReply<W> {
             usage: ReplyUsage { prompt_tokens, ..ReplyUsage::default() },
         };
         let out = NamedEvents::default();
-        Self { writer, reader, events: chat.events, out, has_begun: false, is_over: false }
+        let events = PacedEvents::new(chat.events);
+        Self { writer, reader, events, out, has_begun: false, is_over: false }
     }
 
     pub(super) async fn respond(mut self, stream: bool) -> Result<Response, ApiError> {
@@ -162,14 +163,14 @@ impl<W: ReplyWriter> RunningReply<W> {
             if self.is_over {
                 return None;
             }
-            match tokio::time::timeout(KEEP_ALIVE_INTERVAL, self.events.recv()).await {
-                Ok(event) => {
+            match self.events.next().await {
+                Some(event) => {
                     if let Err(error) = self.handle(event) {
                         self.is_over = true;
                         self.writer.fail(&error, &mut self.out);
                     }
                 }
-                Err(_) => return Some(Bytes::from_static(b": keep-alive\n\n")),
+                None => return Some(Bytes::from_static(KEEP_ALIVE_COMMENT)),
             }
         }
         Some(std::mem::take(&mut self.out.bytes).into())

@@ -14,43 +14,58 @@ use axum::body::{Body, Bytes};
 use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use futures::stream;
+use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
 use super::error::ApiError;
 use super::fields::ResponseOptions;
+use super::keep_alive::{KEEP_ALIVE_COMMENT, PacedEvents};
 use crate::choice::{ChoiceEvent, ChoiceOutcome, FinishCause, OutputDelta};
 use crate::generate::GenerationRequest;
 
-/// Proxies close connections after some tens of seconds without data. A long prefill takes longer.
-pub(super) const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// Maximum number of ready events that one write sends.
 const EVENTS_PER_WRITE_MAX: usize = 64;
 
 /// How an endpoint writes choices. Implemented by chat and by text completions.
 pub(crate) trait ChoiceFormat: Send + 'static {
+    /// One entry of `choices` in a chunk. There is one for each token, so it is written without a
+    /// JSON value of its own.
+    type ChunkEntry: Serialize;
+    /// One entry of `choices` in a whole response.
+    type WholeEntry: Serialize;
+
     /// The first chunk entry of a choice, if the endpoint has one.
-    fn first_entry(&mut self, choice: u32) -> Option<Value>;
-    /// Entries of `choices`, each for a chunk of its own. May be none.
-    fn delta_entries(&mut self, delta: OutputDelta) -> Vec<Value>;
+    fn first_entry(&mut self, choice: u32) -> Option<Self::ChunkEntry>;
+    /// Passes the entries of a delta on, each for a chunk of its own. May be none.
+    fn delta_entries(&mut self, delta: OutputDelta, write: impl FnMut(&Self::ChunkEntry));
     /// The last entries of a choice.
-    fn last_entries(&mut self, choice: u32, finish: &FinishCause) -> Vec<Value>;
+    fn last_entries(&mut self, choice: u32, finish: &FinishCause) -> Vec<Self::ChunkEntry>;
     /// Sees each delta of a whole response as it arrives.
     fn read_delta(&mut self, _delta: &OutputDelta) {}
-    /// One entry of `choices` in a whole response, whose deltas have been read.
-    fn whole_entry(&mut self, delta: OutputDelta, finish: &FinishCause) -> Value;
+    /// An entry of a choice whose deltas have been read.
+    fn whole_entry(&mut self, delta: OutputDelta, finish: &FinishCause) -> Self::WholeEntry;
     /// Tokens of reasoning in all choices so far, if the endpoint knows them.
     fn reasoning_tokens(&self) -> Option<u64> {
         None
     }
-    /// A chunk or a response body around entries.
-    fn envelope(&self, choices: Vec<Value>, streaming: bool) -> Value;
+    /// What a chunk or a response body says besides `choices`, `usage` and `timings`.
+    fn envelope(&self, streaming: bool) -> Value;
+}
+
+#[derive(Serialize)]
+struct WholeResponse<E> {
+    #[serde(flatten)]
+    envelope: Value,
+    choices: Vec<E>,
+    usage: Value,
+    timings: Value,
 }
 
 /// A request whose choices are running.
 pub(crate) struct GenerationResponse<S> {
     format: S,
-    events: mpsc::Receiver<ChoiceEvent>,
+    events: PacedEvents,
     options: ResponseOptions,
     choices: usize,
     /// Choices that the fleet generates for each prompt.
@@ -173,7 +188,7 @@ impl<S: ChoiceFormat> GenerationResponse<S> {
     ) -> Self {
         Self {
             format,
-            events,
+            events: PacedEvents::new(events),
             options,
             choices: request.choices(),
             best_of: request.params().best_of as usize,
@@ -217,9 +232,12 @@ impl<S: ChoiceFormat> GenerationResponse<S> {
             delta.choice = index;
             choices.push(self.format.whole_entry(delta, &finish));
         }
-        let mut body = self.format.envelope(choices, false);
-        body["usage"] = usage.json(self.prompt_tokens, self.format.reasoning_tokens());
-        body["timings"] = usage.timings_json(self.prompt_tokens);
+        let body = WholeResponse {
+            envelope: self.format.envelope(false),
+            choices,
+            usage: usage.json(self.prompt_tokens, self.format.reasoning_tokens()),
+            timings: usage.timings_json(self.prompt_tokens),
+        };
         Ok(Json(body).into_response())
     }
 
@@ -228,6 +246,7 @@ impl<S: ChoiceFormat> GenerationResponse<S> {
             ended: 0,
             usage: ResponseUsage::default(),
             streamed_tokens: 0,
+            chunks: ChunkWriter::new(&self.format.envelope(true)),
             response: self,
             phase: StreamPhase::First,
         };
@@ -259,6 +278,7 @@ enum StreamPhase {
 
 struct ServerSentEvents<S> {
     response: GenerationResponse<S>,
+    chunks: ChunkWriter,
     usage: ResponseUsage,
     /// Output tokens so far, of all choices.
     streamed_tokens: u64,
@@ -275,7 +295,7 @@ impl<S: ChoiceFormat> ServerSentEvents<S> {
                 self.phase = StreamPhase::Running;
                 for choice in 0..self.response.choices as u32 {
                     if let Some(entry) = self.response.format.first_entry(choice) {
-                        self.write_chunk(&mut out, entry);
+                        self.chunks.write(&mut out, &entry, self.usage_of_chunk());
                     }
                 }
                 if !out.is_empty() {
@@ -285,13 +305,12 @@ impl<S: ChoiceFormat> ServerSentEvents<S> {
             StreamPhase::Running => {}
         }
         while out.is_empty() && self.phase == StreamPhase::Running {
-            let event = match tokio::time::timeout(KEEP_ALIVE_INTERVAL, self.response.events.recv()).await {
-                Ok(event) => event,
-                Err(_) => return Some(Bytes::from_static(b": keep-alive\n\n")),
+            let Some(event) = self.response.events.next().await else {
+                return Some(Bytes::from_static(KEEP_ALIVE_COMMENT));
             };
             self.write_choice_event(&mut out, event);
             for _ in 1..EVENTS_PER_WRITE_MAX {
-                match self.response.events.try_recv() {
+                match self.response.events.try_next() {
                     Ok(event) if self.phase == StreamPhase::Running => {
                         self.write_choice_event(&mut out, Some(event))
                     }
@@ -309,15 +328,15 @@ impl<S: ChoiceFormat> ServerSentEvents<S> {
                 let has_ids = self.response.options.return_token_ids && !delta.tokens.is_empty();
                 let is_empty = delta.text.is_empty() && delta.logprobs.is_empty() && !has_ids;
                 if !is_empty {
-                    for entry in self.response.format.delta_entries(delta) {
-                        self.write_chunk(out, entry);
-                    }
+                    let usage = self.usage_of_chunk();
+                    let chunks = &self.chunks;
+                    self.response.format.delta_entries(delta, |entry| chunks.write(out, entry, usage));
                 }
             }
             Some(ChoiceEvent::Ended { choice, outcome: Ok(outcome) }) => {
                 self.usage.add(choice, self.response.best_of, &outcome);
                 for entry in self.response.format.last_entries(choice, &outcome.finish) {
-                    self.write_chunk(out, entry);
+                    self.chunks.write(out, &entry, self.usage_of_chunk());
                 }
                 self.ended += 1;
                 if self.ended == self.response.choices {
@@ -332,7 +351,8 @@ impl<S: ChoiceFormat> ServerSentEvents<S> {
 
     fn write_end(&mut self, out: &mut Vec<u8>) {
         if self.response.options.include_usage {
-            let mut chunk = self.response.format.envelope(vec![], true);
+            let mut chunk = self.response.format.envelope(true);
+            chunk["choices"] = json!([]);
             let reasoning_tokens = self.response.format.reasoning_tokens();
             chunk["usage"] = self.usage.json(self.response.prompt_tokens, reasoning_tokens);
             chunk["timings"] = self.usage.timings_json(self.response.prompt_tokens);
@@ -347,26 +367,64 @@ impl<S: ChoiceFormat> ServerSentEvents<S> {
         self.phase = StreamPhase::Over;
     }
 
-    fn write_chunk(&self, out: &mut Vec<u8>, entry: Value) {
-        let mut chunk = self.response.format.envelope(vec![entry], true);
-        if self.response.options.include_usage {
-            chunk["usage"] = match self.response.options.continuous_usage {
-                true => json!({
-                    "prompt_tokens": self.response.prompt_tokens,
-                    "completion_tokens": self.streamed_tokens,
-                    "total_tokens": self.response.prompt_tokens as u64 + self.streamed_tokens,
-                }),
-                false => Value::Null,
-            };
+    fn usage_of_chunk(&self) -> ChunkUsage {
+        let options = self.response.options;
+        match (options.include_usage, options.continuous_usage) {
+            (false, _) => ChunkUsage::Absent,
+            (true, false) => ChunkUsage::Null,
+            (true, true) => ChunkUsage::Tokens {
+                prompt: self.response.prompt_tokens as u64,
+                completion: self.streamed_tokens,
+            },
         }
-        write_event(out, &chunk);
+    }
+}
+
+/// `usage` of a chunk other than the last one.
+#[derive(Clone, Copy)]
+enum ChunkUsage {
+    Absent,
+    Null,
+    Tokens { prompt: u64, completion: u64 },
+}
+
+/// Writes the chunks of one response, which differ in `choices` and `usage` only.
+struct ChunkWriter {
+    /// A chunk up to its entry.
+    head: Vec<u8>,
+}
+
+impl ChunkWriter {
+    fn new(envelope: &Value) -> Self {
+        let envelope = envelope.to_string();
+        // An object, without its closing brace.
+        let fields = &envelope[..envelope.len() - 1];
+        Self { head: format!("data: {fields},\"choices\":[").into_bytes() }
+    }
+
+    fn write(&self, out: &mut Vec<u8>, entry: &impl Serialize, usage: ChunkUsage) {
+        out.extend_from_slice(&self.head);
+        serde_json::to_writer(&mut *out, entry)
+            .expect("an entry has string keys, and a vector takes all bytes");
+        out.push(b']');
+        match usage {
+            ChunkUsage::Absent => {}
+            ChunkUsage::Null => out.extend_from_slice(b",\"usage\":null"),
+            ChunkUsage::Tokens { prompt, completion } => {
+                let usage = json!({
+                    "prompt_tokens": prompt,
+                    "completion_tokens": completion,
+                    "total_tokens": prompt + completion,
+                });
+                out.extend_from_slice(format!(",\"usage\":{usage}").as_bytes());
+            }
+        }
+        out.extend_from_slice(b"}\n\n");
     }
 }
 
 fn write_event(out: &mut Vec<u8>, value: &Value) {
-    out.extend_from_slice(b"data: ");
-    out.extend_from_slice(value.to_string().as_bytes());
-    out.extend_from_slice(b"\n\n");
+    out.extend_from_slice(format!("data: {value}\n\n").as_bytes());
 }
 
 #[cfg(test)]
