@@ -40,7 +40,10 @@ pub fn run(config: RouterConfig) -> Result<(), RouterError> {
         let supervisor =
             service::supervision::watch_supervisor("router", "router", None, &notify, &shutdown)?;
         let is_inherited = listener.is_some();
-        let router = Router::bind(config, listener, Metrics::install()?).await?;
+        let metrics = Metrics::install()?;
+        let samples = metrics.clone();
+        let aggregation = tokio::spawn(async move { samples.aggregate_regularly().await });
+        let router = Router::bind(config, listener, metrics).await?;
         (usage_log, tracer) = (router.usage_log(), router.tracer());
         if let Some(socket) = router.public_socket().map_err(RouterError::Inherited)? {
             tokio::spawn(hand_over_socket(socket, is_inherited, supervisor, notify.clone()));
@@ -60,6 +63,7 @@ pub fn run(config: RouterConfig) -> Result<(), RouterError> {
         let served = router.serve(&shutdown).await;
         reporter.abort();
         extension.abort();
+        aggregation.abort();
         notify.stopping()?;
         served
     });
