@@ -8,5 +8,3 @@
 #include "linear/kernels.cuh"
 
 QUANT_KERNELS(q2_k, Q2_K)
-NORM_MATVEC_KERNEL(q2_k_q3_k, Q2_K, Q3_K)
-NORM_MATVEC_KERNEL(q2_k_q4_k, Q2_K, Q4_K)

@@ -8,5 +8,3 @@
 #include "linear/kernels.cuh"
 
 QUANT_KERNELS(q3_k, Q3_K)
-NORM_MATVEC_KERNEL(q3_k_q4_k, Q3_K, Q4_K)
-NORM_MATVEC_KERNEL(q3_k_q5_k, Q3_K, Q5_K)

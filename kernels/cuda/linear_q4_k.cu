@@ -11,6 +11,4 @@
 #include "linear/wgmma_kernels.cuh"
 
 QUANT_KERNELS(q4_k, Q4_K)
-NORM_MATVEC_KERNEL(q4_k_q5_k, Q4_K, Q5_K)
-NORM_MATVEC_KERNEL(q4_k_q6_k, Q4_K, Q6_K)
 WGMMA_KERNELS(q4_k, Q4KProducts)

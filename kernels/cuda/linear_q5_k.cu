@@ -8,4 +8,3 @@
 #include "linear/kernels.cuh"
 
 QUANT_KERNELS(q5_k, Q5_K)
-NORM_MATVEC_KERNEL(q5_k_q6_k, Q5_K, Q6_K)

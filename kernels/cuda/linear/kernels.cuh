@@ -15,12 +15,12 @@
     }                                                                                                   \
     CHECK_SIGNATURE(matvec_##NAME##_##M, LinearMatvec);
 
-#define NORM_MATVEC_KERNEL(NAME, FIRST, SECOND)                                                          \
-    extern "C" __global__ void __launch_bounds__(matvec::THREADS)                                        \
-        norm_matvec_##NAME(const __grid_constant__ LinearParams params,                                  \
-                           const __grid_constant__ NormedInput input, int first_of_second, int stages) { \
-        matvec::multiply_normed<FIRST, SECOND>(params, input, first_of_second, stages);                  \
-    }                                                                                                    \
+#define NORM_MATVEC_KERNEL(NAME, FORMAT)                                            \
+    extern "C" __global__ void __launch_bounds__(matvec::THREADS)                   \
+        norm_matvec_##NAME(const __grid_constant__ LinearParams params,             \
+                           const __grid_constant__ NormedInput input, int stages) { \
+        matvec::multiply_normed<FORMAT>(params, input, stages);                     \
+    }                                                                               \
     CHECK_SIGNATURE(norm_matvec_##NAME, LinearNormMatvec);
 
 #define MATMUL_KERNEL(NAME, TOKENS, FORMAT, MT, NT, WM, WN, WK)                             \
@@ -39,11 +39,11 @@
 
 // QUANT_MATMULS is in abi/linear.cuh, which the build writes from MatmulShape in
 // kernels/src/cuda/abi/linear.rs. So launcher and kernels have the same shapes.
-#define QUANT_KERNELS(NAME, FORMAT)          \
-    MATVEC_KERNEL(NAME, FORMAT, 1)           \
-    MATVEC_KERNEL(NAME, FORMAT, 2)           \
-    MATVEC_KERNEL(NAME, FORMAT, 3)           \
-    MATVEC_KERNEL(NAME, FORMAT, 4)           \
-    NORM_MATVEC_KERNEL(NAME, FORMAT, FORMAT) \
-    SKINNY_KERNEL(NAME, FORMAT, 16)          \
+#define QUANT_KERNELS(NAME, FORMAT)  \
+    MATVEC_KERNEL(NAME, FORMAT, 1)   \
+    MATVEC_KERNEL(NAME, FORMAT, 2)   \
+    MATVEC_KERNEL(NAME, FORMAT, 3)   \
+    MATVEC_KERNEL(NAME, FORMAT, 4)   \
+    NORM_MATVEC_KERNEL(NAME, FORMAT) \
+    SKINNY_KERNEL(NAME, FORMAT, 16)  \
     QUANT_MATMULS(NAME, FORMAT)

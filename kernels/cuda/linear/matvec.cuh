@@ -22,8 +22,7 @@
 //
 // Shared memory holds the activation rows of all tokens for the whole block. They come from
 // activation tiles, or the block computes them (normed_input.cuh). The order of sums is that of
-// matmul.cuh. The matrices of a launch may have two types, those of the second type last: files of
-// mixed types often have the value matrix in another type than queries and keys.
+// matmul.cuh.
 //
 // Limit: weight bytes over memory bandwidth (an H200 copies at 4.3 TB/s). Arithmetic takes about
 // 0.8 instructions (Q4_K) per weight and token, where the bandwidth leaves time for 3.9. Measured
@@ -36,8 +35,6 @@
 // About 2.5 us of each launch are its start, the activations and the last sums.
 
 #pragma once
-
-#include <type_traits>
 
 #include "async_copy.cuh"
 #include "normed_input.cuh"
@@ -86,51 +83,12 @@ __device__ void fill_act_rows(const LinearParams &params, uint8_t *act_rows) {
     }
 }
 
-// Adds the values of each row and token of a batch of row tiles in ascending order of columns, and
-// stores the sums.
-template <int M>
-__device__ void add_values(const LinearParams &params, float *residual, const float *values, int first_tile,
-                           int tiles) {
-    const int col_tiles = params.col_tiles;
-    for (int at = threadIdx.x; at < tiles * TILE_ROWS * M; at += THREADS) {
-        int r = at % TILE_ROWS, m = at / TILE_ROWS % M, tile = at / TILE_ROWS / M;
-        RowTile row_tile = find_row_tile<1>(params, first_tile + tile);
-        int out_row = row_tile.first * TILE_ROWS + r, rows = params.rows[row_tile.matrix];
-        // There is one matrix if there is a residual stream.
-        float *add_to = residual == nullptr || out_row >= rows ? nullptr : residual + m * rows + out_row;
-        float before = add_to == nullptr ? 0.0f : *add_to;
-        const float *from = values + (tile * col_tiles * M + m) * TILE_ROWS + r;
-        float sum = 0;
-#pragma unroll 8
-        for (int col = 0; col < col_tiles; col++) sum += from[col * M * TILE_ROWS];
-        float stored = store_output(params, row_tile.matrix, out_row, m, sum);
-        if (add_to != nullptr) *add_to = before + stored;
-    }
-}
-
-// Multiplies a row of tile `number` of a stage with the activation rows of its columns.
-template <class First, class Second, int M>
-__device__ __forceinline__ void multiply_tile(bool is_first_type, const uint8_t *stage, int number, int row,
-                                              const uint8_t *act_rows, int act_row_stride,
-                                              float (&value)[M]) {
-    if (std::is_same_v<First, Second> || is_first_type) {
-        First::template dot<M>(stage + number * First::TILE_BYTES, row, act_rows, act_row_stride, value);
-    } else {
-        Second::template dot<M>(stage + number * Second::TILE_BYTES, row, act_rows, act_row_stride, value);
-    }
-}
-
-// Multiplies with matrices of `First`, and from matrix `first_of_second` on with those of `Second`.
 // `fill` waits for the previous kernel and fills the activation rows.
-template <class First, class Second, int M, class Fill>
-__device__ void multiply_with(const LinearParams &params, int first_of_second, float *residual, int stages,
-                              Fill fill) {
-    static_assert(First::ACTIVATION == Second::ACTIVATION);
+template <class Format, int M, class Fill>
+__device__ void multiply_with(const LinearParams &params, float *residual, int stages, Fill fill) {
     extern __shared__ __align__(128) uint8_t shared[];
-    constexpr int ACT_ROW_BYTES = act_row_bytes(First::ACTIVATION);
-    constexpr int TILE_BYTES_MAX =
-        First::TILE_BYTES > Second::TILE_BYTES ? First::TILE_BYTES : Second::TILE_BYTES;
-    constexpr int STAGE_BYTES = TILES_PER_STAGE * TILE_BYTES_MAX;
+    constexpr int ACT_ROW_BYTES = act_row_bytes(Format::ACTIVATION);
+    constexpr int STAGE_BYTES = TILES_PER_STAGE * Format::TILE_BYTES;
     int col_tiles = params.col_tiles;
     int pairs_per_row_tile = (col_tiles + TILES_PER_STAGE - 1) / TILES_PER_STAGE;
     int batch_tiles = tiles_per_batch(pairs_per_row_tile);
@@ -147,17 +105,12 @@ __device__ void multiply_with(const LinearParams &params, int first_of_second, f
     int tiles = static_cast<int64_t>(blockIdx.x + 1) * total / gridDim.x - first_tile;
     int tile_pairs = tiles * pairs_per_row_tile;
 
-    auto is_first_type = [&](int row_tile) {
-        return std::is_same_v<First, Second> || find_row_tile<1>(params, row_tile).matrix < first_of_second;
-    };
     auto load_stage = [&](int tile_pair, int stage) {
         RowTile row_tile = find_row_tile<1>(params, first_tile + tile_pair / pairs_per_row_tile);
         int col = tile_pair % pairs_per_row_tile * TILES_PER_STAGE;
-        bool is_first = std::is_same_v<First, Second> || row_tile.matrix < first_of_second;
-        int tile_bytes = is_first ? First::TILE_BYTES : Second::TILE_BYTES;
-        uint32_t bytes = min(TILES_PER_STAGE, col_tiles - col) * tile_bytes;
+        uint32_t bytes = min(TILES_PER_STAGE, col_tiles - col) * Format::TILE_BYTES;
         const uint8_t *from = params.weights[row_tile.matrix] +
-                              (static_cast<size_t>(row_tile.first) * col_tiles + col) * tile_bytes;
+                              (static_cast<size_t>(row_tile.first) * col_tiles + col) * Format::TILE_BYTES;
         barrier_expect(barriers + stage, bytes);
         bulk_copy(pipeline + stage * STAGE_BYTES, from, bytes, barriers + stage);
     };
@@ -182,10 +135,8 @@ __device__ void multiply_with(const LinearParams &params, int first_of_second, f
             barrier_wait(barriers + stage, phase);
             if (col < col_tiles) {
                 float value[M];
-                bool is_first = is_first_type(first_tile + batch + tile);
-                multiply_tile<First, Second, M>(is_first, pipeline + stage * STAGE_BYTES, second, row,
-                                                act_rows + col * ACT_ROW_BYTES, col_tiles * ACT_ROW_BYTES,
-                                                value);
+                Format::template dot<M>(pipeline + stage * STAGE_BYTES + second * Format::TILE_BYTES, row,
+                                        act_rows + col * ACT_ROW_BYTES, col_tiles * ACT_ROW_BYTES, value);
 #pragma unroll
                 for (int m = 0; m < M; m++)
                     batch_values[((tile * col_tiles + col) * M + m) * TILE_ROWS + row] = value[m];
@@ -198,22 +149,34 @@ __device__ void multiply_with(const LinearParams &params, int first_of_second, f
         // One barrier per batch is enough for the two buffers. A warp writes to this buffer again
         // only after the next batch's barrier, which every thread reaches after its sums below.
         __syncthreads();
-        add_values<M>(params, residual, batch_values, first_tile + batch, batch_end - batch);
+        for (int at = threadIdx.x; at < (batch_end - batch) * TILE_ROWS * M; at += THREADS) {
+            int r = at % TILE_ROWS, m = at / TILE_ROWS % M, tile = at / TILE_ROWS / M;
+            RowTile row_tile = find_row_tile<1>(params, first_tile + batch + tile);
+            int out_row = row_tile.first * TILE_ROWS + r, rows = params.rows[row_tile.matrix];
+            // There is one matrix if there is a residual stream.
+            float *add_to = residual == nullptr || out_row >= rows ? nullptr : residual + m * rows + out_row;
+            float before = add_to == nullptr ? 0.0f : *add_to;
+            const float *from = batch_values + (tile * col_tiles * M + m) * TILE_ROWS + r;
+            float sum = 0;
+#pragma unroll 8
+            for (int col = 0; col < col_tiles; col++) sum += from[col * M * TILE_ROWS];
+            float stored = store_output(params, row_tile.matrix, out_row, m, sum);
+            if (add_to != nullptr) *add_to = before + stored;
+        }
     }
 }
 
 template <class Format, int M>
 __device__ void multiply(const LinearParams &params, float *residual, int stages) {
-    multiply_with<Format, Format, M>(params, params.matrices, residual, stages,
-                                     [&](uint8_t *act_rows) { fill_act_rows<Format, M>(params, act_rows); });
+    multiply_with<Format, M>(params, residual, stages,
+                             [&](uint8_t *act_rows) { fill_act_rows<Format, M>(params, act_rows); });
 }
 
 // The input is the norm of one row, which the block computes.
-template <class First, class Second>
-__device__ void multiply_normed(const LinearParams &params, const NormedInput &in, int first_of_second,
-                                int stages) {
-    multiply_with<First, Second, 1>(params, first_of_second, nullptr, stages, [&](uint8_t *act_rows) {
-        normed_input::fill_act_rows<First::ACTIVATION>(in, params, act_rows);
+template <class Format>
+__device__ void multiply_normed(const LinearParams &params, const NormedInput &in, int stages) {
+    multiply_with<Format, 1>(params, nullptr, stages, [&](uint8_t *act_rows) {
+        normed_input::fill_act_rows<Format::ACTIVATION>(in, params, act_rows);
     });
 }
 

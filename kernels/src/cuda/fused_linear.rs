@@ -10,8 +10,8 @@ use super::abi::linear::{LinearMatvec, LinearNormMatvec, NORM_PRODUCT_COLS_MAX, 
 use super::error::device_error;
 use super::launch::{KernelName, launch_kernel};
 use super::linear::{
-    LinearKernels, MATRICES_MAX, MatrixProduct, NO_SHARED_MEMORY, OP, check_products, in_op, linear_params,
-    matvec_name, no_kernel, norm_matvec_name,
+    LinearKernels, MatrixProduct, NO_SHARED_MEMORY, OP, check_products, in_op, linear_params, matvec_name,
+    no_kernel, norm_matvec_name,
 };
 use super::quantize::QuantizedActivations;
 use super::{DeviceView, DeviceViewMut, Stream};
@@ -30,11 +30,6 @@ impl LinearKernels {
         Self::can_add(dtype, tokens) && cols.is_multiple_of(32) && cols <= NORM_PRODUCT_COLS_MAX
     }
 
-    /// Whether [`Self::launch_normed`] can multiply with matrices of `first` and then of `second`.
-    pub(super) fn can_mix(first: DType, second: DType) -> bool {
-        norm_matvec_name(first, second).is_some()
-    }
-
     /// Whether [`Self::launch_added`] can add the product to the residual stream. With more tokens,
     /// nothing would be gained.
     pub(super) fn can_add(dtype: DType, tokens: usize) -> bool {
@@ -42,8 +37,8 @@ impl LinearKernels {
     }
 
     /// Computes `norm.out = norm(norm.x)`, quantizes it to `x`, and multiplies that as
-    /// [`Self::launch`] does, also with matrices of two types, one after the other. If rows are too
-    /// long for the device's shared memory, nothing is computed and the result is `false`.
+    /// [`Self::launch`] does. If rows are too long for the device's shared memory, nothing is
+    /// computed and the result is `false`.
     pub(super) fn launch_normed(
         &self,
         stream: &Stream,
@@ -53,13 +48,8 @@ impl LinearKernels {
     ) -> Result<bool, OpError> {
         let Some(first) = products.first() else { return Ok(false) };
         let (dtype, tokens, cols) = (first.shape.dtype(), x.tokens, x.cols);
-        let first_of_second = products.iter().take_while(|it| it.shape.dtype() == dtype).count();
-        let (of_first, of_second) = products.split_at(first_of_second);
-        check_products(x, of_first)?;
-        check_products(x, of_second)?;
-        let second = of_second.first().map_or(dtype, |it| it.shape.dtype());
+        check_products(x, products)?;
         for (what, found, expected) in [
-            ("matrices of one launch", products.len().saturating_sub(MATRICES_MAX), 0),
             ("rows that a product normalises", usize::from(Self::can_normalise(dtype, tokens, cols)), 1),
             ("input of a norm", norm.x.len(), cols),
             ("weights of a norm", norm.weight.len(), cols),
@@ -69,7 +59,7 @@ impl LinearKernels {
                 return Err(OpError::Shape { op: OP, what, found, expected });
             }
         }
-        let name = norm_matvec_name(dtype, second).ok_or_else(|| no_kernel(tokens))?;
+        let name = norm_matvec_name(dtype).ok_or_else(|| no_kernel(tokens))?;
         let Some((launch, stages)) = self.fused_launch(name, x, products)? else { return Ok(false) };
         let input = NormedInput {
             x: norm.x.address(),
@@ -78,8 +68,7 @@ impl LinearKernels {
             quantized: x.layout.rows(x.data.address(), tokens, cols),
             eps: norm.eps,
         };
-        let params = linear_params(x, products);
-        let arguments = LinearNormMatvec { params, input, first_of_second: first_of_second as i32, stages };
+        let arguments = LinearNormMatvec { params: linear_params(x, products), input, stages };
         // SAFETY: as in `launch_with`. The kernel reads a row of `cols` values and as many weights,
         // and writes such a row and its activation tiles; lengths were compared above.
         unsafe { launch_kernel(self.family(dtype)?, name, stream, launch, &arguments) }

@@ -285,18 +285,13 @@ impl LinearKernels {
         products: &[MatrixProduct<'_>],
     ) -> Result<(LaunchConfig, i32), LaunchError> {
         let shape = products[0].shape;
-        let tile_bytes = products.iter().map(|product| product.shape.tile_bytes()).max().unwrap_or(0);
-        let stage_bytes = MATVEC_WARPS * MATVEC_TILES_PER_STAGE * tile_bytes;
+        let stage_bytes = MATVEC_WARPS * MATVEC_TILES_PER_STAGE * shape.tile_bytes();
         let tile_pairs = shape.col_tiles().div_ceil(MATVEC_TILES_PER_STAGE);
         let batch = MATVEC_WARPS.div_ceil(tile_pairs);
         let act_rows = tokens * shape.col_tiles() * act_row_bytes(x.layout.format);
         let values = 2 * batch * shape.col_tiles() * TILE_ROWS * tokens * 4;
         let rest = act_rows + values + MATVEC_WARPS * PIPELINE_STAGES.1 * BARRIER_BYTES;
-        // A warp has one or two tile pairs of products of two types, and their stages are large:
-        // with one each, two blocks share a multiprocessor.
-        let is_mixed = products.iter().any(|product| product.shape.dtype() != shape.dtype());
-        let least = if is_mixed { 1 } else { PIPELINE_STAGES.0 };
-        let (stages, shared_bytes) = self.pipeline(stage_bytes, rest, least)?;
+        let (stages, shared_bytes) = self.pipeline(stage_bytes, rest)?;
         let row_tiles: usize = products.iter().map(|product| product.shape.row_tiles()).sum();
         let launch = self.persistent_launch(family, name, row_tiles, MATVEC_WARPS, shared_bytes)?;
         Ok((launch, stages))
@@ -332,11 +327,8 @@ impl LinearKernels {
         let shape = products[0].shape;
         let act_tile = activation_bytes(x.layout.format, 1, 1).unwrap_or(0);
         let stage_bytes = matmul.stage_bytes(shape.tile_bytes(), act_tile);
-        let (stages, shared_bytes) = self.pipeline(
-            stage_bytes,
-            matmul.partial_sum_bytes() + PIPELINE_STAGES.1 * BARRIER_BYTES,
-            PIPELINE_STAGES.0,
-        )?;
+        let (stages, shared_bytes) =
+            self.pipeline(stage_bytes, matmul.partial_sum_bytes() + PIPELINE_STAGES.1 * BARRIER_BYTES)?;
         let row_tiles = products.iter().map(|product| product.shape.row_tiles());
         let groups: usize = row_tiles.map(|row_tiles| row_tiles.div_ceil(matmul.row_tiles())).sum();
         let output_tiles = groups * x.tokens.div_ceil(matmul.tokens());
@@ -360,11 +352,11 @@ impl LinearKernels {
         Ok(LaunchConfig { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true })
     }
 
-    /// The number of pipeline stages, `least` if there is room for them, and the bytes of shared
-    /// memory for these stages and for `rest`.
-    fn pipeline(&self, stage_bytes: usize, rest: usize, least: usize) -> Result<(i32, u32), OpError> {
+    /// The number of pipeline stages, and the bytes of shared memory for these stages and for
+    /// `rest`.
+    fn pipeline(&self, stage_bytes: usize, rest: usize) -> Result<(i32, u32), OpError> {
         let available = (self.device.shared_bytes_max() as usize).saturating_sub(rest);
-        let most = PIPELINE_STAGES.1;
+        let (least, most) = PIPELINE_STAGES;
         let stages = (PIPELINE_BYTES / stage_bytes).clamp(least, most).min(available / stage_bytes);
         if stages == 0 {
             let (found, expected) = (stage_bytes + rest, self.device.shared_bytes_max() as usize);
@@ -542,32 +534,18 @@ pub(super) fn matvec_name(dtype: DType, tokens: usize) -> Option<KernelName<Line
     quant_types!(names)
 }
 
-/// The kernel for matrices of `first`, followed by some of `second` if that is another type.
-pub(super) fn norm_matvec_name(first: DType, second: DType) -> Option<KernelName<LinearNormMatvec>> {
+pub(super) fn norm_matvec_name(dtype: DType) -> Option<KernelName<LinearNormMatvec>> {
     macro_rules! names {
-        (
-            $($dtype:ident = $type:literal),*;
-            $($one:ident = $one_type:literal $other:ident = $other_type:literal),*
-        ) => {
-            match (first, second) {
-                $((DType::$dtype, DType::$dtype) => {
+        ($($dtype:ident = $type:literal),*) => {
+            match dtype {
+                $(DType::$dtype => {
                     Some(kernel_name!(concat!("linear_", $type), concat!("norm_matvec_", $type)))
                 })*
-                $((DType::$one, DType::$other) => Some(kernel_name!(
-                    concat!("linear_", $one_type),
-                    concat!("norm_matvec_", $one_type, "_", $other_type)
-                )),)*
                 _ => None,
             }
         };
     }
-    // Pairs that llama-quantize writes: its K types have value matrices of more bits in some
-    // layers.
-    quant_types!(
-        names; Q2_K = "q2_k" Q3_K = "q3_k", Q2_K = "q2_k" Q4_K = "q4_k", Q3_K = "q3_k" Q4_K = "q4_k",
-        Q3_K = "q3_k" Q5_K = "q5_k", Q4_K = "q4_k" Q5_K = "q5_k", Q4_K = "q4_k" Q6_K = "q6_k",
-        Q5_K = "q5_k" Q6_K = "q6_k"
-    )
+    quant_types!(names)
 }
 
 fn matmul_name(dtype: DType, shape: MatmulShape) -> Option<KernelName<LinearMatmul>> {

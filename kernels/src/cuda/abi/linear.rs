@@ -33,7 +33,7 @@ abi! {
         const WGMMA_PRODUCT_SHARED_BYTES: usize = 216 << 10;
     }
     structs {
-        /// Up to four matrices that share their input, of one type or of two, one after the other.
+        /// Up to four matrices of one type that share their input.
         struct LinearParams [136 bytes] {
             /// Tiles (layout 1 of quant), 16-byte aligned. Not used for 16-bit floats.
             weights: [u64; MATRICES_MAX] as "const uint8_t *",
@@ -76,13 +76,7 @@ abi! {
     kernels {
         /// `residual`, f32 [tokens][rows], is null if there are several matrices.
         kernel LinearMatvec(params: LinearParams, residual: u64 as "float *", stages: i32);
-        /// Matrices from `first_of_second` on have the second type of the kernel.
-        kernel LinearNormMatvec(
-            params: LinearParams,
-            input: NormedInput,
-            first_of_second: i32,
-            stages: i32,
-        );
+        kernel LinearNormMatvec(params: LinearParams, input: NormedInput, stages: i32);
         kernel LinearMatmul(params: LinearParams, stages: i32);
         kernel LinearSkinny(params: LinearParams, pipeline: SkinnyPipeline);
         /// Q4_K reads `quants` and not `params.act_tiles`. The other types read `params.act_tiles`

@@ -6,7 +6,7 @@
 use ops::OpError;
 
 use super::command::{CommandList, KernelCommand};
-use super::fusion::{count_fusible, divide_sums, share_a_launch};
+use super::fusion::{count_fusible, divide_sums};
 use super::kernel_set::{KernelSet, matrix_product, rope_angles};
 use super::operand::{ActivationTiles, FloatRange};
 use crate::cuda::attention::AttentionPlanAddress;
@@ -129,9 +129,7 @@ impl KernelSet {
             let input = activation_tiles.activations();
             if !self.linear.launch_normed(stream, &mut rows, input, &matrices)? {
                 self.enqueue_quantized(stream, norm, activation_tiles, plans)?;
-                for of_one_type in products.chunk_by(share_a_launch) {
-                    self.enqueue_products(stream, activation_tiles, of_one_type)?;
-                }
+                self.enqueue_products(stream, activation_tiles, products)?;
             }
         }
         Ok(())

@@ -7,8 +7,7 @@
 //! products of one type with the same input            one launch of linear_*.cu
 //! norm, gate or attention, then quantize              the kernel that also writes activation tiles
 //! [2 norms of heads,] 2 rotations, write to the cache norm_rope_kv.cu
-//! norm, quantize, products, for one token             linear/matvec.cuh normalises its input; the
-//!                                                     products may have two types
+//! norm, quantize, products, for one token             linear/matvec.cuh normalises its input
 //! product, sum with the residual stream, likewise     linear/matvec.cuh adds its output
 //! ```
 //!
@@ -52,7 +51,7 @@ fn ends_with_addable_product(list: &[KernelCommand], y: FloatRange) -> bool {
 }
 
 /// Whether both are products of one type with the same input.
-pub(super) fn share_a_launch(one: &KernelCommand, other: &KernelCommand) -> bool {
+fn share_a_launch(one: &KernelCommand, other: &KernelCommand) -> bool {
     let key = |command: &KernelCommand| match command {
         KernelCommand::Product { activation_tiles, matrix, .. } => Some((*activation_tiles, matrix.dtype)),
         _ => None,
@@ -64,22 +63,6 @@ pub(super) fn share_a_launch(one: &KernelCommand, other: &KernelCommand) -> bool
 fn count_products(list: &[KernelCommand]) -> usize {
     let Some(first) = list.first() else { return 0 };
     list.iter().take(MATRICES_MAX).take_while(|other| share_a_launch(first, other)).count()
-}
-
-/// The number of products at the beginning of `list` that one launch computes, if it also
-/// normalises their input. They may have two types.
-fn count_normed_products(list: &[KernelCommand]) -> usize {
-    let of_first = count_products(list);
-    let of_second = count_products(&list[of_first..]).min(MATRICES_MAX - of_first);
-    match (list.first(), list.get(of_first)) {
-        (
-            Some(KernelCommand::Product { activation_tiles, matrix, .. }),
-            Some(KernelCommand::Product { activation_tiles: other_tiles, matrix: other, .. }),
-        ) if activation_tiles == other_tiles && LinearKernels::can_mix(matrix.dtype, other.dtype) => {
-            of_first + of_second
-        }
-        _ => of_first,
-    }
 }
 
 /// Returns the number of commands at the beginning of `list` that one launch computes. `list` is
@@ -106,7 +89,7 @@ pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddres
         && input == activation_tiles
         && LinearKernels::can_normalise(matrix.dtype, input.tokens as usize, input.cols as usize)
     {
-        return 2 + count_normed_products(&list[2..]);
+        return 2 + count_products(&list[2..]);
     }
     if is_norm_rope_kv(list) {
         return if matches!(list[0], KernelCommand::Rope { .. }) { 3 } else { 5 };
