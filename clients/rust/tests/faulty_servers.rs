@@ -62,6 +62,14 @@ impl Inference for FaultyServer {
         Err(status)
     }
 
+    async fn embed(&self, _: Request<wire::EmbedRequest>) -> Result<Response<wire::EmbedReply>, Status> {
+        Err(Status::unimplemented("no vectors"))
+    }
+
+    async fn rerank(&self, _: Request<wire::RerankRequest>) -> Result<Response<wire::RerankReply>, Status> {
+        Err(Status::unimplemented("no scores"))
+    }
+
     async fn list_models(
         &self,
         _: Request<wire::ListModelsRequest>,

@@ -168,55 +168,6 @@ pub(crate) fn residual_sums_are_those_of_single_ops(gpu: &TestGpu) -> Result<()>
     Ok(())
 }
 
-/// Queries, keys and values of one row whose matrices have two types, in all orders.
-pub(crate) fn mixed_types_are_those_of_single_ops(gpu: &TestGpu) -> Result<()> {
-    let mut pair = pair(gpu)?;
-    // The pairs that have a kernel, and two that have none.
-    for (first, second) in [
-        (DType::Q2_K, DType::Q3_K),
-        (DType::Q2_K, DType::Q4_K),
-        (DType::Q3_K, DType::Q4_K),
-        (DType::Q3_K, DType::Q5_K),
-        (DType::Q4_K, DType::Q5_K),
-        (DType::Q4_K, DType::Q6_K),
-        (DType::Q5_K, DType::Q6_K),
-        (DType::Q6_K, DType::Q4_K),
-        (DType::Q4_K, DType::Q8_0),
-    ] {
-        // Rows of one column tile, and more tiles of rows than an H200 has blocks, so that a block
-        // has matrices of both types; then long rows, up to and beyond what a product normalises.
-        for (width, rows) in [(256, 2200), (2304, OUT), (8192, OUT), (8448, OUT)] {
-            for types in [[first, first, second], [first, second, second], [first, second, first]] {
-                compare(&mut pair, &format!("{types:?} of {width}"), |ops| {
-                    products_of_mixed_types(ops, types, width, rows)
-                })?;
-            }
-        }
-    }
-    Ok(())
-}
-
-fn products_of_mixed_types(ops: &mut OpRunner, types: [DType; 3], width: usize, rows: usize) -> Result<()> {
-    let (x, norm, mut normed) = (ops.tensor(1, width)?, ops.vector(width), ops.cuda.tensor(1, width)?);
-    let mut matrices = Vec::new();
-    let mut outs = Vec::new();
-    for (dtype, rows) in types.into_iter().zip([rows + OUT, rows, rows]) {
-        matrices.push(ops.matrix_of(dtype, width, rows)?);
-        outs.push((ops.cuda.tensor(1, rows)?, rows));
-    }
-    ops.cuda.rms_norm(&x, &norm, EPS, &mut normed, 1)?;
-    ops.end()?;
-    for (matrix, (out, _)) in matrices.iter().zip(&mut outs) {
-        ops.cuda.linear(matrix, &normed, out, 1)?;
-        ops.end()?;
-    }
-    ops.take("the norm", &normed, 1, width)?;
-    for (what, (out, rows)) in ["queries", "keys", "values"].into_iter().zip(&outs) {
-        ops.take(what, out, 1, *rows)?;
-    }
-    Ok(())
-}
-
 fn residual_sums(ops: &mut OpRunner, dtype: DType, rows: usize, width: usize) -> Result<()> {
     const INNER: usize = 256;
     let (mut x, inner) = (ops.tensor(rows, width)?, ops.tensor(rows, INNER)?);

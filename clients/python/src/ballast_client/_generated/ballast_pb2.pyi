@@ -13,9 +13,20 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+
+class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_UNSPECIFIED: _ClassVar[Pooling]
+    POOLING_MEAN: _ClassVar[Pooling]
+    POOLING_LAST: _ClassVar[Pooling]
+    POOLING_RANK: _ClassVar[Pooling]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
+POOLING_UNSPECIFIED: Pooling
+POOLING_MEAN: Pooling
+POOLING_LAST: Pooling
+POOLING_RANK: Pooling
 
 class GenerateRequest(_message.Message):
     __slots__ = ("model", "text", "tokens", "chat", "max_tokens", "sampling", "stop", "stop_tokens", "ignore_eos", "n", "top_logprobs", "deadline_ms", "min_tokens", "grammar", "tenant", "priority", "cache_salt")
@@ -232,6 +243,92 @@ class Usage(_message.Message):
     resumes: int
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_token_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., resumes: _Optional[int] = ...) -> None: ...
 
+class EmbedRequest(_message.Message):
+    __slots__ = ("model", "inputs", "dimensions", "truncate_tokens", "no_normalize", "deadline_ms", "tenant", "priority", "cache_salt")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NO_NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    inputs: _containers.RepeatedCompositeFieldContainer[EmbedInput]
+    dimensions: int
+    truncate_tokens: int
+    no_normalize: bool
+    deadline_ms: int
+    tenant: str
+    priority: int
+    cache_salt: str
+    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., dimensions: _Optional[int] = ..., truncate_tokens: _Optional[int] = ..., no_normalize: bool = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+
+class EmbedInput(_message.Message):
+    __slots__ = ("text", "tokens")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    tokens: TokenIds
+    def __init__(self, text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+
+class EmbedReply(_message.Message):
+    __slots__ = ("model", "embeddings", "prompt_tokens")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    embeddings: _containers.RepeatedCompositeFieldContainer[Embedding]
+    prompt_tokens: int
+    def __init__(self, model: _Optional[str] = ..., embeddings: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class Embedding(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class RerankRequest(_message.Message):
+    __slots__ = ("model", "query", "documents", "top_n", "truncate_tokens", "deadline_ms", "tenant", "priority", "cache_salt")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    TOP_N_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    query: str
+    documents: _containers.RepeatedScalarFieldContainer[str]
+    top_n: int
+    truncate_tokens: int
+    deadline_ms: int
+    tenant: str
+    priority: int
+    cache_salt: str
+    def __init__(self, model: _Optional[str] = ..., query: _Optional[str] = ..., documents: _Optional[_Iterable[str]] = ..., top_n: _Optional[int] = ..., truncate_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+
+class RerankReply(_message.Message):
+    __slots__ = ("model", "results", "prompt_tokens")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    results: _containers.RepeatedCompositeFieldContainer[RerankResult]
+    prompt_tokens: int
+    def __init__(self, model: _Optional[str] = ..., results: _Optional[_Iterable[_Union[RerankResult, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class RerankResult(_message.Message):
+    __slots__ = ("index", "relevance_score")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    RELEVANCE_SCORE_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    relevance_score: float
+    def __init__(self, index: _Optional[int] = ..., relevance_score: _Optional[float] = ...) -> None: ...
+
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "no_special")
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -273,7 +370,7 @@ class ListModelsReply(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "digest", "context_tokens", "workers", "weight_bytes", "aliases", "requests", "is_current", "sampling_defaults")
+    __slots__ = ("name", "digest", "context_tokens", "workers", "weight_bytes", "aliases", "requests", "is_current", "sampling_defaults", "pooling", "embedding_length")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +380,8 @@ class Model(_message.Message):
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     IS_CURRENT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_LENGTH_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     context_tokens: int
@@ -292,4 +391,6 @@ class Model(_message.Message):
     requests: int
     is_current: bool
     sampling_defaults: Sampling
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., workers: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., aliases: _Optional[_Iterable[str]] = ..., requests: _Optional[int] = ..., is_current: bool = ..., sampling_defaults: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+    pooling: Pooling
+    embedding_length: int
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., workers: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., aliases: _Optional[_Iterable[str]] = ..., requests: _Optional[int] = ..., is_current: bool = ..., sampling_defaults: _Optional[_Union[Sampling, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., embedding_length: _Optional[int] = ...) -> None: ...

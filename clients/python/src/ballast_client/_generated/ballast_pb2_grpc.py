@@ -40,6 +40,16 @@ class InferenceStub(object):
                 request_serializer=ballast__client_dot___generated_dot_ballast__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=ballast__client_dot___generated_dot_ballast__pb2.GenerateFrame.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/ballast.v1.Inference/Embed',
+                request_serializer=ballast__client_dot___generated_dot_ballast__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=ballast__client_dot___generated_dot_ballast__pb2.EmbedReply.FromString,
+                _registered_method=True)
+        self.Rerank = channel.unary_unary(
+                '/ballast.v1.Inference/Rerank',
+                request_serializer=ballast__client_dot___generated_dot_ballast__pb2.RerankRequest.SerializeToString,
+                response_deserializer=ballast__client_dot___generated_dot_ballast__pb2.RerankReply.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/ballast.v1.Inference/Tokenize',
                 request_serializer=ballast__client_dot___generated_dot_ballast__pb2.TokenizeRequest.SerializeToString,
@@ -77,6 +87,21 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """One vector for each input, in order. FAILED_PRECONDITION: the model makes no embeddings; see
+        `Model.pooling`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rerank(self, request, context):
+        """Scores documents by how well they answer a query.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -102,6 +127,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=ballast__client_dot___generated_dot_ballast__pb2.GenerateRequest.FromString,
                     response_serializer=ballast__client_dot___generated_dot_ballast__pb2.GenerateFrame.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=ballast__client_dot___generated_dot_ballast__pb2.EmbedRequest.FromString,
+                    response_serializer=ballast__client_dot___generated_dot_ballast__pb2.EmbedReply.SerializeToString,
+            ),
+            'Rerank': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rerank,
+                    request_deserializer=ballast__client_dot___generated_dot_ballast__pb2.RerankRequest.FromString,
+                    response_serializer=ballast__client_dot___generated_dot_ballast__pb2.RerankReply.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -146,6 +181,60 @@ class Inference(object):
             '/ballast.v1.Inference/Generate',
             ballast__client_dot___generated_dot_ballast__pb2.GenerateRequest.SerializeToString,
             ballast__client_dot___generated_dot_ballast__pb2.GenerateFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballast.v1.Inference/Embed',
+            ballast__client_dot___generated_dot_ballast__pb2.EmbedRequest.SerializeToString,
+            ballast__client_dot___generated_dot_ballast__pb2.EmbedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rerank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ballast.v1.Inference/Rerank',
+            ballast__client_dot___generated_dot_ballast__pb2.RerankRequest.SerializeToString,
+            ballast__client_dot___generated_dot_ballast__pb2.RerankReply.FromString,
             options,
             channel_credentials,
             insecure,
