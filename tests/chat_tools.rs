@@ -140,6 +140,7 @@ fn a_tool_server_that_dies_floods_or_never_answers_is_named_and_the_chat_goes_on
     });
     chat.press(&format!("/tools{ENTER}"));
     chat.wait_for("server-dies ended");
+    chat.wait_for("> ");
     end(chat);
     eventually("all servers have ended", || (started.iter().filter(is_alive).count() == 0).then_some(()));
 }
@@ -164,6 +165,8 @@ fn ctrl_c_interrupts_a_tool_and_without_a_terminal_only_allowed_tools_are_called
     chat.wait_for("> ");
     chat.press(&format!("two{ENTER}"));
     chat.wait_for("answer 1.");
+    // Before the prompt, the terminal would take the end of input for a byte.
+    chat.wait_for("> ");
     let messages = bodies.lock().unwrap()[1]["messages"].clone();
     assert_eq!(messages[2]["content"], "error: interrupted by the user");
     end(chat);

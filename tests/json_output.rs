@@ -63,6 +63,7 @@ fn cases(folder: &Path, fleet: &ServedFleet, url: &str) -> Vec<JsonCase> {
     vec![
         case("bench compare", &[&absent, &absent], None),
         case("bench drafts", &drafts, None),
+        case("bench router-overhead", &[missing], None),
         case("bench shared-prefix", &[missing], None),
         case("bench structured", &[missing], None),
         case(
