@@ -21,6 +21,7 @@ use crate::completion::PromptCompletion;
 use crate::fleet_arguments::FleetArguments;
 use crate::prompts;
 use crate::running_fleet::{RunningFleet, block_on};
+use crate::sampling_arguments::SharedSamplingArguments;
 use crate::summary::{GenerationRun, RunSummary};
 use crate::terminal::{print_stderr, stream_stdout};
 
@@ -54,20 +55,8 @@ pub(crate) struct SamplingArguments {
     max_tokens: u32,
     #[arg(long, value_name = "T", default_value_t = 0.0, help = sampling_params::TEMPERATURE.help())]
     temperature: f32,
-    #[arg(long, value_name = "K", help = sampling_params::TOP_K.help())]
-    top_k: Option<u32>,
-    #[arg(long, value_name = "P", help = sampling_params::TOP_P.help())]
-    top_p: Option<f32>,
-    #[arg(long, value_name = "P", help = sampling_params::MIN_P.help())]
-    min_p: Option<f32>,
-    #[arg(long, value_name = "R", help = sampling_params::REPETITION_PENALTY.help())]
-    repetition_penalty: Option<f32>,
-    /// Seed of sampling; the same seed gives the same text [default: random]
-    #[arg(long, value_name = "S")]
-    seed: Option<u64>,
-    /// Stop string; may be given several times
-    #[arg(long, value_name = "TEXT")]
-    stop: Vec<String>,
+    #[command(flatten)]
+    shared: SharedSamplingArguments,
     /// Continue after the model's end-of-text token
     #[arg(long)]
     ignore_eos: bool,
@@ -80,14 +69,14 @@ impl SamplingArguments {
             max_tokens: self.max_tokens,
             sampling: Some(Sampling {
                 temperature: Some(self.temperature),
-                top_k: self.top_k,
-                top_p: self.top_p,
-                min_p: self.min_p,
-                repetition_penalty: self.repetition_penalty,
-                seed: self.seed,
+                top_k: self.shared.top_k,
+                top_p: self.shared.top_p,
+                min_p: self.shared.min_p,
+                repetition_penalty: self.shared.repetition_penalty,
+                seed: self.shared.seed,
                 ..Sampling::default()
             }),
-            stop: self.stop.clone(),
+            stop: self.shared.stop.clone(),
             ignore_eos: self.ignore_eos,
             ..GenerateRequest::default()
         }

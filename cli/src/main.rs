@@ -46,6 +46,7 @@ mod quarantine;
 mod resident_models;
 mod run;
 mod running_fleet;
+mod sampling_arguments;
 mod serve;
 mod served_workers;
 mod shell_files;

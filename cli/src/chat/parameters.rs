@@ -5,6 +5,8 @@
 
 use serde_json::{Map, Value, json};
 
+use crate::sampling_arguments::SharedSamplingArguments;
+
 /// The type of a parameter's value.
 #[derive(Clone, Copy)]
 enum ValueKind {
@@ -39,20 +41,8 @@ pub(crate) struct ChatSamplingArguments {
     max_tokens: Option<u32>,
     #[arg(long, value_name = "T", help = sampling_params::TEMPERATURE.help())]
     temperature: Option<f32>,
-    #[arg(long, value_name = "K", help = sampling_params::TOP_K.help())]
-    top_k: Option<u32>,
-    #[arg(long, value_name = "P", help = sampling_params::TOP_P.help())]
-    top_p: Option<f32>,
-    #[arg(long, value_name = "P", help = sampling_params::MIN_P.help())]
-    min_p: Option<f32>,
-    #[arg(long, value_name = "R", help = sampling_params::REPETITION_PENALTY.help())]
-    repetition_penalty: Option<f32>,
-    /// Seed of sampling; the same seed gives the same text [default: random]
-    #[arg(long, value_name = "S")]
-    seed: Option<u64>,
-    /// Stop string; may be given several times
-    #[arg(long, value_name = "TEXT")]
-    stop: Vec<String>,
+    #[command(flatten)]
+    shared: SharedSamplingArguments,
     /// How much a model reasons that can: none, low, medium or high
     #[arg(long, value_name = "EFFORT")]
     reasoning_effort: Option<String>,
@@ -60,15 +50,16 @@ pub(crate) struct ChatSamplingArguments {
 
 impl ChatSamplingArguments {
     pub(crate) fn parameters(&self) -> ChatParameters {
-        let stop = (!self.stop.is_empty()).then(|| json!(self.stop));
+        let SharedSamplingArguments { top_k, top_p, min_p, repetition_penalty, seed, stop } = &self.shared;
+        let stop = (!stop.is_empty()).then(|| json!(stop));
         let values = [
             ("max_tokens", self.max_tokens.map(Value::from)),
             ("temperature", self.temperature.map(number)),
-            ("top_k", self.top_k.map(Value::from)),
-            ("top_p", self.top_p.map(number)),
-            ("min_p", self.min_p.map(number)),
-            ("repetition_penalty", self.repetition_penalty.map(number)),
-            ("seed", self.seed.map(Value::from)),
+            ("top_k", top_k.map(Value::from)),
+            ("top_p", top_p.map(number)),
+            ("min_p", min_p.map(number)),
+            ("repetition_penalty", repetition_penalty.map(number)),
+            ("seed", seed.map(Value::from)),
             ("stop", stop),
             ("reasoning_effort", self.reasoning_effort.clone().map(Value::from)),
         ];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Waits for the events of a response, and says when the stream needs a sign of life.
+//! Waits for the events of a response, and says when a keep-alive comment is due.
 
 use std::pin::Pin;
 use std::time::Duration;
