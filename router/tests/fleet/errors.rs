@@ -200,7 +200,7 @@ async fn unknown_models_routes_and_methods_have_their_own_errors() {
     );
     let (status, error) = fleet.get("/v1/models/gpt-4").await;
     assert_eq!((status, &error["error"]["param"]), (404, &json!("model")));
-    let (status, error) = fleet.get("/v1/embeddings").await;
+    let (status, error) = fleet.get("/v1/images/generations").await;
     assert_eq!((status, &error["error"]["code"]), (404, &json!("unknown_url")));
     let (status, error) = fleet.get("/v1/completions").await;
     assert_eq!((status, &error["error"]["code"]), (405, &json!("method_not_supported")));
