@@ -317,6 +317,8 @@ fn a_fleet_of_its_own_survives_ctrl_c_and_ends_with_the_chat() {
     chat.wait_for("hello");
     std::thread::sleep(Duration::from_millis(300));
     chat.press(CTRL_C);
+    // The answer may have ended before. What is typed together with Ctrl-C is lost.
+    chat.wait_for_one_of(&["interrupted", "Ctrl-C again"]);
     chat.wait_for("> ");
     chat.press(&format!("/set max_tokens 3{ENTER}/tokens{ENTER}again{ENTER}/tokens{ENTER}"));
     chat.wait_for("+ 3 answer tokens");

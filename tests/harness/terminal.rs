@@ -67,16 +67,24 @@ impl Terminal {
     /// Waits for a text after what was waited for before.
     #[track_caller]
     pub(crate) fn wait_for(&mut self, text: &str) {
+        self.wait_for_one_of(&[text]);
+    }
+
+    /// The same for one of several texts.
+    #[track_caller]
+    pub(crate) fn wait_for_one_of(&mut self, texts: &[&str]) {
         let deadline = Instant::now() + TIMEOUT;
         loop {
-            if let Some(found) = self.output[self.seen..].find(text) {
-                self.seen += found + text.len();
+            let new = &self.output[self.seen..];
+            let found = texts.iter().filter_map(|text| Some(new.find(text)? + text.len())).min();
+            if let Some(end) = found {
+                self.seen += end;
                 return;
             }
             let chunk = self.chunks.recv_timeout(deadline.saturating_duration_since(Instant::now()));
             match chunk {
                 Ok(chunk) => self.output += &chunk,
-                Err(_) => panic!("{text:?} is not in {:?}", &self.output[self.seen..]),
+                Err(_) => panic!("{texts:?}: none is in {:?}", &self.output[self.seen..]),
             }
         }
     }

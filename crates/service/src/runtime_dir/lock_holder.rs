@@ -15,12 +15,14 @@ use super::process_start_ticks;
 /// Lines such as `1: FLOCK  ADVISORY  WRITE 12825 fe:00:10698755 0 EOF`.
 const LOCKS: &str = "/proc/locks";
 
-/// Whether the process that has locked the file has ended. `false` if it is not known: a lock of a
-/// process in another PID namespace has process id 0.
-pub(super) fn has_ended(lock: &Path) -> bool {
-    let (Ok(metadata), Ok(locks)) = (fs::metadata(lock), fs::read_to_string(LOCKS)) else { return false };
+/// Whether the process that has locked the file has ended. `None` if the file is not among the locks:
+/// the kernel prints them in parts, and while others come and go, it may leave one out. A lock of a
+/// process in another PID namespace has process id 0, and counts as held.
+pub(super) fn has_ended(lock: &Path) -> Option<bool> {
+    let (metadata, locks) = (fs::metadata(lock).ok()?, fs::read_to_string(LOCKS).ok()?);
     let holders = holders(&locks, metadata.ino());
-    !holders.is_empty() && holders.iter().all(|&pid| pid != 0 && process_start_ticks(pid).is_none())
+    let has_ended = |&pid: &u32| pid != 0 && process_start_ticks(pid).is_none();
+    if holders.is_empty() { None } else { Some(holders.iter().all(has_ended)) }
 }
 
 /// Processes with a lock of `flock` on a file of this inode, on whatever device: the kernel and
