@@ -231,7 +231,7 @@ fn check_grpc(pooled: &PooledFleet) {
         let reply = client.embed(request("mean")).await.unwrap().into_inner();
         assert_eq!((&reply.embeddings[0].values, reply.prompt_tokens), (&expected, 4));
         let refused = client.embed(request("plain")).await.unwrap_err();
-        assert_eq!(refused.code(), tonic::Code::FailedPrecondition, "{refused}");
+        assert_eq!(refused.code(), tonic::Code::InvalidArgument, "{refused}");
         let rerank = RerankRequest {
             model: "last".to_owned(),
             query: "x".to_owned(),

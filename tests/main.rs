@@ -11,6 +11,7 @@ mod access_log;
 mod admin_audit;
 mod admission;
 mod bad_input;
+mod beam_search;
 mod bench_serve;
 mod cgroups;
 mod chat;

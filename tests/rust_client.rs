@@ -6,8 +6,8 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use ballast_client::{
-    BallastClient, ClientError, ClientTls, CompletedChoice, Completion, FinishReason, GenerateEvent,
-    GenerateRequest, OutputGrammar, ServingHealth,
+    BallastClient, ClientError, ClientTls, CompletedChoice, Completion, EmbedRequest, FinishReason,
+    GenerateEvent, GenerateRequest, OutputGrammar, RerankRequest, ServingHealth,
 };
 use futures::TryStreamExt;
 use serde_json::{Value, json};
@@ -47,6 +47,60 @@ fn check_choice(choice: &CompletedChoice, of_http: &Value) {
         assert!((f64::from(own.logprob) - other.as_f64().unwrap()).abs() < 1e-4, "{own:?} {other}");
     }
     assert_eq!(choice.logprobs.len(), logprobs.len());
+}
+
+#[test]
+fn the_rust_client_embeds_reranks_and_searches_beams_as_http_does() {
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1", "--pooling", "last"]);
+    let http = HttpClient::connect(&fleet);
+    let texts = ["import os", "class Point:"];
+    let embeddings = http.post_json("/v1/embeddings", &json!({"input": texts, "dimensions": 8}));
+    let documents = ["def add(a, b):", "import sys", "class Point:"];
+    let ranked = http.post_json(
+        "/v1/rerank",
+        &json!({"query": "import os", "documents": documents, "top_n": 2, "truncate_prompt_tokens": 50}),
+    );
+    let searched = http.post_json(
+        "/v1/completions",
+        &json!({"prompt": PROMPT, "n": 2, "best_of": 5, "use_beam_search": true, "length_penalty": 2.0}),
+    );
+    runtime().block_on(async {
+        let client = connect(&fleet.grpc).await;
+        let request = EmbedRequest::texts(texts).dimensions(8);
+        let own = client.embed(request).await.unwrap();
+        assert_eq!(json!(own.prompt_tokens), embeddings["usage"]["prompt_tokens"]);
+        for (vector, other) in own.vectors.iter().zip(embeddings["data"].as_array().unwrap()) {
+            assert_eq!(vector.len(), 8);
+            let other = other["embedding"].as_array().unwrap().iter().map(|value| value.as_f64().unwrap());
+            assert!(vector.iter().zip(other).all(|(&own, other)| (f64::from(own) - other).abs() < 1e-6));
+        }
+        let tokens = client.tokenize("", texts[0]).await.unwrap();
+        let by_tokens = EmbedRequest::tokens([tokens]).truncate_tokens(100).without_normalization();
+        let raw = client.embed(by_tokens).await.unwrap().vectors.remove(0);
+        let length = raw.iter().map(|value| value * value).sum::<f32>().sqrt();
+        assert!((raw[0] / length).is_finite() && (length - 1.0).abs() > 1e-3, "{length}");
+
+        let request = RerankRequest::new("import os", documents).top_n(2).truncate_tokens(50);
+        let own = client.rerank(request).await.unwrap();
+        let others = ranked["results"].as_array().unwrap();
+        assert_eq!(own.results.len(), others.len());
+        for (own, other) in own.results.iter().zip(others) {
+            assert_eq!(json!(own.index), other["index"]);
+            assert!((own.score - other["relevance_score"].as_f64().unwrap()).abs() < 1e-6);
+        }
+        let request =
+            GenerateRequest::text(PROMPT).max_tokens(16).choices(2).beam_search(5).length_penalty(2.0);
+        let own = client.complete(request).await.unwrap();
+        let texts: Vec<&str> = own.choices.iter().map(|choice| choice.text.as_str()).collect();
+        assert_eq!(json!(texts), json!([searched["choices"][0]["text"], searched["choices"][1]["text"]]));
+
+        let nothing: [&str; 0] = [];
+        assert!(matches!(
+            client.embed(EmbedRequest::texts(nothing)).await,
+            Err(ClientError::InvalidRequest { .. })
+        ));
+    });
+    fleet.stop();
 }
 
 #[test]

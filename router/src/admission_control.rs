@@ -59,11 +59,11 @@ pub(crate) struct StreamPermits {
 }
 
 impl StreamPermits {
-    /// Splits off one permit for a stream.
-    pub(crate) fn split_one(&mut self) -> StreamPermits {
-        assert!(self.count > 0, "a request has one permit for each of its streams");
-        self.count -= 1;
-        StreamPermits { controller: self.controller.clone(), id: self.id, count: 1 }
+    /// Splits off the permits of some streams.
+    pub(crate) fn split(&mut self, count: u32) -> StreamPermits {
+        assert!(self.count >= count, "a request has one permit for each of its streams");
+        self.count -= count;
+        StreamPermits { controller: self.controller.clone(), id: self.id, count }
     }
 
     /// How long a new request would wait for a worker of a model that lost its worker at `lost`.

@@ -79,27 +79,29 @@ pub(crate) struct ChoiceTask {
     pub(crate) events: mpsc::Sender<ChoiceEvent>,
     /// Counts the output for the API key, however the choice ends.
     pub(crate) active: Option<KeyedRequest>,
-    /// Tells the usage log what the choice has used, however it ends.
-    pub(crate) usage: Option<ChoiceUsage>,
-    /// The choice holds its permit until it ends, whichever worker serves it.
+    /// Held until the task ends, whichever worker serves it.
     pub(crate) permit: StreamPermits,
 }
 
+/// Where the output of a choice goes.
+pub(crate) struct BegunChoice {
+    pub(crate) text: TextStream,
+    /// Tells the usage log what the choice has used, however it ends.
+    pub(crate) usage: Option<ChoiceUsage>,
+    /// The reserved channel slot for [`ChoiceEvent::Ended`].
+    pub(crate) ended_permit: mpsc::OwnedPermit<ChoiceEvent>,
+}
+
 impl ChoiceTask {
-    /// Runs an admitted choice to its end. `ended_permit` is the reserved channel slot for
-    /// [`ChoiceEvent::Ended`].
-    pub(crate) async fn run(
-        self,
-        stream: OpenStream,
-        progress: ChoiceProgress,
-        text: TextStream,
-        ended_permit: mpsc::OwnedPermit<ChoiceEvent>,
-    ) {
+    /// Runs an admitted choice to its end.
+    pub(crate) async fn run(self, stream: OpenStream, progress: ChoiceProgress, begun: BegunChoice) {
+        let BegunChoice { text, usage, ended_permit } = begun;
         let choice = self.index;
         let model = self.model.clone();
         let events = self.events.clone();
         let mut running = RunningChoice {
             text: Some(text),
+            usage,
             progress,
             cached_tokens: 0,
             time_to_first_token: None,
@@ -122,7 +124,7 @@ impl ChoiceTask {
         };
         let first_token = running.time_to_first_token;
         running.task.call.trace.record_choice(running.progress.output().len(), first_token, failure);
-        if let (Some(usage), Some(outcome)) = (&mut running.task.usage, &outcome) {
+        if let (Some(usage), Some(outcome)) = (&mut running.usage, &outcome) {
             usage.finish(outcome);
         }
         let Some(outcome) = outcome else { return metrics::record_cancelled_choice(model.name()) };
@@ -138,6 +140,47 @@ impl ChoiceTask {
             }
         }
         ended_permit.send(ChoiceEvent::Ended { choice, outcome });
+    }
+
+    /// Removes a dead worker, and asks the quarantine whether this choice may have killed it.
+    pub(crate) fn record_loss(
+        &self,
+        loss: &StreamLoss,
+        stream: &OpenStream,
+        output_tokens: usize,
+    ) -> LossVerdict {
+        let StreamLoss::WorkerDied { detail } = loss else { return LossVerdict::Resume };
+        let (worker, request) = (&stream.placed.worker, self.call.logged());
+        let (request_id, trace_id) = (request.request_id, request.trace_id());
+        tracing::warn!(%request_id, trace_id, worker = %worker.name, detail, "worker lost in mid-stream");
+        self.dispatcher.registry.remove(worker.id);
+        stream.stay.record_loss(output_tokens, request)
+    }
+
+    /// Opens the stream on another worker. `cause` is why the last one was lost.
+    pub(crate) async fn resume(
+        &self,
+        progress: &ChoiceProgress,
+        cause: String,
+    ) -> Result<OpenStream, ChoiceError> {
+        let dispatcher = &self.dispatcher;
+        if dispatcher.quarantine.deaths_to_spread(self.call.content).is_some() {
+            let until = Instant::now() + SPREAD_WAIT;
+            tokio::time::sleep_until(self.deadline.map_or(until, |deadline| deadline.min(until))).await;
+        }
+        let (lost, has_sent_output) = (Instant::now(), self.is_streamed && !progress.output().is_empty());
+        let limit = || resume_wait(has_sent_output, self.permit.worker_wait(&self.call.model, lost));
+        let stream = dispatcher.reopen_stream(&self.call, progress, self.deadline, cause, limit).await?;
+        metrics::record_resume(self.model.name());
+        let request = self.call.logged();
+        tracing::info!(
+            request_id = %request.request_id,
+            trace_id = request.trace_id(),
+            worker = %stream.placed.worker.name,
+            tokens = progress.output().len(),
+            "stream resumed"
+        );
+        Ok(stream)
     }
 }
 
@@ -156,6 +199,7 @@ struct RunningChoice {
     progress: ChoiceProgress,
     /// `None` after [`Self::finish`].
     text: Option<TextStream>,
+    usage: Option<ChoiceUsage>,
     cached_tokens: u32,
     time_to_first_token: Option<Duration>,
     last_token_at: Option<Instant>,
@@ -164,16 +208,8 @@ struct RunningChoice {
 
 impl RunningChoice {
     async fn run(&mut self, mut stream: OpenStream) -> Result<ChoiceOutcome, ChoiceError> {
-        let deadline = self.task.deadline;
-        // One timer for the choice, not one for each frame. A worker ends the stream itself at the
-        // deadline. This timer is for a worker that hangs.
-        let late = async move {
-            match deadline {
-                Some(deadline) => tokio::time::sleep_until(deadline + DEADLINE_SLACK).await,
-                None => std::future::pending().await,
-            }
-        };
-        let mut late = std::pin::pin!(late);
+        // One timer for the choice, not one for each frame.
+        let mut late = std::pin::pin!(sleep_until_late(self.task.deadline));
         loop {
             let frame = tokio::select! {
                 biased;
@@ -198,7 +234,7 @@ impl RunningChoice {
                 Err(loss) => loss,
             };
             stream.span.fail(loss.reason());
-            let verdict = self.record_loss(&loss, &stream);
+            let verdict = self.task.record_loss(&loss, &stream, self.progress.output().len());
             match self.progress.handle_loss(loss, verdict) {
                 FailoverAction::Finish => return self.finish(FinishCause::Length).await,
                 FailoverAction::Fail(error) => return Err(error),
@@ -206,44 +242,10 @@ impl RunningChoice {
                     // Ends the stream on the lost worker, so that it does not count when the next
                     // worker is chosen.
                     drop(stream);
-                    stream = self.resume(detail).await?;
+                    stream = self.task.resume(&self.progress, detail).await?;
                 }
             }
         }
-    }
-
-    /// Removes a dead worker, and asks the quarantine whether this choice may have killed it.
-    fn record_loss(&self, loss: &StreamLoss, stream: &OpenStream) -> LossVerdict {
-        let StreamLoss::WorkerDied { detail } = loss else { return LossVerdict::Resume };
-        let (worker, request) = (&stream.placed.worker, self.task.call.logged());
-        let (request_id, trace_id) = (request.request_id, request.trace_id());
-        tracing::warn!(%request_id, trace_id, worker = %worker.name, detail, "worker lost in mid-stream");
-        self.task.dispatcher.registry.remove(worker.id);
-        stream.stay.record_loss(self.progress.output().len(), request)
-    }
-
-    async fn resume(&self, cause: String) -> Result<OpenStream, ChoiceError> {
-        let task = &self.task;
-        let dispatcher = &task.dispatcher;
-        if dispatcher.quarantine.deaths_to_spread(task.call.content).is_some() {
-            let until = Instant::now() + SPREAD_WAIT;
-            tokio::time::sleep_until(task.deadline.map_or(until, |deadline| deadline.min(until))).await;
-        }
-        let (lost, has_sent_output) =
-            (Instant::now(), task.is_streamed && !self.progress.output().is_empty());
-        let limit = || resume_wait(has_sent_output, task.permit.worker_wait(&task.call.model, lost));
-        let stream =
-            dispatcher.reopen_stream(&task.call, &self.progress, task.deadline, cause, limit).await?;
-        metrics::record_resume(task.model.name());
-        let request = task.call.logged();
-        tracing::info!(
-            request_id = %request.request_id,
-            trace_id = request.trace_id(),
-            worker = %stream.placed.worker.name,
-            tokens = self.progress.output().len(),
-            "stream resumed"
-        );
-        Ok(stream)
     }
 
     /// Passes a frame on to the client. Returns `Some` if the choice is at its end.
@@ -257,7 +259,7 @@ impl RunningChoice {
                 // After a resume, the worker reports the choice's own output as prefix cache hits.
                 if self.progress.losses() == 0 {
                     self.cached_tokens = cached_tokens.min(self.task.call.prompt.len() as u32);
-                    if let Some(usage) = &mut self.task.usage {
+                    if let Some(usage) = &mut self.usage {
                         usage.cached_tokens = self.cached_tokens;
                     }
                 }
@@ -279,7 +281,7 @@ impl RunningChoice {
         logprobs.truncate(pushed.consumed_tokens);
         self.progress.append(&ids, sampler_state)?;
         self.token_metrics.record_output_tokens(ids.len());
-        if let Some(usage) = &mut self.task.usage {
+        if let Some(usage) = &mut self.usage {
             usage.output_tokens = self.progress.output().len();
             usage.first_token = self.time_to_first_token;
         }
@@ -330,7 +332,16 @@ impl RunningChoice {
     }
 }
 
-async fn next_frame(stream: &mut OpenStream) -> Result<WorkerFrame, StreamLoss> {
+/// Ends after the deadline. A worker ends the stream itself at the deadline: this is for a worker that
+/// hangs.
+pub(crate) async fn sleep_until_late(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline + DEADLINE_SLACK).await,
+        None => std::future::pending().await,
+    }
+}
+
+pub(crate) async fn next_frame(stream: &mut OpenStream) -> Result<WorkerFrame, StreamLoss> {
     match stream.frames.message().await {
         Ok(Some(frame)) => WorkerFrame::try_from(frame)
             .map_err(|violation| StreamLoss::WorkerError { detail: violation.to_string() }),

@@ -70,9 +70,17 @@ impl Dispatcher {
                 time_left => time_left,
             };
             let mut span = call.trace.worker_call(&placed.worker.name, cause);
-            let wire = traced_call(call.to_wire(progress, time_left), &span);
+            let generation = call.to_wire(progress, time_left);
             let admission = async {
-                let mut frames = placed.worker.client.generate(wire).await?.into_inner();
+                let client = &mut placed.worker.client;
+                let opened = match call.params.beams {
+                    None => client.generate(traced_call(generation, &span)).await,
+                    Some(beams) => {
+                        let search = beams.to_wire(generation, call.params.n);
+                        client.search_beams(traced_call(search, &span)).await
+                    }
+                };
+                let mut frames = opened?.into_inner();
                 let first = frames.message().await?.map(WorkerFrame::try_from);
                 Ok::<_, tonic::Status>((first, frames))
             };

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::future::try_join_all;
+use futures::future::{Either, try_join_all};
 use prost::Message;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use crate::access_control::KeyedRequest;
 use crate::admission::{AdmissionRequest, CapacityExceeded, ModelCapacity, PriorityClass, Tenant};
 use crate::admission_control::{AdmissionController, StreamPermits};
-use crate::choice::{ChoiceEvent, ChoiceOutcome, ChoiceTask, FinishCause};
+use crate::choice::{BegunChoice, ChoiceEvent, ChoiceOutcome, ChoiceTask, FinishCause};
 use crate::dispatch::{Dispatcher, OpenStream};
 use crate::failover::ChoiceProgress;
 use crate::grammar_check::GrammarChecker;
@@ -107,6 +107,8 @@ impl GenerationRequest {
         if model.text.tokenizer().is_err() {
             params.check_without_text()?;
         }
+        // Before the model's own defaults, which a beam search ignores.
+        params.check_beams()?;
         params.fill_from(&model.description.sampling_defaults);
         let mut checked = Vec::with_capacity(tokens.len());
         let may_end = params.allowed_tokens.is_empty()
@@ -210,6 +212,12 @@ impl GenerationRequest {
         self.prompts.len() * self.params().best_of as usize
     }
 
+    /// Sequences that workers run for the request.
+    fn streams(&self) -> u32 {
+        let params = self.params();
+        self.choices() as u32 / params.choices_per_call() * params.streams_per_call()
+    }
+
     /// Counts the prompts, in metrics and for the API key.
     pub(crate) fn record_prompts(&self) {
         for prompt in self.prompts() {
@@ -276,7 +284,9 @@ impl GenerationRequest {
             };
             let content = call.to_wire(&ChoiceProgress::new(params.max_tokens), None);
             call.content = hasher.key_of_request(&call.model, content);
-            calls.extend((0..params.best_of).map(|choice| ChoiceCall { choice, ..call.clone() }));
+            // A beam search finds all choices of a prompt with one call.
+            let choices = (0..params.best_of).step_by(params.choices_per_call() as usize);
+            calls.extend(choices.map(|choice| ChoiceCall { choice, ..call.clone() }));
         }
         calls
     }
@@ -351,7 +361,7 @@ impl Generator {
             let GenerationRequest { model, origin, .. } = request;
             self.grammars.check(model.key(), grammar, origin, deadline).await?;
         }
-        let mut attempts = self.worker_attempts(request, request.choices() as u32);
+        let mut attempts = self.worker_attempts(request, request.streams());
         let (choices, permits) = loop {
             let (model, permits) = attempts.next().await?;
             if calls.iter().any(|call| call.model != model) {
@@ -431,16 +441,25 @@ impl Generator {
         deadline: Instant,
     ) -> Result<mpsc::Receiver<ChoiceEvent>, RequestRefusal> {
         // Each choice reserves one slot for its `Ended` event before any choice sends a delta.
-        let (events, receiver) = mpsc::channel(choices.len() * (BUFFERED_DELTAS_MAX + 1));
+        let (events, receiver) = mpsc::channel(request.choices() * (BUFFERED_DELTAS_MAX + 1));
         let usage = self.usage_log.as_ref().map(|log| RequestUsage::begin(log, request));
-        let mut tasks = Vec::with_capacity(choices.len());
-        for (index, AdmittedChoice { call, stream, progress }) in (0..).zip(choices) {
+        let begin = |call: &ChoiceCall, choice: u32| {
             let visible = request.visible_tokens.clone();
             let text = TextStream::new(&request.model, &call.params, request.at_text_start, visible)
                 .map_err(|error| RequestRefusal::Invalid { detail: error.to_string() })?;
             let ended_permit = events.clone().try_reserve_owned().ok();
             let ended_permit = ended_permit.expect("the channel has a free slot for each choice");
-            let choice = call.choice;
+            let usage = usage.as_ref().map(|usage| usage.begin_choice(choice));
+            Ok::<_, RequestRefusal>(BegunChoice { text, usage, ended_permit })
+        };
+        let mut tasks = Vec::with_capacity(choices.len());
+        let mut next_index = 0;
+        for AdmittedChoice { call, stream, progress } in choices {
+            let (index, permit) = (next_index, permits.split(call.params.streams_per_call()));
+            next_index += call.params.choices_per_call();
+            let first = begin(&call, call.choice)?;
+            let others = (1..call.params.choices_per_call()).map(|choice| begin(&call, choice));
+            let others = others.collect::<Result<Vec<_>, _>>()?;
             let task = ChoiceTask {
                 index,
                 model: request.model.clone(),
@@ -451,10 +470,12 @@ impl Generator {
                 is_streamed: request.is_streamed,
                 events: events.clone(),
                 active: request.origin.active.clone(),
-                usage: usage.as_ref().map(|usage| usage.begin_choice(choice)),
-                permit: permits.split_one(),
+                permit,
             };
-            tasks.push(task.run(stream, progress, text, ended_permit));
+            tasks.push(match task.call.params.beams {
+                Some(_) => Either::Left(task.run_beams(stream, first, others)),
+                None => Either::Right(task.run(stream, progress, first)),
+            });
         }
         tasks.into_iter().for_each(|task| drop(tokio::spawn(task)));
         Ok(receiver)
@@ -484,6 +505,6 @@ impl Generator {
         let longest = request.prompts().map(<[u32]>::len).max().unwrap_or(0);
         let choices_max = capacity.choices_max(request.class(), &request.origin.tenant);
         let streams_max = choices_max.min(self.admission.streams_max());
-        capacity.check(longest as u64, output, request.choices() as u32, streams_max)
+        capacity.check(longest as u64, output, request.streams(), streams_max)
     }
 }

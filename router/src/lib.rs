@@ -41,6 +41,7 @@ mod access_control;
 mod access_log;
 pub mod admission;
 mod admission_control;
+mod beam_choices;
 mod chat_syntax;
 mod choice;
 mod config;

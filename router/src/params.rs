@@ -31,6 +31,10 @@ pub(crate) const STOP_TOKENS_MAX: usize = 64;
 /// OpenAI's limit.
 pub(crate) const TOP_LOGPROBS_MAX: i64 = 20;
 
+/// vLLM's. The worker has the same range.
+const LENGTH_PENALTY_DEFAULT: f64 = 1.0;
+const LENGTH_PENALTY_MAX: f64 = 10.0;
+
 /// A salt is a short secret.
 const CACHE_SALT_BYTES_MAX: usize = 256;
 
@@ -74,6 +78,10 @@ macro_rules! define_request_params {
             /// Completions only: the fleet generates this many choices, the client receives the `n`
             /// most probable.
             pub(crate) best_of: Option<i64>,
+            /// The choices are the most probable outputs, instead of random ones.
+            pub(crate) beam_search: bool,
+            /// Of the beam search.
+            pub(crate) length_penalty: Option<f64>,
             pub(crate) priority: Option<i64>,
             pub(crate) cache_salt: Option<String>,
             pub(crate) deadline_ms: Option<i64>,
@@ -113,6 +121,7 @@ pub(crate) struct CheckedParams {
     pub(crate) best_of: u32,
     /// Choices of each prompt that the client receives: the most probable.
     pub(crate) n: u32,
+    pub(crate) beams: Option<BeamParams>,
     pub(crate) top_logprobs: Option<u32>,
     pub(crate) grammar: Option<RequestGrammar>,
     /// Lower is more urgent.
@@ -120,6 +129,14 @@ pub(crate) struct CheckedParams {
     pub(crate) cache_salt: String,
     pub(crate) deadline: Option<Duration>,
     pub(crate) session: Option<Box<str>>,
+}
+
+/// A beam search, which finds all `n` choices of a prompt.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct BeamParams {
+    /// Sequences that the worker runs at once. At least `n`.
+    pub(crate) width: u32,
+    pub(crate) length_penalty: f32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -167,6 +184,12 @@ pub(crate) enum RequestParamError {
     NeedsTokenizer { param: &'static str },
     #[error("`{param}` cannot be used together with `{other}`")]
     TwoGrammars { param: &'static str, other: &'static str },
+    #[error(
+        "`{param}` cannot be used together with beam search: its outputs are the model's most probable ones"
+    )]
+    NotWithBeams { param: &'static str },
+    #[error("`length_penalty` has an effect on beam search only")]
+    LengthPenaltyAlone,
     #[error("`ignore_eos` cannot be combined with `{with}`: the grammar defines where the output ends")]
     IgnoreEosWithGrammar { with: &'static str },
     #[error("`{param}` is empty: the model needs at least one prompt token")]
@@ -189,9 +212,11 @@ impl RequestParamError {
             | RequestParamError::GrammarLength { param, .. }
             | RequestParamError::NeedsTokenizer { param }
             | RequestParamError::TwoGrammars { param, .. }
+            | RequestParamError::NotWithBeams { param }
             | RequestParamError::EmptyPrompt { param }
             | RequestParamError::ContextExceeded { param, .. } => param,
             RequestParamError::IgnoreEosWithGrammar { .. } => "ignore_eos",
+            RequestParamError::LengthPenaltyAlone => "length_penalty",
             RequestParamError::CacheSaltLength { .. } => "cache_salt",
         }
     }
@@ -206,6 +231,32 @@ impl RequestParams {
         let breakers = self.dry_sequence_breakers.as_ref().filter(|words| !words.is_empty());
         match grammar.or(stop).or(bad_words).or(breakers.map(|_| "dry_sequence_breakers")) {
             Some(param) => Err(RequestParamError::NeedsTokenizer { param }),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses parameters that change what a beam search finds. Those of random draws, such as the
+    /// temperature, have no effect on it.
+    pub(crate) fn check_beams(&self) -> Result<(), RequestParamError> {
+        if !self.beam_search {
+            let is_alone = self.length_penalty.is_some_and(|penalty| penalty != LENGTH_PENALTY_DEFAULT);
+            return if is_alone { Err(RequestParamError::LengthPenaltyAlone) } else { Ok(()) };
+        }
+        let differs = |value: Option<f64>, neutral: f64| value.is_some_and(|value| value != neutral);
+        let conflicts = [
+            (self.grammar.is_some(), self.grammar.as_ref().map_or("grammar", |grammar| grammar.param)),
+            (!self.stop.is_empty(), "stop"),
+            (!self.logit_bias.is_empty(), "logit_bias"),
+            (!self.allowed_tokens.is_empty(), "allowed_token_ids"),
+            (!self.bad_words.is_empty(), "bad_words"),
+            (differs(self.repetition_penalty, 1.0), "repetition_penalty"),
+            (differs(self.presence_penalty, 0.0), "presence_penalty"),
+            (differs(self.frequency_penalty, 0.0), "frequency_penalty"),
+            (differs(self.dry_multiplier, 0.0), "dry_multiplier"),
+            (self.mirostat.is_some_and(|version| version != 0), "mirostat"),
+        ];
+        match conflicts.into_iter().find(|(is_given, _)| *is_given) {
+            Some((_, param)) => Err(RequestParamError::NotWithBeams { param }),
             None => Ok(()),
         }
     }
@@ -253,6 +304,9 @@ impl RequestParams {
         };
         let priority =
             integer_in("priority", self.priority, 0, i64::from(i32::MIN), i64::from(i32::MAX))? as i32;
+        let n = integer_in("n", self.n, 1, 1, N_MAX)?;
+        let best_of = integer_in("best_of", self.best_of, n, n, N_MAX)?;
+        let beams = self.beams(best_of)?;
         let cache_salt = self.cache_salt.unwrap_or_default();
         if cache_salt.len() > CACHE_SALT_BYTES_MAX {
             return Err(RequestParamError::CacheSaltLength { bytes: cache_salt.len() });
@@ -261,8 +315,6 @@ impl RequestParams {
             None => None,
             given => Some(Duration::from_millis(integer_in("deadline_ms", given, 1, 1, i64::MAX)? as u64)),
         };
-        let n = integer_in("n", self.n, 1, 1, N_MAX)?;
-        let best_of = integer_in("best_of", self.best_of, n, n, N_MAX)?;
         Ok(CheckedParams {
             max_tokens,
             is_max_tokens_given,
@@ -272,8 +324,10 @@ impl RequestParams {
             stop_tokens,
             include_stop_string: self.include_stop_string,
             ignore_eos: self.ignore_eos,
-            best_of: best_of as u32,
+            // A beam search returns all that it was asked for.
+            best_of: if beams.is_some() { n as u32 } else { best_of as u32 },
             n: n as u32,
+            beams,
             top_logprobs,
             grammar,
             priority,
@@ -284,7 +338,35 @@ impl RequestParams {
     }
 }
 
+impl CheckedParams {
+    /// Choices that one call of a worker generates.
+    pub(crate) fn choices_per_call(&self) -> u32 {
+        if self.beams.is_some() { self.n } else { 1 }
+    }
+
+    /// Sequences that one call of a worker runs.
+    pub(crate) fn streams_per_call(&self) -> u32 {
+        self.beams.map_or(1, |beams| beams.width)
+    }
+}
+
 impl RequestParams {
+    fn beams(&self, width: i64) -> Result<Option<BeamParams>, RequestParamError> {
+        if !self.beam_search {
+            return Ok(None);
+        }
+        let length_penalty = self.length_penalty.unwrap_or(LENGTH_PENALTY_DEFAULT);
+        if length_penalty.abs() <= LENGTH_PENALTY_MAX {
+            let length_penalty = length_penalty as f32;
+            return Ok(Some(BeamParams { width: width as u32, length_penalty }));
+        }
+        Err(RequestParamError::OutOfRange {
+            param: "length_penalty",
+            value: length_penalty.to_string(),
+            allowed: format!("-{LENGTH_PENALTY_MAX} to {LENGTH_PENALTY_MAX}"),
+        })
+    }
+
     fn check_stop_strings(&self) -> Result<(), RequestParamError> {
         if self.stop.len() > STOP_STRINGS_MAX {
             return Err(RequestParamError::TooManyEntries {

@@ -13,7 +13,7 @@ use traces::Span;
 
 use crate::failover::{ChoiceError, ChoiceProgress, StreamLoss};
 use crate::intake::RequestBytes;
-use crate::params::{CheckedParams, CheckedSampling};
+use crate::params::{BeamParams, CheckedParams, CheckedSampling};
 use crate::quarantine::ContentKey;
 use crate::request_trace::{LoggedRequest, RequestTrace};
 use crate::routing::{ModelKey, PromptPrefix, SessionKey, StreamDemand};
@@ -53,7 +53,8 @@ impl ChoiceCall {
         StreamDemand {
             model: &self.model,
             input_tokens: self.prompt.len() as u64 + output,
-            output_tokens_max: u64::from(self.params.max_tokens).saturating_sub(output),
+            output_tokens_max: u64::from(self.params.max_tokens).saturating_sub(output)
+                * u64::from(self.params.streams_per_call()),
             prefix: &self.prefix,
             session: self.session,
             spread_by_deaths: None,
@@ -88,6 +89,13 @@ impl ChoiceCall {
             priority: self.params.priority,
             cache_salt: self.params.cache_salt.clone(),
         }
+    }
+}
+
+impl BeamParams {
+    pub(crate) fn to_wire(self, generation: wire::GenerateRequest, choices: u32) -> wire::SearchBeamsRequest {
+        let Self { width, length_penalty } = self;
+        wire::SearchBeamsRequest { generation: Some(generation), beam_width: width, choices, length_penalty }
     }
 }
 

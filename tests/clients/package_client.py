@@ -27,11 +27,15 @@ long = dataclasses.replace(short, max_tokens=LONG_OUTPUT, ignore_eos=True)
 drawn = dataclasses.replace(short, sampling=Sampling(temperature=0.8, seed=7), n=2, top_logprobs=1)
 
 
-def complete_over_http(**fields):
-    body = json.dumps({"model": fleet.model, "prompt": fleet.prompt, **fields}).encode()
+def post(path, **fields):
+    body = json.dumps({"model": fleet.model, **fields}).encode()
     headers = {"content-type": "application/json", "x-api-key": fleet.key}
-    with urllib.request.urlopen(urllib.request.Request(f"{fleet.url}/v1/completions", body, headers)) as reply:
+    with urllib.request.urlopen(urllib.request.Request(f"{fleet.url}{path}", body, headers)) as reply:
         return json.load(reply)
+
+
+def complete_over_http(**fields):
+    return post("/v1/completions", prompt=fleet.prompt, **fields)
 
 
 def check_fields():
@@ -42,6 +46,9 @@ def check_fields():
     # The deadline is the call's; the others are the prompt.
     given |= {"deadline_ms", "text", "tokens", "chat"}
     assert given == set(ballast_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
+    for own, wire in ((ballast.EmbedRequest, ballast_pb2.EmbedRequest), (ballast.RerankRequest, ballast_pb2.RerankRequest)):
+        given = {field.name for field in dataclasses.fields(own)} | {"deadline_ms"}
+        assert {"no_" * (name == "normalize") + name for name in given} == set(wire.DESCRIPTOR.fields_by_name)
 
 
 def check_texts(client):
@@ -69,6 +76,37 @@ def check_texts(client):
     kinds = [type(event) for event in client.generate(short)]
     assert kinds[0] is ballast.Started and kinds[-1] is ballast.Finished, kinds
     assert set(kinds[1:-1]) == {ballast.Delta}, kinds
+
+
+def check_beams(client):
+    found = client.complete(dataclasses.replace(short, n=2, beam_search=ballast.BeamSearch(width=4, length_penalty=0.5)))
+    answer = complete_over_http(
+        max_tokens=fleet.max_tokens, n=2, best_of=4, use_beam_search=True, length_penalty=0.5)
+    assert [choice.text for choice in found.choices] == [choice["text"] for choice in answer["choices"]]
+
+
+def check_pooling(client):
+    inputs = [fleet.prompt, client.tokenize("import os"), "class"]
+    own = client.embed(ballast.EmbedRequest(inputs, dimensions=16))
+    # HTTP takes texts or token ids.
+    texts = post("/v1/embeddings", input=[fleet.prompt, "class"], dimensions=16)["data"]
+    tokens = post("/v1/embeddings", input=inputs[1], dimensions=16)["data"]
+    others = [data["embedding"] for data in (texts[0], tokens[0], texts[1])]
+    for vector, other in zip(own.vectors, others, strict=True):
+        assert len(vector) == 16 and all(abs(a - b) < 1e-6 for a, b in zip(vector, other, strict=True))
+    raw = client.embed(ballast.EmbedRequest(["class"], normalize=False)).vectors[0]
+    assert abs(sum(value * value for value in raw) - 1) > 1e-3
+
+    documents = ["def add(a, b):", "import os", "class Point:"]
+    ranked = client.rerank(ballast.RerankRequest("import sys", documents, top_n=2))
+    results = post("/v1/rerank", query="import sys", documents=documents, top_n=2)["results"]
+    assert [document.index for document in ranked.results] == [result["index"] for result in results]
+    for document, result in zip(ranked.results, results, strict=True):
+        assert abs(document.score - result["relevance_score"]) < 1e-6
+    with raises(ballast.InvalidRequestError):
+        client.embed(ballast.EmbedRequest([]))
+    with raises(ballast.DeadlineExceededError):
+        client.rerank(ballast.RerankRequest("x", ["y " * 200] * 500), timeout_s=0.01)
 
 
 def check_grammars(client):
@@ -132,6 +170,9 @@ async def check_async():
         assert await client.detokenize(tokens) == fleet.prompt
         answers = await asyncio.gather(*(client.complete(short) for _ in range(4)))
         assert {answer.choices[0].text for answer in answers} == {fleet.completion}, answers
+        embeddings = await client.embed(ballast.EmbedRequest(["one", "two"]))
+        assert len(embeddings.vectors) == 2 and embeddings.prompt_tokens >= 2
+        assert len((await client.rerank(ballast.RerankRequest("one", ["two"]))).results) == 1
         with raises(ballast.NotFoundError):
             await client.complete(dataclasses.replace(short, model="none"))
         with raises(ballast.DeadlineExceededError):
@@ -196,6 +237,8 @@ def check_example():
 check_fields()
 with Client(fleet.url, api_key=fleet.key, timeout_s=30) as shared:
     check_texts(shared)
+    check_beams(shared)
+    check_pooling(shared)
     check_grammars(shared)
     check_errors(shared)
     check_cancellation(shared)

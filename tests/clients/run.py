@@ -115,7 +115,7 @@ class ServedFleet:
             with keys.open("a") as file:
                 file.write("requests-per-minute = 1\n")
         command = [executable, "serve", DEMO_MODEL, "--name", MODEL, "--chat-template", HERE / "chat.jinja",
-                   "--device", "host", "--workers", "1", "--threads", "1", "--listen", "127.0.0.1:0",
+                   "--device", "host", "--workers", "1", "--threads", "1", "--pooling", "last", "--listen", "127.0.0.1:0",
                    "--runtime-dir", folder / "run", "--keys", keys, "--json"]
         log = folder / "serve.log"
         with log.open("w") as errors:

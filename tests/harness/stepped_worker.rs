@@ -113,6 +113,7 @@ async fn generate(
 #[tonic::async_trait]
 impl Worker for SteppedService {
     type GenerateStream = ReceiverStream<Result<wire::GenerateFrame, Status>>;
+    type SearchBeamsStream = Frames<wire::GenerateFrame>;
     type ScoreStream = Frames<wire::ScoreFrame>;
     type GetMetadataStream = Frames<wire::MetadataFrame>;
     type SubscribeKvEventsStream = Frames<wire::KvEventsFrame>;
@@ -154,6 +155,13 @@ impl Worker for SteppedService {
         let (frames, receiver) = mpsc::channel(4);
         tokio::spawn(generate(request.into_inner(), self.output.clone(), self.steps.subscribe(), frames));
         Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn search_beams(
+        &self,
+        _: Request<wire::SearchBeamsRequest>,
+    ) -> Result<Response<Self::SearchBeamsStream>, Status> {
+        unsupported()
     }
 
     async fn check_grammar(

@@ -59,6 +59,7 @@ fn no_model<T>() -> Result<Response<T>, Status> {
 #[tonic::async_trait]
 impl Worker for UnusableService {
     type GenerateStream = Frames<wire::GenerateFrame>;
+    type SearchBeamsStream = Frames<wire::GenerateFrame>;
     type ScoreStream = Frames<wire::ScoreFrame>;
     type GetMetadataStream = Frames<wire::MetadataFrame>;
     type SubscribeKvEventsStream = Frames<wire::KvEventsFrame>;
@@ -92,6 +93,13 @@ impl Worker for UnusableService {
         &self,
         _: Request<wire::GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
+        no_model()
+    }
+
+    async fn search_beams(
+        &self,
+        _: Request<wire::SearchBeamsRequest>,
+    ) -> Result<Response<Self::SearchBeamsStream>, Status> {
         no_model()
     }
 

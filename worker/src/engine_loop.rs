@@ -290,6 +290,11 @@ impl<B: Backend> EngineLoop<B> {
                 let queued = self.engine.submit_constrained(*request, constraint);
                 self.register_stream(id, queued, stream, reply);
             }
+            EngineCommand::SearchBeams { request, stream, reply } => {
+                let id = request.id;
+                let queued = self.engine.submit_beams(request);
+                self.register_stream(id, queued, stream, reply);
+            }
             EngineCommand::Score { request, stream, reply } => {
                 let id = request.id;
                 let queued = self.engine.submit_score(request);
@@ -429,6 +434,7 @@ fn output_id(output: &EngineOutput) -> RequestId {
         | EngineOutput::Logits { id, .. }
         | EngineOutput::Scored { id, .. }
         | EngineOutput::Embedding { id, .. }
+        | EngineOutput::Beams { id, .. }
         | EngineOutput::Finished { id, .. } => *id,
     }
 }
@@ -440,7 +446,8 @@ fn final_item(output: EngineOutput, reason: FinishReason, failure: Option<&Strea
         | FinishReason::Complete
         | FinishReason::Length
         | FinishReason::Scored
-        | FinishReason::Embedded => Ok(output),
+        | FinishReason::Embedded
+        | FinishReason::Searched => Ok(output),
         FinishReason::Deadline => Err(StreamAbort::Deadline),
         FinishReason::Cancelled => Err(StreamAbort::Drained),
         FinishReason::StepFailed => {

@@ -29,10 +29,12 @@ use crate::process_memory::anonymous_rss_bytes;
 use crate::wire::defaults::sampling_defaults;
 use crate::wire::frames::{admitted, generate_frame, kv_event_frames};
 use crate::wire::request::{
-    embed_request_from_wire, grammar_source, request_from_wire, score_request_from_wire,
+    beam_request_from_wire, embed_request_from_wire, grammar_source, request_from_wire,
+    score_request_from_wire,
 };
 use crate::wire::status::unavailable;
 
+mod beam_stream;
 mod embedding;
 mod score_stream;
 mod stats_reply;
@@ -63,6 +65,7 @@ type FrameStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 #[tonic::async_trait]
 impl Worker for WorkerService {
     type GenerateStream = FrameStream<wire::GenerateFrame>;
+    type SearchBeamsStream = FrameStream<wire::GenerateFrame>;
     type ScoreStream = FrameStream<wire::ScoreFrame>;
     type GetMetadataStream = FrameStream<wire::MetadataFrame>;
     type SubscribeKvEventsStream = FrameStream<wire::KvEventsFrame>;
@@ -75,6 +78,17 @@ impl Worker for WorkerService {
         let call = CallTrace::begin(&self.tracer, "generate", &wire.request_id, &metadata);
         let label = call.label.clone();
         self.start_generating(wire, call).await.inspect_err(|status| label.log_refusal(status))
+    }
+
+    async fn search_beams(
+        &self,
+        wire: Request<wire::SearchBeamsRequest>,
+    ) -> Result<Response<Self::SearchBeamsStream>, Status> {
+        let (metadata, _, wire) = wire.into_parts();
+        let request_id = wire.generation.as_ref().map_or("", |generation| &generation.request_id);
+        let call = CallTrace::begin(&self.tracer, "search beams", request_id, &metadata);
+        let label = call.label.clone();
+        self.start_beam_search(wire, call).await.inspect_err(|status| label.log_refusal(status))
     }
 
     async fn check_grammar(
@@ -227,6 +241,20 @@ impl WorkerService {
         });
         let first = stream::iter([Ok(admitted(queued.ahead))]);
         Ok(Response::new(Box::pin(first.chain(frames))))
+    }
+
+    async fn start_beam_search(
+        &self,
+        wire: wire::SearchBeamsRequest,
+        call: CallTrace,
+    ) -> Result<Response<FrameStream<wire::GenerateFrame>>, Status> {
+        let ServingEngine { handle, info } = &self.serving_state()?.engine;
+        check_fingerprint(wire.generation.as_ref().map_or(&[], |generation| &generation.fingerprint), info)?;
+        let id = handle.next_id();
+        let request = beam_request_from_wire(wire, id, handle.now())?;
+        call.log_begin(id, "search beams", request.prompt.len());
+        let (queued, outputs) = handle.search_beams(request, call).await?;
+        Ok(Response::new(Box::pin(beam_stream::frames(queued.ahead, outputs))))
     }
 
     async fn compile_grammar(

@@ -89,6 +89,7 @@ impl StreamTrace {
             EngineOutput::Logits { .. }
             | EngineOutput::Scored { .. }
             | EngineOutput::Embedding { .. }
+            | EngineOutput::Beams { .. }
             | EngineOutput::Finished { .. } => {}
         }
     }

@@ -39,9 +39,9 @@ pub(crate) struct ChannelCapacity {
 pub(crate) const TOKEN_CAPACITY: ChannelCapacity =
     ChannelCapacity { outputs: 128, per_step: 1 + DRAFT_DEPTH_MAX };
 
-/// The capacity for the admission and the vector of an embedding, so that the request is never
-/// paused.
-pub(crate) const EMBEDDING_CAPACITY: ChannelCapacity = ChannelCapacity { outputs: 4, per_step: 2 };
+/// The capacity for the admission and one result: the vector of an embedding, or the outputs of a
+/// beam search. The request is never paused.
+pub(crate) const RESULT_CAPACITY: ChannelCapacity = ChannelCapacity { outputs: 4, per_step: 2 };
 
 /// The capacity of a score stream. `rows` is the limit of scored rows in one step, which bounds the
 /// queued bytes.

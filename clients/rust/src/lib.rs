@@ -30,6 +30,7 @@ mod completion;
 mod connect;
 mod error;
 mod generate_stream;
+mod pooling;
 mod request;
 
 pub use client::{BallastClient, ServingHealth};
@@ -37,5 +38,6 @@ pub use completion::{CompletedChoice, Completion};
 pub use connect::{ClientBuilder, ClientTls};
 pub use error::ClientError;
 pub use generate_stream::{GenerateEvent, GenerateStream};
+pub use pooling::{EmbedRequest, Embeddings, RerankRequest, Reranked, RerankedDocument};
 pub use proto::v1::{FinishReason, Finished, Model, OutputDelta, Sampling, Started, TokenLogprob, Usage};
 pub use request::{GenerateRequest, OutputGrammar};

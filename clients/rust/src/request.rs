@@ -107,6 +107,20 @@ impl GenerateRequest {
         self
     }
 
+    /// The choices are the most probable outputs, the best first, instead of random ones. The search
+    /// follows `width` outputs at once, at least as many as there are choices; 0 means as many.
+    pub fn beam_search(mut self, width: u32) -> Self {
+        self.wire.beam_search.get_or_insert_default().width = width;
+        self
+    }
+
+    /// The exponent of an output's length by which the beam search divides its sum of log
+    /// probabilities.
+    pub fn length_penalty(mut self, exponent: f32) -> Self {
+        self.wire.beam_search.get_or_insert_default().length_penalty = Some(exponent);
+        self
+    }
+
     /// Asks for the log probability of each token and of so many most likely ones.
     pub fn top_logprobs(mut self, alternatives: u32) -> Self {
         self.wire.top_logprobs = Some(alternatives);

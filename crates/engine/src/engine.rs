@@ -2,8 +2,10 @@
 
 //! [`Engine`]: owns the model and joins admission, scheduler, drafts, batch, sampler and outputs.
 
+mod beams;
 mod maintenance;
 
+use crate::beam::group::BeamGroup;
 use crate::config::{EngineConfig, EngineConfigError, check_draft};
 use crate::draft::drafter::Drafter;
 use crate::draft::speculation::Speculation;
@@ -61,6 +63,10 @@ pub struct Engine<B: Backend> {
     requests: Vec<Option<ActiveRequest>>,
     sequence_ids: HashMap<RequestId, SequenceId>,
     deadlines: BTreeSet<(Duration, SequenceId)>,
+    /// Beam searches. `sequence_ids` has one sequence of each.
+    beam_groups: HashMap<RequestId, BeamGroup>,
+    /// Beam searches of which this step has computed the last row.
+    complete_groups: Vec<RequestId>,
     draining: bool,
     stats: EngineStats,
 }
@@ -165,6 +171,8 @@ impl<B: Backend> Engine<B> {
             requests: Vec::new(),
             sequence_ids: HashMap::new(),
             deadlines: BTreeSet::new(),
+            beam_groups: HashMap::new(),
+            complete_groups: Vec::new(),
             draining: false,
         })
     }
@@ -256,7 +264,11 @@ impl<B: Backend> Engine<B> {
     /// blocks until another request needs them.
     pub fn set_paused(&mut self, id: RequestId, is_paused: bool) -> bool {
         let sequence_id = self.sequence_ids.get(&id).copied();
-        sequence_id.inspect(|&sequence_id| self.scheduler.set_paused(sequence_id, is_paused)).is_some()
+        // A beam search sends nothing before its end, so its client reads nothing too slowly.
+        if let Some(sequence_id) = sequence_id.filter(|_| !self.beam_groups.contains_key(&id)) {
+            self.scheduler.set_paused(sequence_id, is_paused);
+        }
+        sequence_id.is_some()
     }
 
     /// Refuses all further requests. Accepted requests run to their end.
@@ -319,6 +331,7 @@ impl<B: Backend> Engine<B> {
             self.stats.steps += 1;
             let outputs_before = out.len();
             self.report_rows(out);
+            self.advance_beams(out);
             let drawn = tokens(&out[outputs_before..]);
             self.stats.output_tokens += drawn as u64;
             report.tokens_sampled += drawn;
@@ -364,6 +377,12 @@ impl<B: Backend> Engine<B> {
         if let Some(deadline) = request_state.deadline {
             self.deadlines.insert((deadline, sequence_id));
         }
+        self.set_request(sequence_id, request_state);
+        Queued { ahead: self.scheduler.waiting_ahead(sequence_id) }
+    }
+
+    /// Records the request of a sequence that was added to the scheduler.
+    fn set_request(&mut self, sequence_id: SequenceId, request_state: ActiveRequest) {
         if self.requests.len() <= sequence_id.index() {
             self.requests.resize_with(sequence_id.index() + 1, || None);
         }
@@ -371,7 +390,6 @@ impl<B: Backend> Engine<B> {
         if let Some(Drafting { speculation, .. }) = &mut self.drafting {
             speculation.begin(sequence_id);
         }
-        Queued { ahead: self.scheduler.waiting_ahead(sequence_id) }
     }
 
     /// Adds draft tokens to the plan.
@@ -539,6 +557,13 @@ impl<B: Backend> Engine<B> {
                     Err(error) => Some(FinishReason::BadLogits(error)),
                 }
             }
+            RequestWork::Beam => {
+                let RowOutput::Logits(row) = row else {
+                    panic!("{id}: a beam search gets no token from the device")
+                };
+                let id = *id;
+                self.take_beam_row(id, sequence_id, row)
+            }
             RequestWork::Embed(embedding) => {
                 let (RowOutput::State(row), Some(sequence)) = (row, self.scheduler.sequence(sequence_id))
                 else {
@@ -562,12 +587,16 @@ impl<B: Backend> Engine<B> {
         let rows = plan.rows;
         let sequence_ids: Vec<SequenceId> = plan.chunks.iter().map(|chunk| chunk.sequence_id).collect();
         for &sequence_id in &sequence_ids {
-            self.finish(sequence_id, FinishReason::StepFailed, out);
+            // The sequences of a beam search end together.
+            if self.requests[sequence_id.index()].is_some() {
+                self.finish(sequence_id, FinishReason::StepFailed, out);
+            }
         }
         StepError { rows, requests: sequence_ids.len(), source }
     }
 
     fn finish(&mut self, sequence_id: SequenceId, reason: FinishReason, out: &mut Vec<EngineOutput>) {
+        let sequence_id = self.end_other_beams(sequence_id);
         let Some(request_state) = self.requests[sequence_id.index()].take() else {
             panic!("{sequence_id:?} ends but has no request")
         };

@@ -36,6 +36,7 @@
 //! - [`kv`]: the block pool, block tables and KV cache events.
 //! - [`sample`]: sampling parameters, logits processors, the sampler, structured output.
 //! - [`draft`]: speculative decoding with draft tokens.
+//! - [`beam`]: beam search.
 //! - `request`: requests, outputs, refusals and the engine's state of each request.
 //!
 //! The scheduler by itself, with a prompt of 20 tokens, blocks of 16 and no model:
@@ -79,6 +80,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod beam;
 mod config;
 pub mod draft;
 mod engine;
@@ -101,9 +103,10 @@ pub use draft::speculation::DraftStats;
 pub use engine::Engine;
 pub use error::{EngineStartError, StepError};
 pub use request::input::{
-    EmbedRequest, Request, RequestId, ScoreKind, ScoreRequest, StopConditions, TOP_LOGPROBS_MAX,
+    BEAM_WIDTH_MAX, BeamParams, BeamRequest, EmbedRequest, LENGTH_PENALTY_MAX, Request, RequestId, ScoreKind,
+    ScoreRequest, StopConditions, TOP_LOGPROBS_MAX,
 };
-pub use request::output::{EngineOutput, FinishReason, TokenOutput, TokenUsage};
+pub use request::output::{Beam, BeamToken, EngineOutput, FinishReason, TokenOutput, TokenUsage};
 pub use request::refusal::{Queued, RefuseReason};
 pub use sample::constraint::{Constraint, ConstraintError, TokenMask};
 pub use sample::error::SampleError;

@@ -175,6 +175,6 @@ fn token_limit(asked: Option<u32>, model: &ServedModel) -> Result<Option<usize>,
 
 impl From<NotPooledError> for Status {
     fn from(error: NotPooledError) -> Self {
-        Status::failed_precondition(error.to_string())
+        Status::invalid_argument(error.to_string())
     }
 }

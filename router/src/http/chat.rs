@@ -115,6 +115,7 @@ pub(super) fn parse_chat(fields: Map<String, Value>, unknown: UnknownFields) -> 
         parse_fields::<ChatFields>(fields, &names, unknown)?;
     let options = response.options()?;
     let params = chat_params(sampling.params()?, &endpoint)?;
+    options.check_streaming(&params)?;
     check_messages(&endpoint.messages)?;
     let with_reasoning = endpoint.include_reasoning.unwrap_or(true);
     let (conversation, tools) = conversation(endpoint)?;

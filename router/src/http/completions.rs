@@ -108,12 +108,9 @@ fn completion_params(
     params.max_tokens.get_or_insert(MAX_TOKENS_DEFAULT);
     params.top_logprobs = fields.logprobs;
     params.best_of = fields.best_of;
+    options.check_streaming(&params)?;
     let selects_best = fields.best_of.is_some_and(|best_of| best_of > params.n.unwrap_or(1));
-    if selects_best && options.stream {
-        let message = "`best_of` above `n` cannot be streamed: the best choices are known at the end only";
-        return Err(ApiError::invalid(Some("best_of"), message));
-    }
-    if selects_best {
+    if selects_best && !params.beam_search {
         // The best choices are those with the highest log probabilities.
         params.top_logprobs.get_or_insert(0);
     }

@@ -20,7 +20,7 @@ use super::numbers;
 use super::sampling_fields::{SamplingFields, is_sampling_field};
 use super::scheduling_fields::{SCHEDULING_FIELDS, SchedulingFields};
 use super::structured_output::STRUCTURED_OUTPUT_FIELDS;
-use crate::params::{RequestParamError, TOP_LOGPROBS_MAX};
+use crate::params::{RequestParamError, RequestParams, TOP_LOGPROBS_MAX};
 
 /// Fields that are for the client's own records, and hints: without them the answer is correct too.
 const HINT_FIELDS: [&str; 19] = [
@@ -112,7 +112,7 @@ fn is_text_only(value: &Value) -> bool {
     value.as_array().is_some_and(|items| items.iter().all(|item| item == "text"))
 }
 
-const UNSUPPORTED_FIELDS: [UnsupportedField; 21] = [
+const UNSUPPORTED_FIELDS: [UnsupportedField; 19] = [
     unsupported("tools", is_empty),
     unsupported("tool_choice", is_without_tools),
     unsupported("functions", is_empty),
@@ -123,8 +123,6 @@ const UNSUPPORTED_FIELDS: [UnsupportedField; 21] = [
     // Supported by completions only.
     unsupported("suffix", is_empty),
     unsupported("best_of", is_one),
-    unsupported("use_beam_search", is_false),
-    unsupported("length_penalty", is_one),
     unsupported("early_stopping", is_false),
     unsupported("skip_special_tokens", is_true),
     unsupported("spaces_between_special_tokens", is_true),
@@ -182,6 +180,20 @@ pub(crate) struct ResponseOptions {
     pub(crate) names_tokens_by_id: bool,
     /// vLLM's `prompt_logprobs`: the number of alternatives.
     pub(crate) prompt_logprobs: Option<u32>,
+}
+
+impl ResponseOptions {
+    /// Refuses a stream of choices that are known at the end only.
+    pub(super) fn check_streaming(self, params: &RequestParams) -> Result<(), ApiError> {
+        let selects_best = params.best_of.is_some_and(|best_of| best_of > params.n.unwrap_or(1));
+        let (param, what) = match (params.beam_search, selects_best) {
+            (true, _) => ("use_beam_search", "a beam search"),
+            (false, true) => ("best_of", "`best_of` above `n`"),
+            (false, false) => return Ok(()),
+        };
+        let message = format!("{what} cannot be streamed: the best choices are known at the end only");
+        if self.stream { Err(ApiError::invalid(Some(param), message)) } else { Ok(()) }
+    }
 }
 
 impl ResponseFields {

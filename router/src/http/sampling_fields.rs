@@ -37,6 +37,8 @@ macro_rules! define_sampling_fields {
             truncate_prompt_tokens: Option<i64>,
             include_stop_str_in_output: Option<bool>,
             n: Option<i64>,
+            use_beam_search: Option<bool>,
+            length_penalty: Option<f64>,
             #[serde(skip)]
             structured_output: StructuredOutputFields,
             #[serde(skip)]
@@ -49,7 +51,7 @@ sampling_params::with_parameter_names!(define_sampling_fields);
 
 /// The names of the fields of [`SamplingFields`].
 pub(super) fn is_sampling_field(name: &str) -> bool {
-    const OTHERS: [&str; 10] = [
+    const OTHERS: [&str; 12] = [
         "max_tokens",
         "min_tokens",
         "stop",
@@ -60,6 +62,8 @@ pub(super) fn is_sampling_field(name: &str) -> bool {
         "truncate_prompt_tokens",
         "include_stop_str_in_output",
         "n",
+        "use_beam_search",
+        "length_penalty",
     ];
     sampling_params::PARAMETERS.into_iter().any(|parameter| parameter.name() == name)
         || OTHERS.contains(&name)
@@ -101,6 +105,8 @@ impl SamplingFields {
             truncate_prompt_tokens: self.truncate_prompt_tokens,
             include_stop_string: self.include_stop_str_in_output.unwrap_or(false),
             n: self.n,
+            beam_search: self.use_beam_search.unwrap_or(false),
+            length_penalty: self.length_penalty,
             grammar: self.structured_output.grammar()?,
             ..RequestParams::default()
         };

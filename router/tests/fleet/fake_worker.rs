@@ -215,6 +215,7 @@ impl Drop for OpenStreamGuard {
 #[tonic::async_trait]
 impl Worker for FakeService {
     type GenerateStream = FakeStream<wire::GenerateFrame>;
+    type SearchBeamsStream = FakeStream<wire::GenerateFrame>;
     type ScoreStream = FakeStream<wire::ScoreFrame>;
     type GetMetadataStream = FakeStream<wire::MetadataFrame>;
     type SubscribeKvEventsStream = FakeStream<wire::KvEventsFrame>;
@@ -253,6 +254,13 @@ impl Worker for FakeService {
             drop(open);
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    async fn search_beams(
+        &self,
+        _: Request<wire::SearchBeamsRequest>,
+    ) -> Result<Response<Self::SearchBeamsStream>, Status> {
+        Err(Status::unimplemented("the fake worker has no model"))
     }
 
     async fn check_grammar(

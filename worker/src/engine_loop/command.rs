@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use engine::kv::events::KvEventBatch;
 use engine::{
-    Constraint, EmbedRequest, EngineStats, KvCacheUsage, Queued, RefuseReason, Request, ScoreRequest,
+    BeamRequest, Constraint, EmbedRequest, EngineStats, KvCacheUsage, Queued, RefuseReason, Request,
+    ScoreRequest,
 };
 use tokio::sync::oneshot;
 
@@ -28,6 +29,11 @@ pub(super) enum EngineCommand {
     Generate {
         request: Box<Request>,
         constraint: Option<Box<dyn Constraint>>,
+        stream: ActiveStream,
+        reply: SubmitReply,
+    },
+    SearchBeams {
+        request: BeamRequest,
         stream: ActiveStream,
         reply: SubmitReply,
     },

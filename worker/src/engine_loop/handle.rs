@@ -7,7 +7,7 @@ use std::sync::mpsc::{SyncSender, TrySendError};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use engine::{Constraint, EmbedRequest, Queued, Request, RequestId, ScoreRequest};
+use engine::{BeamRequest, Constraint, EmbedRequest, Queued, Request, RequestId, ScoreRequest};
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
 use super::active_stream::ActiveStream;
@@ -16,7 +16,7 @@ use super::kv_subscriber::KvEventSubscriber;
 use crate::call_trace::CallTrace;
 use crate::step_watchdog::StepCounter;
 use crate::stream_trace::StreamTrace;
-use crate::token_channel::{EMBEDDING_CAPACITY, StreamItem, TOKEN_CAPACITY, score_capacity, token_channel};
+use crate::token_channel::{RESULT_CAPACITY, StreamItem, TOKEN_CAPACITY, score_capacity, token_channel};
 
 /// Keeps the engine loop running. The engine loop ends when all handles are dropped.
 pub(crate) struct EngineHandle {
@@ -94,6 +94,17 @@ impl EngineHandle {
         Ok((queued, receiver))
     }
 
+    pub(crate) async fn search_beams(
+        &self,
+        request: BeamRequest,
+        call: CallTrace,
+    ) -> Result<(Queued, mpsc::Receiver<StreamItem>), SubmitError> {
+        let (channel, receiver) = token_channel(RESULT_CAPACITY);
+        let stream = ActiveStream { channel, trace: StreamTrace::submit(call, self.now()) };
+        let queued = self.submit(|reply| EngineCommand::SearchBeams { request, stream, reply }).await?;
+        Ok((queued, receiver))
+    }
+
     pub(crate) async fn score(
         &self,
         request: ScoreRequest,
@@ -110,7 +121,7 @@ impl EngineHandle {
         request: EmbedRequest,
         call: CallTrace,
     ) -> Result<mpsc::Receiver<StreamItem>, SubmitError> {
-        let (channel, receiver) = token_channel(EMBEDDING_CAPACITY);
+        let (channel, receiver) = token_channel(RESULT_CAPACITY);
         let stream = ActiveStream { channel, trace: StreamTrace::submit(call, self.now()) };
         self.submit(|reply| EngineCommand::Embed { request, stream, reply }).await?;
         Ok(receiver)

@@ -5,12 +5,14 @@
 use bytes::{Bytes, BytesMut};
 use engine::kv::block_key::BlockKey;
 use engine::kv::events::{FULL_SNAPSHOT, KvCacheEvent, KvEventBatch};
-use engine::{EngineOutput, FinishReason, TokenOutput, TokenUsage};
+use engine::{Beam, EngineOutput, FinishReason, TokenOutput, TokenUsage};
 use proto::v1 as public;
 use proto::worker::v1::{self as wire, generate_frame, kv_event, score_frame};
 
 /// Bytes in a frame of logits, at most.
 const LOGITS_FRAME_BYTES_MAX: usize = 1 << 20;
+/// Tokens in a frame of a beam, at most. With 20 alternatives, a token takes about 200 bytes.
+const FRAME_TOKENS_MAX: usize = 4096;
 /// Events in a frame of KV cache events, at most. An event takes about 45 bytes.
 const FRAME_EVENTS_MAX: usize = 8192;
 
@@ -29,9 +31,32 @@ pub(crate) fn generate_frame(output: EngineOutput) -> Option<wire::GenerateFrame
         EngineOutput::Admitted { .. }
         | EngineOutput::Logits { .. }
         | EngineOutput::Scored { .. }
-        | EngineOutput::Embedding { .. } => return None,
+        | EngineOutput::Embedding { .. }
+        | EngineOutput::Beams { .. } => return None,
     };
     Some(wire::GenerateFrame { frame: Some(frame) })
+}
+
+/// The frames of the outputs of a beam search, one output after the other.
+pub(crate) fn beam_frames(beams: Vec<Beam>, usage: TokenUsage) -> impl Iterator<Item = wire::GenerateFrame> {
+    beams.into_iter().flat_map(move |beam| {
+        let reason = beam.stop_token.map_or(FinishReason::Length, FinishReason::Stop);
+        let chunks: Vec<wire::Tokens> = beam
+            .tokens
+            .chunks(FRAME_TOKENS_MAX)
+            .map(|tokens| wire::Tokens {
+                ids: tokens.iter().map(|token| token.token).collect(),
+                logprobs: tokens
+                    .iter()
+                    .map(|token| token_logprob(token.logprob, token.top.clone()))
+                    .collect(),
+                sampler_state: Bytes::new(),
+            })
+            .collect();
+        let tokens = chunks.into_iter().map(generate_frame::Frame::Tokens);
+        let frames = tokens.chain([generate_frame::Frame::Finished(finished(reason, usage))]);
+        frames.map(|frame| wire::GenerateFrame { frame: Some(frame) })
+    })
 }
 
 fn tokens(token: TokenOutput) -> wire::Tokens {
@@ -81,6 +106,7 @@ impl ScoreFrames {
             EngineOutput::Admitted { .. }
             | EngineOutput::Token(_)
             | EngineOutput::Embedding { .. }
+            | EngineOutput::Beams { .. }
             | EngineOutput::Finished { .. } => {}
         }
     }
@@ -135,7 +161,7 @@ fn kv_event(event: &KvCacheEvent) -> wire::KvEvent {
 
 #[cfg(test)]
 mod tests {
-    use engine::RequestId;
+    use engine::{BeamToken, RequestId};
 
     use super::*;
 
@@ -158,6 +184,42 @@ mod tests {
         assert!(sent.eq(&events.iter().map(kv_event).collect::<Vec<_>>()));
         let Some(kv_event::Event::Stored(block)) = &frames[0].events[2].event else { panic!("{frames:?}") };
         assert_eq!((&block.hash[..], block.group), (&[1; 32][..], 3));
+    }
+
+    #[test]
+    fn each_beam_is_sent_in_bounded_frames_and_ends_with_its_own_reason() {
+        let beam = |tokens: u32, stop_token| Beam {
+            tokens: (0..tokens).map(|token| BeamToken { token, logprob: -0.5, top: vec![] }).collect(),
+            stop_token,
+            score: -1.0,
+        };
+        let long = FRAME_TOKENS_MAX as u32 + 1;
+        let usage = TokenUsage { cached_tokens: 9, ..TokenUsage::default() };
+        let mut beams: Vec<(Vec<u32>, Option<(i32, Option<u32>, u32)>)> = vec![Default::default()];
+        for frame in beam_frames(vec![beam(long, Some(3)), beam(0, Some(4)), beam(2, None)], usage) {
+            match frame.frame.unwrap() {
+                generate_frame::Frame::Tokens(tokens) => {
+                    assert!(
+                        tokens.ids.len() <= FRAME_TOKENS_MAX && tokens.ids.len() == tokens.logprobs.len()
+                    );
+                    beams.last_mut().unwrap().0.extend(tokens.ids);
+                }
+                generate_frame::Frame::Finished(end) => {
+                    beams.last_mut().unwrap().1 = Some((end.reason, end.stop_token, end.cached_tokens));
+                    beams.push(Default::default());
+                }
+                generate_frame::Frame::Admitted(_) => panic!("a beam is not admitted"),
+            }
+        }
+        let [stop, length] =
+            [public::FinishReason::Stop, public::FinishReason::Length].map(|reason| reason as i32);
+        let expected = vec![
+            ((0..long).collect(), Some((stop, Some(3), 9))),
+            (vec![], Some((stop, Some(4), 9))),
+            (vec![0, 1], Some((length, None, 9))),
+            Default::default(),
+        ];
+        assert_eq!(beams, expected);
     }
 
     #[test]

@@ -5,8 +5,8 @@
 use std::time::Duration;
 
 use engine::{
-    DryBreakers, DryParams, EmbedRequest, MirostatParams, MirostatVersion, Request, RequestId, SamplerState,
-    SamplingParams, ScoreKind, ScoreRequest, StopConditions, TOP_LOGPROBS_MAX,
+    BeamParams, BeamRequest, DryBreakers, DryParams, EmbedRequest, MirostatParams, MirostatVersion, Request,
+    RequestId, SamplerState, SamplingParams, ScoreKind, ScoreRequest, StopConditions, TOP_LOGPROBS_MAX,
 };
 use grammar::GrammarSource;
 use models::Pooling;
@@ -24,6 +24,10 @@ pub(crate) enum RequestFieldError {
     TopLogprobs { asked: u32 },
     #[error("grammar is empty")]
     EmptyGrammar,
+    #[error("a beam search cannot follow a grammar")]
+    BeamGrammar,
+    #[error("a beam search begins without output, but {output_tokens} of {tokens} tokens are output")]
+    BeamOutput { output_tokens: usize, tokens: usize },
     #[error("mirostat is {asked}, allowed are 0 to 2")]
     Mirostat { asked: u32 },
     #[error("sampler_state has {bytes} bytes, at most {} are allowed", SamplerState::BYTES_MAX)]
@@ -60,6 +64,25 @@ pub(crate) fn request_from_wire(
         tenant: wire.tenant,
         scope: prefix::Scope { salt: wire.cache_salt.into_bytes(), extra: Vec::new() },
     })
+}
+
+pub(crate) fn beam_request_from_wire(
+    wire: wire::SearchBeamsRequest,
+    id: RequestId,
+    now: Duration,
+) -> Result<BeamRequest, RequestFieldError> {
+    let wire::SearchBeamsRequest { generation, beam_width, choices, length_penalty } = wire;
+    let generation = generation.unwrap_or_default();
+    if generation.grammar.is_some() {
+        return Err(RequestFieldError::BeamGrammar);
+    }
+    let Request { prompt, prior_output, stop, logprobs, deadline, priority, tenant, scope, .. } =
+        request_from_wire(generation, id, now)?;
+    if prior_output > 0 {
+        return Err(RequestFieldError::BeamOutput { output_tokens: prior_output, tokens: prompt.len() });
+    }
+    let params = BeamParams { width: beam_width as usize, choices: choices as usize, length_penalty };
+    Ok(BeamRequest { id, prompt, params, stop, logprobs, deadline, priority, tenant, scope })
 }
 
 pub(crate) fn score_request_from_wire(
@@ -199,6 +222,26 @@ mod tests {
             request_from_wire(state, id(), Duration::ZERO),
             Err(RequestFieldError::SamplerState { bytes: 33 })
         );
+    }
+
+    #[test]
+    fn a_beam_search_has_neither_grammar_nor_output() {
+        let generation = wire::GenerateRequest { tokens: vec![1, 2], prompt_tokens: 2, ..Default::default() };
+        let search = |generation| wire::SearchBeamsRequest {
+            generation: Some(generation),
+            beam_width: 4,
+            choices: 2,
+            length_penalty: 0.5,
+        };
+        let request = beam_request_from_wire(search(generation.clone()), id(), Duration::ZERO).unwrap();
+        let params = BeamParams { width: 4, choices: 2, length_penalty: 0.5 };
+        assert_eq!((request.prompt, request.params), (vec![1, 2], params));
+        let output = wire::GenerateRequest { prompt_tokens: 1, ..generation.clone() };
+        let refused = beam_request_from_wire(search(output), id(), Duration::ZERO);
+        assert_eq!(refused, Err(RequestFieldError::BeamOutput { output_tokens: 1, tokens: 2 }));
+        let grammar = wire::GenerateRequest { grammar: Some(public::Grammar::default()), ..generation };
+        let refused = beam_request_from_wire(search(grammar), id(), Duration::ZERO);
+        assert_eq!(refused, Err(RequestFieldError::BeamGrammar));
     }
 
     #[test]

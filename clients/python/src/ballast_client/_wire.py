@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 from . import types
@@ -60,7 +61,39 @@ def request_to_wire(request: types.GenerateRequest) -> pb.GenerateRequest:
         cache_salt=request.cache_salt,
     )
     _set_prompt(wire, request.prompt)
+    if (beams := request.beam_search) is not None:
+        wire.beam_search.CopyFrom(pb.BeamSearch(width=beams.width, length_penalty=beams.length_penalty))
     return wire
+
+
+def _input(value: str | Sequence[int]) -> pb.EmbedInput:
+    return pb.EmbedInput(text=value) if isinstance(value, str) else pb.EmbedInput(tokens=pb.TokenIds(ids=value))
+
+
+def embed_to_wire(request: types.EmbedRequest) -> pb.EmbedRequest:
+    return pb.EmbedRequest(
+        model=request.model,
+        inputs=[_input(value) for value in request.inputs],
+        dimensions=request.dimensions,
+        truncate_tokens=request.truncate_tokens,
+        no_normalize=not request.normalize,
+        tenant=request.tenant,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+
+
+def embeddings_of(reply: pb.EmbedReply) -> types.Embeddings:
+    return types.Embeddings(tuple(tuple(vector.values) for vector in reply.embeddings), reply.prompt_tokens)
+
+
+def rerank_to_wire(request: types.RerankRequest) -> pb.RerankRequest:
+    return pb.RerankRequest(**{field.name: getattr(request, field.name) for field in fields(request)})
+
+
+def reranked_of(reply: pb.RerankReply) -> types.Reranked:
+    results = (types.RerankedDocument(result.index, result.relevance_score) for result in reply.results)
+    return types.Reranked(tuple(results), reply.prompt_tokens)
 
 
 def _logprob(logprob: pb.TokenLogprob) -> types.TokenLogprob:

@@ -94,6 +94,16 @@ class AsyncClient:
                 builder.add(event)
         return builder.build()
 
+    async def embed(self, request: types.EmbedRequest, *, timeout_s: float | None = None) -> types.Embeddings:
+        """One vector for each input."""
+        wire = _wire.embed_to_wire(request)
+        return _wire.embeddings_of(await self._call(self._inference.Embed, wire, timeout_s))
+
+    async def rerank(self, request: types.RerankRequest, *, timeout_s: float | None = None) -> types.Reranked:
+        """Scores documents by how well they answer a query."""
+        wire = _wire.rerank_to_wire(request)
+        return _wire.reranked_of(await self._call(self._inference.Rerank, wire, timeout_s))
+
     async def tokenize(self, text: str, *, model: str = "", special: bool = True) -> list[int]:
         """Token ids of a text. `special`: with the special tokens that the model puts around a text."""
         request = pb.TokenizeRequest(model=model, text=text, no_special=not special)
@@ -125,8 +135,10 @@ class AsyncClient:
     def _options(self, timeout_s: float | None) -> dict[str, object]:
         return {"metadata": self._metadata, "timeout": self._timeout_s if timeout_s is None else timeout_s}
 
-    async def _call(self, method: Callable[..., Awaitable[Reply]], request: object) -> Reply:
+    async def _call(
+        self, method: Callable[..., Awaitable[Reply]], request: object, timeout_s: float | None = None
+    ) -> Reply:
         try:
-            return await method(request, **self._options(None))
+            return await method(request, **self._options(timeout_s))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error

@@ -83,6 +83,16 @@ class Client:
                 builder.add(event)
         return builder.build()
 
+    def embed(self, request: types.EmbedRequest, *, timeout_s: float | None = None) -> types.Embeddings:
+        """One vector for each input."""
+        wire = _wire.embed_to_wire(request)
+        return _wire.embeddings_of(self._call(self._inference.Embed, wire, timeout_s))
+
+    def rerank(self, request: types.RerankRequest, *, timeout_s: float | None = None) -> types.Reranked:
+        """Scores documents by how well they answer a query."""
+        wire = _wire.rerank_to_wire(request)
+        return _wire.reranked_of(self._call(self._inference.Rerank, wire, timeout_s))
+
     def tokenize(self, text: str, *, model: str = "", special: bool = True) -> list[int]:
         """Token ids of a text. `special`: with the special tokens that the model puts around a text."""
         request = pb.TokenizeRequest(model=model, text=text, no_special=not special)
@@ -113,8 +123,8 @@ class Client:
     def _options(self, timeout_s: float | None) -> dict[str, object]:
         return {"metadata": self._metadata, "timeout": self._timeout_s if timeout_s is None else timeout_s}
 
-    def _call(self, method: Callable[..., Reply], request: object) -> Reply:
+    def _call(self, method: Callable[..., Reply], request: object, timeout_s: float | None = None) -> Reply:
         try:
-            return method(request, **self._options(None))
+            return method(request, **self._options(timeout_s))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error

@@ -82,6 +82,16 @@ class AnyJsonObject:
 
 
 @dataclass(frozen=True)
+class BeamSearch:
+    """The choices are the most probable outputs, the best first, instead of random ones."""
+
+    # Outputs that the search follows at once, at least `n`. 0: `n`.
+    width: int = 0
+    # An output's sum of log probabilities is divided by its length to the power of this. None: 1.
+    length_penalty: float | None = None
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     prompt: Prompt
     # May be empty if the fleet serves one model.
@@ -102,6 +112,38 @@ class GenerateRequest:
     # Lower is more urgent.
     priority: int = 0
     # Prompts share cached blocks only with requests of the same salt.
+    cache_salt: str = ""
+    beam_search: BeamSearch | None = None
+
+
+@dataclass(frozen=True)
+class EmbedRequest:
+    # Texts, or token ids that are used without change.
+    inputs: Sequence[str | Sequence[int]]
+    # May be empty if the fleet serves one model.
+    model: str = ""
+    # Shorter vectors: the first values, normalized. None: the model's.
+    dimensions: int | None = None
+    # Longer inputs are cut to this many tokens. None: they are refused if they exceed the context.
+    truncate_tokens: int | None = None
+    # Give each vector the length 1.
+    normalize: bool = True
+    tenant: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True)
+class RerankRequest:
+    query: str
+    documents: Sequence[str]
+    model: str = ""
+    # Results in the reply. 0: all.
+    top_n: int = 0
+    # Longer texts are cut to this many tokens.
+    truncate_tokens: int | None = None
+    tenant: str = ""
+    priority: int = 0
     cache_salt: str = ""
 
 
@@ -177,6 +219,30 @@ class Completion:
 
     started: Started
     choices: list[Choice]
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """One vector for each input, in their order."""
+
+    vectors: Sequence[Sequence[float]]
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class RerankedDocument:
+    # Among the documents of the request.
+    index: int
+    # From a classifier 0 to 1, from embeddings the cosine of the angle between them.
+    score: float
+
+
+@dataclass(frozen=True)
+class Reranked:
+    """Documents, the best first."""
+
+    results: Sequence[RerankedDocument]
+    prompt_tokens: int
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,37 @@ pub struct EmbedRequest {
     pub scope: prefix::Scope,
 }
 
+/// A request for the most probable outputs of a prompt. Nothing is random.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BeamRequest {
+    pub id: RequestId,
+    pub prompt: Vec<u32>,
+    pub params: BeamParams,
+    pub stop: StopConditions,
+    /// As in [`Request::logprobs`]. Without it, the result names no alternatives.
+    pub logprobs: Option<u8>,
+    pub deadline: Option<Duration>,
+    pub priority: i32,
+    pub tenant: u64,
+    pub scope: prefix::Scope,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BeamParams {
+    /// Sequences that run at once, from 1 to [`BEAM_WIDTH_MAX`].
+    pub width: usize,
+    /// Outputs of the result, from 1 to `width`.
+    pub choices: usize,
+    /// Exponent of the length by which the sum of log probabilities is divided. 0: the sum itself.
+    /// Above 0, longer outputs win; below, shorter ones.
+    pub length_penalty: f32,
+}
+
+/// Most sequences of one beam search. Each takes a seat among those that run at once.
+pub const BEAM_WIDTH_MAX: usize = 16;
+/// `length_penalty` is within this distance of 0.
+pub const LENGTH_PENALTY_MAX: f32 = 10.0;
+
 /// When generation ends. The router handles stop strings: it cancels the request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StopConditions {

@@ -36,11 +36,35 @@ pub enum EngineOutput {
         id: RequestId,
         values: Vec<f32>,
     },
+    /// The outputs of a [`BeamRequest`](crate::BeamRequest), the highest score first.
+    Beams {
+        id: RequestId,
+        beams: Vec<Beam>,
+    },
     Finished {
         id: RequestId,
         reason: FinishReason,
         usage: TokenUsage,
     },
+}
+
+/// One output of a beam search.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Beam {
+    pub tokens: Vec<BeamToken>,
+    /// The stop token that ended the output. `None`: its length.
+    pub stop_token: Option<u32>,
+    /// Sum of log probabilities, that of the stop token included, divided by
+    /// `tokens.len() ^ length_penalty`.
+    pub score: f64,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct BeamToken {
+    pub token: u32,
+    /// As in [`TokenOutput`].
+    pub logprob: f32,
+    pub top: Vec<(u32, f32)>,
 }
 
 /// One output token. A stop token is not reported as output: [`FinishReason::Stop`] names it.
@@ -75,6 +99,8 @@ pub enum FinishReason {
     Scored,
     /// The vector of an [`EmbedRequest`](crate::EmbedRequest) is complete.
     Embedded,
+    /// The outputs of a [`BeamRequest`](crate::BeamRequest) are complete.
+    Searched,
     Cancelled,
     Deadline,
     /// The step that computed this request failed. `Engine::step` returned the cause.

@@ -4,7 +4,9 @@
 //! ends.
 
 use crate::request::embedding::EmbeddingState;
-use crate::request::input::{EmbedRequest, Request, RequestId, ScoreKind, ScoreRequest, StopConditions};
+use crate::request::input::{
+    BeamRequest, EmbedRequest, Request, RequestId, ScoreKind, ScoreRequest, StopConditions,
+};
 use crate::request::output::{EngineOutput, FinishReason, TokenOutput, TokenUsage};
 use crate::sample::constraint::{Constraint, TokenMask, leaves_any};
 use crate::sample::draw::SampleContext;
@@ -30,6 +32,8 @@ pub(crate) enum RequestWork {
     Generate(Box<GenerationState>),
     Score(ScoringState),
     Embed(EmbeddingState),
+    /// One sequence of a beam search, whose state is in its group.
+    Beam,
 }
 
 pub(crate) struct GenerationState {
@@ -99,14 +103,14 @@ impl ActiveRequest {
     pub(crate) fn draw(&self, position: usize, drafted: bool) -> Option<(SampleContext<'_>, &History)> {
         match &self.work {
             RequestWork::Generate(generation) => generation.next_draw(&self.usage, position + 1, drafted),
-            RequestWork::Score(_) | RequestWork::Embed(_) => None,
+            RequestWork::Score(_) | RequestWork::Embed(_) | RequestWork::Beam => None,
         }
     }
 
     /// What the model computes for each output row of the request.
     pub(crate) fn output_kind(&self) -> OutputKind {
         match &self.work {
-            RequestWork::Generate(_) | RequestWork::Score(_) => OutputKind::Logits,
+            RequestWork::Generate(_) | RequestWork::Score(_) | RequestWork::Beam => OutputKind::Logits,
             RequestWork::Embed(embedding) => embedding.output_kind(),
         }
     }
@@ -130,6 +134,17 @@ impl ActiveRequest {
         let usage = TokenUsage { prompt_tokens: request.tokens.len(), ..TokenUsage::default() };
         let work = RequestWork::Embed(EmbeddingState::new(request));
         Self { id: request.id, deadline: request.deadline, usage, queued_tenant: None, work }
+    }
+
+    pub(crate) fn beams(request: &BeamRequest) -> Self {
+        let usage = TokenUsage { prompt_tokens: request.prompt.len(), ..TokenUsage::default() };
+        Self { deadline: request.deadline, usage, ..Self::further_beam(request.id) }
+    }
+
+    /// A sequence of a beam search to which the request itself does not belong.
+    pub(crate) fn further_beam(id: RequestId) -> Self {
+        let usage = TokenUsage::default();
+        Self { id, deadline: None, usage, queued_tenant: None, work: RequestWork::Beam }
     }
 }
 

@@ -3,7 +3,10 @@
 //! Validates a request before it is queued, and computes how long its sequence may get.
 
 use crate::kv::group::KvGroupKind;
-use crate::request::input::{EmbedRequest, Request, ScoreKind, ScoreRequest, TOP_LOGPROBS_MAX};
+use crate::request::input::{
+    BEAM_WIDTH_MAX, BeamParams, BeamRequest, EmbedRequest, LENGTH_PENALTY_MAX, Request, ScoreKind,
+    ScoreRequest, StopConditions, TOP_LOGPROBS_MAX,
+};
 use crate::request::refusal::RefuseReason;
 use crate::sample::history::History;
 use crate::sample::params::SamplingParamError;
@@ -28,11 +31,34 @@ const STOP_TOKENS_MAX: usize = 256;
 impl RequestLimits {
     /// Checks the request. Returns the length at which its sequence ends, and its sampler history.
     pub(crate) fn check(&self, request: &Request) -> Result<(usize, History), RefuseReason> {
-        let Request { prompt, prior_output, stop, .. } = request;
+        let Request { prompt, prior_output, .. } = request;
+        request.sampling.check(self.vocab_size)?;
+        let tokens_max = self.check_generation(prompt, *prior_output, &request.stop, request.logprobs)?;
+        let (prompt, output) = prompt.split_at(prompt.len() - prior_output);
+        let history = History::new(&request.sampling, prompt, output, &request.sampler_state)?;
+        Ok((tokens_max, history))
+    }
+
+    /// Checks the request. Returns the length at which its sequences end.
+    pub(crate) fn check_beams(&self, request: &BeamRequest) -> Result<usize, RefuseReason> {
+        let BeamParams { width, choices, length_penalty } = request.params;
+        check_range("beam_width", width as f32, 1.0, BEAM_WIDTH_MAX as f32)?;
+        check_range("choices", choices as f32, 1.0, width as f32)?;
+        check_range("length_penalty", length_penalty, -LENGTH_PENALTY_MAX, LENGTH_PENALTY_MAX)?;
+        self.check_generation(&request.prompt, 0, &request.stop, request.logprobs)
+    }
+
+    /// Returns the length at which the sequence ends.
+    fn check_generation(
+        &self,
+        prompt: &[u32],
+        prior_output: usize,
+        stop: &StopConditions,
+        logprobs: Option<u8>,
+    ) -> Result<usize, RefuseReason> {
         self.check_tokens("prompt", prompt)?;
         self.check_tokens("stop_tokens", &stop.stop_tokens)?;
-        request.sampling.check(self.vocab_size)?;
-        check_top(request.logprobs.unwrap_or(0))?;
+        check_range("logprobs", f32::from(logprobs.unwrap_or(0)), 0.0, f32::from(TOP_LOGPROBS_MAX))?;
         if stop.stop_tokens.len() > STOP_TOKENS_MAX {
             let (count, max) = (stop.stop_tokens.len(), STOP_TOKENS_MAX);
             return Err(SamplingParamError::TooMany { field: "stop_tokens", count, max }.into());
@@ -41,15 +67,15 @@ impl RequestLimits {
         if prompt_tokens == 0 {
             return Err(RefuseReason::EmptyPrompt);
         }
-        if *prior_output >= prompt_tokens {
-            return Err(RefuseReason::PriorOutput { prior_output: *prior_output, prompt_tokens });
+        if prior_output >= prompt_tokens {
+            return Err(RefuseReason::PriorOutput { prior_output, prompt_tokens });
         }
         if prompt_tokens >= self.context_tokens {
             return Err(RefuseReason::PromptTooLong { prompt_tokens, context_tokens: self.context_tokens });
         }
         let wanted = match stop.max_tokens {
-            Some(max_tokens) if max_tokens as usize <= *prior_output => {
-                return Err(RefuseReason::NothingToGenerate { prior_output: *prior_output, max_tokens });
+            Some(max_tokens) if max_tokens as usize <= prior_output => {
+                return Err(RefuseReason::NothingToGenerate { prior_output, max_tokens });
             }
             Some(max_tokens) => prompt_tokens - prior_output + max_tokens as usize,
             // One token more than the cache holds: the last token is sampled and never computed.
@@ -57,14 +83,12 @@ impl RequestLimits {
         };
         let tokens_max = wanted.min(self.context_tokens).max(prompt_tokens + 1);
         self.check_fits(tokens_max - 1)?;
-        let (prompt, output) = prompt.split_at(prompt_tokens - prior_output);
-        let history = History::new(&request.sampling, prompt, output, &request.sampler_state)?;
-        Ok((tokens_max, history))
+        Ok(tokens_max)
     }
 
     pub(crate) fn check_score(&self, request: &ScoreRequest) -> Result<(), RefuseReason> {
         if let ScoreKind::Logprobs { top } = request.kind {
-            check_top(top)?;
+            check_range("logprobs", f32::from(top), 0.0, f32::from(TOP_LOGPROBS_MAX))?;
         }
         self.check_without_output(&request.tokens)
     }
@@ -129,10 +153,9 @@ impl RequestLimits {
     }
 }
 
-fn check_top(top: u8) -> Result<(), SamplingParamError> {
-    if top > TOP_LOGPROBS_MAX {
-        let (value, max) = (f32::from(top), f32::from(TOP_LOGPROBS_MAX));
-        return Err(SamplingParamError::Range { field: "logprobs", value, min: 0.0, max });
+fn check_range(field: &'static str, value: f32, min: f32, max: f32) -> Result<(), SamplingParamError> {
+    match value >= min && value <= max {
+        true => Ok(()),
+        false => Err(SamplingParamError::Range { field, value, min, max }),
     }
-    Ok(())
 }

@@ -133,7 +133,18 @@ impl Scheduler {
         let share = self.limits.prefix_cache && new.kind.uses_prefix_cache();
         let sequence = Sequence::new(new, rank, &self.groups, self.limits.block_tokens, share);
         let prompt = sequence.prompt_hash();
-        let sequence_id = match self.vacant_ids.pop() {
+        let sequence_id = self.assign_id(sequence);
+        if let Some(prompt) = prompt
+            && self.limits.can_fork
+        {
+            self.prompt_leaders.entry(prompt).or_insert(sequence_id);
+        }
+        self.waiting.enter(rank, sequence_id);
+        sequence_id
+    }
+
+    fn assign_id(&mut self, sequence: Sequence) -> SequenceId {
+        match self.vacant_ids.pop() {
             Some(sequence_id) => {
                 self.sequences[sequence_id.index()] = Some(sequence);
                 sequence_id
@@ -142,14 +153,7 @@ impl Scheduler {
                 self.sequences.push(Some(sequence));
                 SequenceId(self.sequences.len() as u32 - 1)
             }
-        };
-        if let Some(prompt) = prompt
-            && self.limits.can_fork
-        {
-            self.prompt_leaders.entry(prompt).or_insert(sequence_id);
         }
-        self.waiting.enter(rank, sequence_id);
-        sequence_id
     }
 
     /// Removes a running or waiting sequence and releases its blocks.

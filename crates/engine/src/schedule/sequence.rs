@@ -159,6 +159,28 @@ impl Sequence {
         sequence
     }
 
+    /// A sequence with the same tokens and no blocks. It was admitted with this one.
+    pub fn branch(&self, rank: ServiceRank, groups: &[KvGroupKind]) -> Self {
+        let mut branch = Self {
+            tokens: self.tokens.clone(),
+            computed: 0,
+            allocated_tokens: 0,
+            followers: 0,
+            state: SequenceState::Waiting,
+            is_paused: false,
+            shares_last_block: false,
+            is_joinable: false,
+            blocks: BlockTables::new(groups, self.block_tokens),
+            hashes: self.hashes.clone(),
+            rank,
+            table_version: 0,
+            prompt_hash: None,
+            ..*self
+        };
+        branch.update_next_cache_at();
+        branch
+    }
+
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
     }

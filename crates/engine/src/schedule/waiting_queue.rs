@@ -129,6 +129,12 @@ impl WaitingQueue {
         ServiceRank { class: ServiceClass::Priority(priority), tag, arrival: self.arrivals }
     }
 
+    /// A rank right behind this one, for a sequence that continues the same request.
+    pub fn rank_behind(&mut self, rank: ServiceRank) -> ServiceRank {
+        self.arrivals += 1;
+        ServiceRank { arrival: self.arrivals, ..rank }
+    }
+
     fn fair_share_of(&mut self, priority: i32) -> &mut FairShare {
         let virtual_time = self.start;
         self.shares.entry(priority).or_insert_with(|| FairShare { virtual_time, ..FairShare::default() })

@@ -130,6 +130,10 @@ pub(crate) mod waiting_queue {
             self.0.rank(priority, tenant, cost)
         }
 
+        pub fn rank_behind(&mut self, rank: ServiceRank) -> ServiceRank {
+            self.0.rank_behind(rank)
+        }
+
         pub fn enter(&mut self, rank: ServiceRank, sequence_id: SequenceId) {
             self.0.enter(rank, sequence_id);
         }

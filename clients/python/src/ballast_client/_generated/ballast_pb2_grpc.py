@@ -88,7 +88,7 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """One vector for each input, in order. FAILED_PRECONDITION: the model makes no embeddings; see
+        """One vector for each input, in order. INVALID_ARGUMENT: the model makes no embeddings; see
         `Model.pooling`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -3,7 +3,7 @@
 //! Equal prompts and common prefixes that are being computed: leaders, followers that await a fork,
 //! and sequences that wait for a prefix.
 
-use super::Scheduler;
+use super::{Scheduler, expect_sequence};
 use crate::kv::block_tables::PrefixHit;
 use crate::schedule::sequence::SequenceState;
 use crate::schedule::sequence_id::SequenceId;
@@ -63,6 +63,28 @@ impl Scheduler {
         }
         leading.followers = 0;
         self.sequences[leader.index()] = Some(leading);
+    }
+
+    /// Adds a sequence with the tokens of `parent`. If `parent` has computed them all and there is a
+    /// seat, the two share its blocks. Else the new sequence waits, and computes the tokens that it
+    /// does not find in the prefix cache.
+    pub fn branch(&mut self, parent: SequenceId) -> SequenceId {
+        let rank_of_parent = expect_sequence(&mut self.sequences, parent).rank;
+        let rank = self.waiting.rank_behind(rank_of_parent);
+        let has_seat = self.limits.can_fork && !self.is_running_full();
+        let leading = expect_sequence(&mut self.sequences, parent);
+        let mut branch = leading.branch(rank, &self.groups);
+        let is_forked = has_seat && leading.state == SequenceState::Running && leading.remaining() == 0;
+        if is_forked {
+            branch.fork(&mut self.pool, leading);
+            self.fork_count += 1;
+        }
+        let sequence_id = self.assign_id(branch);
+        match is_forked {
+            true => self.enter_running(sequence_id, rank),
+            false => self.waiting.enter(rank, sequence_id),
+        }
+        sequence_id
     }
 
     /// Returns followers to the waiting queue, because their leader does not continue. They compute
