@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Beam search over HTTP and gRPC. The outputs are compared with a search that the test makes itself:
-//! it asks for one token at a time, and knows only the log probabilities of the reply.
+//! Beam search over HTTP and gRPC. The outputs are compared with a search that the test makes
+//! itself: it asks for one token at a time, and knows only the log probabilities of the reply.
 
 use std::collections::HashMap;
 use std::time::Duration;

@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use ballast_client::{
-    BallastClient, ClientError, ClientTls, CompletedChoice, Completion, EmbedRequest, FinishReason,
+    BallastClient, ClientError, ClientTls, CompletedChoice, Completion, EmbeddingRequest, FinishReason,
     GenerateEvent, GenerateRequest, OutputGrammar, RerankRequest, ServingHealth,
 };
 use futures::TryStreamExt;
@@ -66,7 +66,7 @@ fn the_rust_client_embeds_reranks_and_searches_beams_as_http_does() {
     );
     runtime().block_on(async {
         let client = connect(&fleet.grpc).await;
-        let request = EmbedRequest::texts(texts).dimensions(8);
+        let request = EmbeddingRequest::texts(texts).dimensions(8);
         let own = client.embed(request).await.unwrap();
         assert_eq!(json!(own.prompt_tokens), embeddings["usage"]["prompt_tokens"]);
         for (vector, other) in own.vectors.iter().zip(embeddings["data"].as_array().unwrap()) {
@@ -75,7 +75,7 @@ fn the_rust_client_embeds_reranks_and_searches_beams_as_http_does() {
             assert!(vector.iter().zip(other).all(|(&own, other)| (f64::from(own) - other).abs() < 1e-6));
         }
         let tokens = client.tokenize("", texts[0]).await.unwrap();
-        let by_tokens = EmbedRequest::tokens([tokens]).truncate_tokens(100).without_normalization();
+        let by_tokens = EmbeddingRequest::tokens([tokens]).truncate_tokens(100).without_normalization();
         let raw = client.embed(by_tokens).await.unwrap().vectors.remove(0);
         let length = raw.iter().map(|value| value * value).sum::<f32>().sqrt();
         assert!((raw[0] / length).is_finite() && (length - 1.0).abs() > 1e-3, "{length}");
@@ -96,7 +96,7 @@ fn the_rust_client_embeds_reranks_and_searches_beams_as_http_does() {
 
         let nothing: [&str; 0] = [];
         assert!(matches!(
-            client.embed(EmbedRequest::texts(nothing)).await,
+            client.embed(EmbeddingRequest::texts(nothing)).await,
             Err(ClientError::InvalidRequest { .. })
         ));
     });

@@ -2,8 +2,8 @@
 
 //! The choices of a beam search: one call of a worker finds all choices of a prompt.
 //!
-//! 1. Nothing is sent before the search has ended. A worker that is lost costs time only: another one
-//!    finds the same choices (I5).
+//! 1. Nothing is sent before the search has ended. A worker that is lost costs time only: another
+//!    one finds the same choices (I5).
 //! 2. Each choice ends with exactly one [`ChoiceEvent::Ended`], unless the client is gone.
 
 use tokio::time::Instant;

@@ -332,8 +332,8 @@ impl RunningChoice {
     }
 }
 
-/// Ends after the deadline. A worker ends the stream itself at the deadline: this is for a worker that
-/// hangs.
+/// Ends after the deadline. A worker ends the stream itself at the deadline: this is for a worker
+/// that hangs.
 pub(crate) async fn sleep_until_late(deadline: Option<Instant>) {
     match deadline {
         Some(deadline) => tokio::time::sleep_until(deadline + DEADLINE_SLACK).await,

@@ -17,9 +17,12 @@ use std::time::Duration;
 
 use sampling_params::{FloatParameter, IntegerDefault, IntegerParameter, LOGIT_BIAS_ENTRIES_MAX};
 
+mod beams;
+mod error;
 mod output_grammar;
 
-use output_grammar::GRAMMAR_BYTES_MAX;
+pub(crate) use beams::CheckedBeams;
+pub(crate) use error::RequestParamError;
 pub(crate) use output_grammar::RequestGrammar;
 
 /// Maximum number of choices of one prompt. Each choice occupies one running sequence of a worker.
@@ -30,10 +33,6 @@ pub(crate) const STOP_STRING_BYTES_MAX: usize = 256;
 pub(crate) const STOP_TOKENS_MAX: usize = 64;
 /// OpenAI's limit.
 pub(crate) const TOP_LOGPROBS_MAX: i64 = 20;
-
-/// vLLM's. The worker has the same range.
-const LENGTH_PENALTY_DEFAULT: f64 = 1.0;
-const LENGTH_PENALTY_MAX: f64 = 10.0;
 
 /// A salt is a short secret.
 const CACHE_SALT_BYTES_MAX: usize = 256;
@@ -121,7 +120,7 @@ pub(crate) struct CheckedParams {
     pub(crate) best_of: u32,
     /// Choices of each prompt that the client receives: the most probable.
     pub(crate) n: u32,
-    pub(crate) beams: Option<BeamParams>,
+    pub(crate) beams: Option<CheckedBeams>,
     pub(crate) top_logprobs: Option<u32>,
     pub(crate) grammar: Option<RequestGrammar>,
     /// Lower is more urgent.
@@ -129,14 +128,6 @@ pub(crate) struct CheckedParams {
     pub(crate) cache_salt: String,
     pub(crate) deadline: Option<Duration>,
     pub(crate) session: Option<Box<str>>,
-}
-
-/// A beam search, which finds all `n` choices of a prompt.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct BeamParams {
-    /// Sequences that the worker runs at once. At least `n`.
-    pub(crate) width: u32,
-    pub(crate) length_penalty: f32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -164,64 +155,6 @@ pub(crate) struct TokenLimits {
     pub(crate) vocabulary: u32,
 }
 
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub(crate) enum RequestParamError {
-    #[error("`{param}` is {value}, allowed are {allowed}")]
-    OutOfRange { param: &'static str, value: String, allowed: String },
-    #[error("`{param}` has {count} entries, allowed are at most {max}")]
-    TooManyEntries { param: &'static str, count: usize, max: usize },
-    #[error("`{param}[{index}]` is token {token}, the model's vocabulary has {vocabulary}")]
-    UnknownToken { param: &'static str, index: usize, token: i64, vocabulary: u32 },
-    #[error("`{param}` names token {token} twice")]
-    DuplicateToken { param: &'static str, token: u32 },
-    #[error("`{param}[{index}]` has {bytes} bytes, allowed are 1 to {max}")]
-    StringLength { param: &'static str, index: usize, bytes: usize, max: usize },
-    #[error("`cache_salt` has {bytes} bytes, allowed are at most {CACHE_SALT_BYTES_MAX}")]
-    CacheSaltLength { bytes: usize },
-    #[error("`{param}` has {bytes} bytes, allowed are at most {GRAMMAR_BYTES_MAX}")]
-    GrammarLength { param: &'static str, bytes: usize },
-    #[error("`{param}` contains text, but the model has no tokenizer: it takes token ids only")]
-    NeedsTokenizer { param: &'static str },
-    #[error("`{param}` cannot be used together with `{other}`")]
-    TwoGrammars { param: &'static str, other: &'static str },
-    #[error(
-        "`{param}` cannot be used together with beam search: its outputs are the model's most probable ones"
-    )]
-    NotWithBeams { param: &'static str },
-    #[error("`length_penalty` has an effect on beam search only")]
-    LengthPenaltyAlone,
-    #[error("`ignore_eos` cannot be combined with `{with}`: the grammar defines where the output ends")]
-    IgnoreEosWithGrammar { with: &'static str },
-    #[error("`{param}` is empty: the model needs at least one prompt token")]
-    EmptyPrompt { param: &'static str },
-    #[error(
-        "this model's maximum context length is {context} tokens, but {prompt} tokens of prompt{} are requested",
-        .output.map(|o| format!(" and {o} of output")).unwrap_or_default()
-    )]
-    ContextExceeded { param: &'static str, context: u32, prompt: usize, output: Option<u32> },
-}
-
-impl RequestParamError {
-    pub(crate) fn param(&self) -> &'static str {
-        match self {
-            RequestParamError::OutOfRange { param, .. }
-            | RequestParamError::TooManyEntries { param, .. }
-            | RequestParamError::UnknownToken { param, .. }
-            | RequestParamError::DuplicateToken { param, .. }
-            | RequestParamError::StringLength { param, .. }
-            | RequestParamError::GrammarLength { param, .. }
-            | RequestParamError::NeedsTokenizer { param }
-            | RequestParamError::TwoGrammars { param, .. }
-            | RequestParamError::NotWithBeams { param }
-            | RequestParamError::EmptyPrompt { param }
-            | RequestParamError::ContextExceeded { param, .. } => param,
-            RequestParamError::IgnoreEosWithGrammar { .. } => "ignore_eos",
-            RequestParamError::LengthPenaltyAlone => "length_penalty",
-            RequestParamError::CacheSaltLength { .. } => "cache_salt",
-        }
-    }
-}
-
 impl RequestParams {
     /// Refuses parameters that contain text, for a model without tokenizer.
     pub(crate) fn check_without_text(&self) -> Result<(), RequestParamError> {
@@ -231,32 +164,6 @@ impl RequestParams {
         let breakers = self.dry_sequence_breakers.as_ref().filter(|words| !words.is_empty());
         match grammar.or(stop).or(bad_words).or(breakers.map(|_| "dry_sequence_breakers")) {
             Some(param) => Err(RequestParamError::NeedsTokenizer { param }),
-            None => Ok(()),
-        }
-    }
-
-    /// Refuses parameters that change what a beam search finds. Those of random draws, such as the
-    /// temperature, have no effect on it.
-    pub(crate) fn check_beams(&self) -> Result<(), RequestParamError> {
-        if !self.beam_search {
-            let is_alone = self.length_penalty.is_some_and(|penalty| penalty != LENGTH_PENALTY_DEFAULT);
-            return if is_alone { Err(RequestParamError::LengthPenaltyAlone) } else { Ok(()) };
-        }
-        let differs = |value: Option<f64>, neutral: f64| value.is_some_and(|value| value != neutral);
-        let conflicts = [
-            (self.grammar.is_some(), self.grammar.as_ref().map_or("grammar", |grammar| grammar.param)),
-            (!self.stop.is_empty(), "stop"),
-            (!self.logit_bias.is_empty(), "logit_bias"),
-            (!self.allowed_tokens.is_empty(), "allowed_token_ids"),
-            (!self.bad_words.is_empty(), "bad_words"),
-            (differs(self.repetition_penalty, 1.0), "repetition_penalty"),
-            (differs(self.presence_penalty, 0.0), "presence_penalty"),
-            (differs(self.frequency_penalty, 0.0), "frequency_penalty"),
-            (differs(self.dry_multiplier, 0.0), "dry_multiplier"),
-            (self.mirostat.is_some_and(|version| version != 0), "mirostat"),
-        ];
-        match conflicts.into_iter().find(|(is_given, _)| *is_given) {
-            Some((_, param)) => Err(RequestParamError::NotWithBeams { param }),
             None => Ok(()),
         }
     }
@@ -338,35 +245,7 @@ impl RequestParams {
     }
 }
 
-impl CheckedParams {
-    /// Choices that one call of a worker generates.
-    pub(crate) fn choices_per_call(&self) -> u32 {
-        if self.beams.is_some() { self.n } else { 1 }
-    }
-
-    /// Sequences that one call of a worker runs.
-    pub(crate) fn streams_per_call(&self) -> u32 {
-        self.beams.map_or(1, |beams| beams.width)
-    }
-}
-
 impl RequestParams {
-    fn beams(&self, width: i64) -> Result<Option<BeamParams>, RequestParamError> {
-        if !self.beam_search {
-            return Ok(None);
-        }
-        let length_penalty = self.length_penalty.unwrap_or(LENGTH_PENALTY_DEFAULT);
-        if length_penalty.abs() <= LENGTH_PENALTY_MAX {
-            let length_penalty = length_penalty as f32;
-            return Ok(Some(BeamParams { width: width as u32, length_penalty }));
-        }
-        Err(RequestParamError::OutOfRange {
-            param: "length_penalty",
-            value: length_penalty.to_string(),
-            allowed: format!("-{LENGTH_PENALTY_MAX} to {LENGTH_PENALTY_MAX}"),
-        })
-    }
-
     fn check_stop_strings(&self) -> Result<(), RequestParamError> {
         if self.stop.len() > STOP_STRINGS_MAX {
             return Err(RequestParamError::TooManyEntries {

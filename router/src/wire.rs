@@ -13,7 +13,7 @@ use traces::Span;
 
 use crate::failover::{ChoiceError, ChoiceProgress, StreamLoss};
 use crate::intake::RequestBytes;
-use crate::params::{BeamParams, CheckedParams, CheckedSampling};
+use crate::params::{CheckedBeams, CheckedParams, CheckedSampling};
 use crate::quarantine::ContentKey;
 use crate::request_trace::{LoggedRequest, RequestTrace};
 use crate::routing::{ModelKey, PromptPrefix, SessionKey, StreamDemand};
@@ -92,7 +92,7 @@ impl ChoiceCall {
     }
 }
 
-impl BeamParams {
+impl CheckedBeams {
     pub(crate) fn to_wire(self, generation: wire::GenerateRequest, choices: u32) -> wire::SearchBeamsRequest {
         let Self { width, length_penalty } = self;
         wire::SearchBeamsRequest { generation: Some(generation), beam_width: width, choices, length_penalty }

@@ -46,7 +46,7 @@ def check_fields():
     # The deadline is the call's; the others are the prompt.
     given |= {"deadline_ms", "text", "tokens", "chat"}
     assert given == set(ballast_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
-    for own, wire in ((ballast.EmbedRequest, ballast_pb2.EmbedRequest), (ballast.RerankRequest, ballast_pb2.RerankRequest)):
+    for own, wire in ((ballast.EmbeddingRequest, ballast_pb2.EmbedRequest), (ballast.RerankRequest, ballast_pb2.RerankRequest)):
         given = {field.name for field in dataclasses.fields(own)} | {"deadline_ms"}
         assert {"no_" * (name == "normalize") + name for name in given} == set(wire.DESCRIPTOR.fields_by_name)
 
@@ -87,14 +87,14 @@ def check_beams(client):
 
 def check_pooling(client):
     inputs = [fleet.prompt, client.tokenize("import os"), "class"]
-    own = client.embed(ballast.EmbedRequest(inputs, dimensions=16))
+    own = client.embed(ballast.EmbeddingRequest(inputs, dimensions=16))
     # HTTP takes texts or token ids.
     texts = post("/v1/embeddings", input=[fleet.prompt, "class"], dimensions=16)["data"]
     tokens = post("/v1/embeddings", input=inputs[1], dimensions=16)["data"]
     others = [data["embedding"] for data in (texts[0], tokens[0], texts[1])]
     for vector, other in zip(own.vectors, others, strict=True):
         assert len(vector) == 16 and all(abs(a - b) < 1e-6 for a, b in zip(vector, other, strict=True))
-    raw = client.embed(ballast.EmbedRequest(["class"], normalize=False)).vectors[0]
+    raw = client.embed(ballast.EmbeddingRequest(["class"], normalize=False)).vectors[0]
     assert abs(sum(value * value for value in raw) - 1) > 1e-3
 
     documents = ["def add(a, b):", "import os", "class Point:"]
@@ -104,7 +104,7 @@ def check_pooling(client):
     for document, result in zip(ranked.results, results, strict=True):
         assert abs(document.score - result["relevance_score"]) < 1e-6
     with raises(ballast.InvalidRequestError):
-        client.embed(ballast.EmbedRequest([]))
+        client.embed(ballast.EmbeddingRequest([]))
     with raises(ballast.DeadlineExceededError):
         client.rerank(ballast.RerankRequest("x", ["y " * 200] * 500), timeout_s=0.01)
 
@@ -170,7 +170,7 @@ async def check_async():
         assert await client.detokenize(tokens) == fleet.prompt
         answers = await asyncio.gather(*(client.complete(short) for _ in range(4)))
         assert {answer.choices[0].text for answer in answers} == {fleet.completion}, answers
-        embeddings = await client.embed(ballast.EmbedRequest(["one", "two"]))
+        embeddings = await client.embed(ballast.EmbeddingRequest(["one", "two"]))
         assert len(embeddings.vectors) == 2 and embeddings.prompt_tokens >= 2
         assert len((await client.rerank(ballast.RerankRequest("one", ["two"]))).results) == 1
         with raises(ballast.NotFoundError):

@@ -14,11 +14,11 @@ use crate::completion::Completion;
 use crate::connect::{ClientBuilder, KeyedChannel};
 use crate::error::ClientError;
 use crate::generate_stream::GenerateStream;
-use crate::pooling::{EmbedRequest, Embeddings, RerankRequest, Reranked};
+use crate::pooling::{EmbeddingRequest, Embeddings, RerankRequest, Reranked};
 use crate::request::GenerateRequest;
 
-/// The first frame repeats the tokens of the prompt, and a reply has 4,194,304 values of embeddings.
-/// Both may exceed tonic's 4 MiB.
+/// The first frame repeats the tokens of the prompt, and a reply has 4,194,304 values of
+/// embeddings. Both may exceed tonic's 4 MiB.
 const MESSAGE_BYTES_MAX: usize = 64 << 20;
 /// The name under which the router reports its health.
 const HEALTH_SERVICE: &str = "ballast.v1.Inference";
@@ -67,9 +67,9 @@ impl BallastClient {
         Completion::read(self.generate(request).await?, choices).await
     }
 
-    /// One vector for each input, in their order. [`ClientError::InvalidRequest`] if the model makes no
-    /// embeddings.
-    pub async fn embed(&self, request: EmbedRequest) -> Result<Embeddings, ClientError> {
+    /// One vector for each input, in their order. [`ClientError::InvalidRequest`] if the model
+    /// makes no embeddings.
+    pub async fn embed(&self, request: EmbeddingRequest) -> Result<Embeddings, ClientError> {
         Ok(self.inference.clone().embed(request.wire).await?.into_inner().into())
     }
 

@@ -38,6 +38,6 @@ pub use completion::{CompletedChoice, Completion};
 pub use connect::{ClientBuilder, ClientTls};
 pub use error::ClientError;
 pub use generate_stream::{GenerateEvent, GenerateStream};
-pub use pooling::{EmbedRequest, Embeddings, RerankRequest, Reranked, RerankedDocument};
+pub use pooling::{EmbeddingRequest, Embeddings, RerankRequest, Reranked, RerankedDocument};
 pub use proto::v1::{FinishReason, Finished, Model, OutputDelta, Sampling, Started, TokenLogprob, Usage};
 pub use request::{GenerateRequest, OutputGrammar};

@@ -7,7 +7,7 @@ use proto::v1 as wire;
 /// A request of [`crate::BallastClient::embed`].
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
-pub struct EmbedRequest {
+pub struct EmbeddingRequest {
     pub(crate) wire: wire::EmbedRequest,
 }
 
@@ -40,7 +40,7 @@ pub struct RerankedDocument {
     pub score: f64,
 }
 
-impl EmbedRequest {
+impl EmbeddingRequest {
     pub fn texts<T: Into<String>>(texts: impl IntoIterator<Item = T>) -> Self {
         Self::new(texts.into_iter().map(|text| wire::embed_input::Input::Text(text.into())))
     }

@@ -107,8 +107,9 @@ impl GenerateRequest {
         self
     }
 
-    /// The choices are the most probable outputs, the best first, instead of random ones. The search
-    /// follows `width` outputs at once, at least as many as there are choices; 0 means as many.
+    /// The choices are the most probable outputs, the best first, instead of random ones. The
+    /// search follows `width` outputs at once, at least as many as there are choices; 0 means as
+    /// many.
     pub fn beam_search(mut self, width: u32) -> Self {
         self.wire.beam_search.get_or_insert_default().width = width;
         self

@@ -195,31 +195,24 @@ mod tests {
         };
         let long = FRAME_TOKENS_MAX as u32 + 1;
         let usage = TokenUsage { cached_tokens: 9, ..TokenUsage::default() };
-        let mut beams: Vec<(Vec<u32>, Option<(i32, Option<u32>, u32)>)> = vec![Default::default()];
+        let mut tokens = vec![Vec::new()];
+        let mut ends = Vec::new();
         for frame in beam_frames(vec![beam(long, Some(3)), beam(0, Some(4)), beam(2, None)], usage) {
             match frame.frame.unwrap() {
-                generate_frame::Frame::Tokens(tokens) => {
-                    assert!(
-                        tokens.ids.len() <= FRAME_TOKENS_MAX && tokens.ids.len() == tokens.logprobs.len()
-                    );
-                    beams.last_mut().unwrap().0.extend(tokens.ids);
+                generate_frame::Frame::Tokens(chunk) => {
+                    assert!(chunk.ids.len() <= FRAME_TOKENS_MAX && chunk.ids.len() == chunk.logprobs.len());
+                    tokens.last_mut().unwrap().extend(chunk.ids);
                 }
                 generate_frame::Frame::Finished(end) => {
-                    beams.last_mut().unwrap().1 = Some((end.reason, end.stop_token, end.cached_tokens));
-                    beams.push(Default::default());
+                    ends.push((end.reason(), end.stop_token, end.cached_tokens));
+                    tokens.push(Vec::new());
                 }
                 generate_frame::Frame::Admitted(_) => panic!("a beam is not admitted"),
             }
         }
-        let [stop, length] =
-            [public::FinishReason::Stop, public::FinishReason::Length].map(|reason| reason as i32);
-        let expected = vec![
-            ((0..long).collect(), Some((stop, Some(3), 9))),
-            (vec![], Some((stop, Some(4), 9))),
-            (vec![0, 1], Some((length, None, 9))),
-            Default::default(),
-        ];
-        assert_eq!(beams, expected);
+        assert_eq!(tokens, [(0..long).collect(), vec![], vec![0, 1], vec![]]);
+        let (stop, length) = (public::FinishReason::Stop, public::FinishReason::Length);
+        assert_eq!(ends, [(stop, Some(3), 9), (stop, Some(4), 9), (length, None, 9)]);
     }
 
     #[test]

@@ -70,7 +70,7 @@ def _input(value: str | Sequence[int]) -> pb.EmbedInput:
     return pb.EmbedInput(text=value) if isinstance(value, str) else pb.EmbedInput(tokens=pb.TokenIds(ids=value))
 
 
-def embed_to_wire(request: types.EmbedRequest) -> pb.EmbedRequest:
+def embed_to_wire(request: types.EmbeddingRequest) -> pb.EmbedRequest:
     return pb.EmbedRequest(
         model=request.model,
         inputs=[_input(value) for value in request.inputs],

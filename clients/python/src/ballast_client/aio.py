@@ -94,7 +94,7 @@ class AsyncClient:
                 builder.add(event)
         return builder.build()
 
-    async def embed(self, request: types.EmbedRequest, *, timeout_s: float | None = None) -> types.Embeddings:
+    async def embed(self, request: types.EmbeddingRequest, *, timeout_s: float | None = None) -> types.Embeddings:
         """One vector for each input."""
         wire = _wire.embed_to_wire(request)
         return _wire.embeddings_of(await self._call(self._inference.Embed, wire, timeout_s))

@@ -83,7 +83,7 @@ class Client:
                 builder.add(event)
         return builder.build()
 
-    def embed(self, request: types.EmbedRequest, *, timeout_s: float | None = None) -> types.Embeddings:
+    def embed(self, request: types.EmbeddingRequest, *, timeout_s: float | None = None) -> types.Embeddings:
         """One vector for each input."""
         wire = _wire.embed_to_wire(request)
         return _wire.embeddings_of(self._call(self._inference.Embed, wire, timeout_s))

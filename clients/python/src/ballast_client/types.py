@@ -117,7 +117,7 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
-class EmbedRequest:
+class EmbeddingRequest:
     # Texts, or token ids that are used without change.
     inputs: Sequence[str | Sequence[int]]
     # May be empty if the fleet serves one model.

@@ -3,8 +3,8 @@
 //! [`BeamGroup`]: the sequences of one beam search, and the rows that they have computed.
 //!
 //! 1. Beam `i` of the search is sequence `i` of the group.
-//! 2. A sequence whose row is known waits for the others. It is paused meanwhile: others may take its
-//!    blocks, so that the group cannot wait for blocks that it holds itself.
+//! 2. A sequence whose row is known waits for the others. It is paused meanwhile: others may take
+//!    its blocks, so that the group cannot wait for blocks that it holds itself.
 
 use crate::beam::search::{BeamSearch, RankedTokens, SearchStep};
 use crate::sample::error::SampleError;

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`BeamSearch`]: which beams continue with which tokens. A plain value without model or sequences.
+//! [`BeamSearch`]: which beams continue with which tokens. A plain value without model or
+//! sequences.
 //!
 //! The rules are those of vLLM, with the length of Wu et al. 2016 (arXiv:1609.08144):
 //!
 //! 1. Each beam may continue with the `2 * width` most probable tokens of its row.
 //! 2. A stop token among them ends a copy of the beam. The others are candidates, of which the
 //!    `width` with the highest sums of log probabilities continue.
-//! 3. The score of a beam is that sum divided by `length ^ length_penalty`. The length counts output
-//!    tokens without the stop token, and is at least 1. The sum counts the stop token.
+//! 3. The score of a beam is that sum divided by `length ^ length_penalty`. The length counts
+//!    output tokens without the stop token, and is at least 1. The sum counts the stop token.
 //! 4. Among equal scores, the beam that ended earlier comes first, then the one whose parent ranks
 //!    higher, then the more probable token.
 //!
@@ -24,7 +25,7 @@ pub type RankedTokens = Vec<(u32, f32)>;
 
 /// How one of the next beams comes from one of the present beams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Continuation {
+pub struct BeamContinuation {
     /// Index of the present beam.
     pub parent: usize,
     pub token: u32,
@@ -33,7 +34,7 @@ pub struct Continuation {
 #[derive(Clone, Debug, PartialEq)]
 pub enum SearchStep {
     /// The next beams, the most probable first.
-    Continue(Vec<Continuation>),
+    Continue(Vec<BeamContinuation>),
     /// The result, the highest score first.
     Done(Vec<Beam>),
 }
@@ -107,7 +108,7 @@ impl BeamSearch {
     pub fn advance(&mut self, rows: &[RankedTokens]) -> SearchStep {
         assert_eq!(rows.len(), self.running.len(), "every running beam has one row");
         let chosen = self.choose(rows);
-        let next = chosen.iter().map(|&(Continuation { parent, token }, logprob)| {
+        let next = chosen.iter().map(|&(BeamContinuation { parent, token }, logprob)| {
             let top = rows[parent].iter().take(self.alternatives).copied().collect();
             let RunningBeam { end, sum } = self.running[parent];
             let end = Some(self.tree.push(end, BeamToken { token, logprob, top }));
@@ -130,7 +131,7 @@ impl BeamSearch {
 
     /// Ends beams at stop tokens, and returns how the others continue, with the log probability of
     /// the new token.
-    fn choose(&mut self, rows: &[RankedTokens]) -> Vec<(Continuation, f32)> {
+    fn choose(&mut self, rows: &[RankedTokens]) -> Vec<(BeamContinuation, f32)> {
         let (may_stop, considered) = (self.may_stop(), 2 * self.params.width);
         let mut candidates = Vec::with_capacity(rows.len() * considered);
         for (parent, row) in rows.iter().enumerate() {
@@ -144,14 +145,14 @@ impl BeamSearch {
             for &(token, logprob) in possible.take(considered) {
                 match is_stop(token) {
                     true => stops.push((token, logprob)),
-                    false => candidates.push((Continuation { parent, token }, logprob)),
+                    false => candidates.push((BeamContinuation { parent, token }, logprob)),
                 }
             }
             for (token, logprob) in stops {
                 self.end_beam(end, sum + f64::from(logprob), self.length, Some(token));
             }
         }
-        let sum = |&(continuation, logprob): &(Continuation, f32)| {
+        let sum = |&(continuation, logprob): &(BeamContinuation, f32)| {
             self.running[continuation.parent].sum + f64::from(logprob)
         };
         candidates.sort_by(|a, b| sum(b).total_cmp(&sum(a)));
@@ -173,8 +174,8 @@ impl BeamSearch {
     /// Whether no running beam can enter the result.
     fn is_decided(&self) -> bool {
         let Some(worst) = self.ended.get(self.params.choices - 1) else { return false };
-        // More tokens never raise a sum of log probabilities. The score of a constant sum is highest
-        // at one end of the lengths.
+        // More tokens never raise a sum of log probabilities. The score of a constant sum is
+        // highest at one end of the lengths.
         let best = self.running.iter().map(|beam| beam.sum).fold(f64::NEG_INFINITY, f64::max);
         worst.score >= self.score(best, self.length).max(self.score(best, self.max_tokens))
     }

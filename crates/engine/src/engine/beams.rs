@@ -4,7 +4,7 @@
 
 use super::{Drafting, Engine};
 use crate::beam::group::BeamGroup;
-use crate::beam::search::{BeamSearch, Continuation, SearchStep};
+use crate::beam::search::{BeamContinuation, BeamSearch, SearchStep};
 use crate::request::input::{BeamRequest, RequestId};
 use crate::request::output::{EngineOutput, FinishReason};
 use crate::request::refusal::{Queued, RefuseReason};
@@ -81,7 +81,7 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    fn continue_beams(&mut self, id: RequestId, next: &[Continuation]) {
+    fn continue_beams(&mut self, id: RequestId, next: &[BeamContinuation]) {
         let parents = self.beam_groups[&id].sequences().to_vec();
         let continues = |index: &usize| next.iter().any(|continuation| continuation.parent == *index);
         // First, so that forks find seats and blocks.
@@ -96,7 +96,7 @@ impl<B: Backend> Engine<B> {
         // Forks come before any parent has grown.
         let mut is_taken = vec![false; parents.len()];
         let mut sequences = Vec::with_capacity(next.len());
-        for &Continuation { parent, .. } in next {
+        for &BeamContinuation { parent, .. } in next {
             sequences.push(match std::mem::replace(&mut is_taken[parent], true) {
                 false => parents[parent],
                 true => self.branch_beam(id, parents[parent]),

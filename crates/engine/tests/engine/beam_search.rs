@@ -146,8 +146,8 @@ fn request_of(id: u64, search: &Search) -> BeamRequest {
     request
 }
 
-/// Runs the searches beside requests that generate, and compares all outputs with those that need no
-/// engine.
+/// Runs the searches beside requests that generate, and compares all outputs with those that need
+/// no engine.
 fn check(mut engine: Engine<Reference>, searches: &[Search], generated: &[Request]) {
     let mut expected = HashMap::new();
     for (id, search) in (0..).zip(searches) {

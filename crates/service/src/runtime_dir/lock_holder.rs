@@ -15,9 +15,9 @@ use super::process_start_ticks;
 /// Lines such as `1: FLOCK  ADVISORY  WRITE 12825 fe:00:10698755 0 EOF`.
 const LOCKS: &str = "/proc/locks";
 
-/// Whether the process that has locked the file has ended. `None` if the file is not among the locks:
-/// the kernel prints them in parts, and while others come and go, it may leave one out. A lock of a
-/// process in another PID namespace has process id 0, and counts as held.
+/// Whether the process that has locked the file has ended. `None` if the file is not among the
+/// locks: the kernel prints them in parts, and while others come and go, it may leave one out. A
+/// lock of a process in another PID namespace has process id 0, and counts as held.
 pub(super) fn has_ended(lock: &Path) -> Option<bool> {
     let (metadata, locks) = (fs::metadata(lock).ok()?, fs::read_to_string(LOCKS).ok()?);
     let holders = holders(&locks, metadata.ino());

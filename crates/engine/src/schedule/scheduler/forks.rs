@@ -65,16 +65,16 @@ impl Scheduler {
         self.sequences[leader.index()] = Some(leading);
     }
 
-    /// Adds a sequence with the tokens of `parent`. If `parent` has computed them all and there is a
-    /// seat, the two share its blocks. Else the new sequence waits, and computes the tokens that it
-    /// does not find in the prefix cache.
+    /// Adds a sequence with the tokens of `parent`, which it has computed unless it was preempted.
+    /// If `parent` is running and there is a seat, the two share its blocks. Else the new sequence
+    /// waits, and computes the tokens that it does not find in the prefix cache.
     pub fn branch(&mut self, parent: SequenceId) -> SequenceId {
         let rank_of_parent = expect_sequence(&mut self.sequences, parent).rank;
         let rank = self.waiting.rank_behind(rank_of_parent);
         let has_seat = self.limits.can_fork && !self.is_running_full();
         let leading = expect_sequence(&mut self.sequences, parent);
         let mut branch = leading.branch(rank, &self.groups);
-        let is_forked = has_seat && leading.state == SequenceState::Running && leading.remaining() == 0;
+        let is_forked = has_seat && leading.state == SequenceState::Running;
         if is_forked {
             branch.fork(&mut self.pool, leading);
             self.fork_count += 1;
