@@ -303,6 +303,25 @@ fn a_page_of_another_site_cannot_use_a_server_of_this_machine() {
     let charset = ("content-type", "application/json; charset=utf-8");
     assert_eq!(post_with(&fleet, &[charset], READABLE).0, 200);
 
+    // A page whose name resolves to this machine reads answers without an origin.
+    let get = |host: &str| {
+        let client = HttpClient::connect(&fleet);
+        client.runtime.block_on(async {
+            let request = client.client.get(format!("{}/v1/models", client.url)).header("host", host);
+            request.send().await.unwrap().status().as_u16()
+        })
+    };
+    for (host, status) in [
+        ("evil.example:8080", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("", 403),
+        ("localhost:1", 200),
+        ("[::1]", 200),
+        ("chat.example", 200),
+    ] {
+        assert_eq!(get(host), status, "{host}");
+    }
+
     let client = HttpClient::connect(&fleet);
     let preflight = client.runtime.block_on(async {
         let url = format!("{}/v1/chat/completions", client.url);

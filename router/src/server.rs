@@ -32,7 +32,10 @@ use crate::fleet_watch::FleetWatch;
 use crate::generate::Generator;
 use crate::grammar_check::GrammarChecker;
 use crate::grpc::InferenceService;
-use crate::http::{self, AllowedOrigins, AppState, UnknownFields, check_origin, shape_errors, trim_slash};
+use crate::http::{
+    self, AllowedOrigins, AppState, OwnNames, UnknownFields, check_host, check_origin, shape_errors,
+    trim_slash,
+};
 use crate::intake::{BodyLimits, SharedBudget, limit_request_body};
 use crate::listener::{self, ListenerLimits};
 use crate::quarantine_control::QuarantineController;
@@ -185,11 +188,12 @@ impl Router {
         // HTTP/1.1 for the chat of this user, whom the directory and the peer's user let in.
         let grpc_server = service::grpc::server().accept_http1(true).add_routes(Routes::from(on_socket));
         let on_socket = service::grpc::serve(grpc_server, socket, shutdown.requested());
+        let own_names = (access.is_none() && tls.is_none()).then(|| OwnNames::new(origins.clone()));
         if let Some(access) = access {
             all_routes = all_routes.layer(middleware::from_fn_with_state(access, require_key));
         }
-        let on_tcp =
-            open_to_pages(all_routes.layer(middleware::from_fn(log_access)).layer(identified), origins);
+        let all_routes = all_routes.layer(middleware::from_fn(log_access)).layer(identified);
+        let on_tcp = open_to_pages(all_routes, origins, own_names);
         let on_tcp = serve_on(tcp, tls, on_tcp, limits.listener(), shutdown);
         let on_health = serve_on(health, None, health_routes, limits.health_listener(), shutdown);
         let drained = async {
@@ -212,12 +216,14 @@ impl Router {
     }
 }
 
-/// The routes behind the check of origins. Paths lose a slash at their end before they are matched.
-fn open_to_pages(routes: axum::Router, origins: AllowedOrigins) -> axum::Router {
-    let routes = routes
-        .layer(origins.cors_layer())
-        .layer(middleware::from_fn_with_state(origins, check_origin))
-        .layer(middleware::from_fn(shape_errors));
+/// The routes behind the checks of origins and, with `own_names`, of hosts. Paths lose a slash at their end before they are matched.
+fn open_to_pages(routes: axum::Router, origins: AllowedOrigins, own_names: Option<OwnNames>) -> axum::Router {
+    let mut routes =
+        routes.layer(origins.cors_layer()).layer(middleware::from_fn_with_state(origins, check_origin));
+    if let Some(own_names) = own_names {
+        routes = routes.layer(middleware::from_fn_with_state(own_names, check_host));
+    }
+    let routes = routes.layer(middleware::from_fn(shape_errors));
     axum::Router::new().fallback_service(MapRequestLayer::new(trim_slash).layer(routes))
 }
 

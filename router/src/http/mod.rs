@@ -11,6 +11,7 @@ mod fields;
 mod fleet_picture;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod host;
 mod keep_alive;
 mod message_writer;
 mod messages;
@@ -53,6 +54,7 @@ use crate::fleet_watch::CopyReport;
 use crate::gauges::{self, FleetGauges};
 pub(crate) use error::ApiError;
 pub(crate) use fields::UnknownFields;
+pub(crate) use host::{OwnNames, check_host};
 pub(crate) use messages::shape_errors;
 pub use origin::OriginError;
 pub(crate) use origin::{AllowedOrigins, check_origin};

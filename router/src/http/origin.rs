@@ -63,6 +63,12 @@ impl AllowedOrigins {
             || host().is_some_and(|host| LOOPBACK_HOSTS.contains(&host.as_str()))
     }
 
+    /// Whether `name` is the host of a listed origin.
+    pub(super) fn allows_host(&self, name: &str) -> bool {
+        let host = |origin: &str| Some(split(origin)?.1.parse::<Authority>().ok()?.host() == name);
+        self.0.iter().any(|allowed| allowed == ANY || host(allowed) == Some(true))
+    }
+
     /// Whether the request comes from a page of this router that was opened by an IP address.
     fn is_own_address(request: &Request) -> bool {
         let text = |name: HeaderName| request.headers().get(name).and_then(|value| value.to_str().ok());

@@ -22,6 +22,13 @@ impl From<IpAddr> for ClientAddress {
     }
 }
 
+impl ClientAddress {
+    /// Whether the client is on this machine. The network of `::1` is `::`.
+    pub(crate) fn is_loopback(self) -> bool {
+        self.0.is_loopback() || self.0.is_unspecified()
+    }
+}
+
 impl fmt::Display for ClientAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
@@ -37,6 +44,10 @@ mod tests {
         let of = |text: &str| ClientAddress::from(text.parse::<IpAddr>().unwrap());
         assert_eq!(of("10.0.0.1"), of("::ffff:10.0.0.1"));
         assert_ne!(of("10.0.0.1"), of("10.0.0.2"));
+        assert!(
+            ["127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1"].iter().all(|text| of(text).is_loopback())
+        );
+        assert!(!["10.0.0.1", "2001:db8::1"].iter().any(|text| of(text).is_loopback()));
         assert_eq!(of("2001:db8::1"), of("2001:db8::ffff:1"));
         assert_ne!(of("2001:db8::1"), of("2001:db8:0:1::1"));
     }
