@@ -156,9 +156,8 @@ impl Router {
         health_status.set_service_status(HEALTH_SERVICE, tonic_health::ServingStatus::NotServing).await;
         let reporter = tokio::spawn(report_health(generator.registry.clone(), health_status));
         let limits = config.limits;
-        let message_max = limits.body_max.0 as usize;
         let inference = InferenceServer::new(InferenceService { generator: generator.clone() })
-            .max_decoding_message_size(message_max)
+            .max_decoding_message_size(limits.body_max.0 as usize)
             .max_encoding_message_size(service::grpc::MESSAGE_BYTES_MAX);
         let (reflection, reflection_alpha) =
             service::grpc::reflection(proto::FILE_DESCRIPTOR_SET, HEALTH_SERVICE)?;
@@ -216,7 +215,8 @@ impl Router {
     }
 }
 
-/// The routes behind the checks of origins and, with `own_names`, of hosts. Paths lose a slash at their end before they are matched.
+/// The routes behind the checks of origins and, with `own_names`, of hosts. Paths lose a slash at
+/// their end before they are matched.
 fn open_to_pages(routes: axum::Router, origins: AllowedOrigins, own_names: Option<OwnNames>) -> axum::Router {
     let mut routes =
         routes.layer(origins.cors_layer()).layer(middleware::from_fn_with_state(origins, check_origin));

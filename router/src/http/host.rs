@@ -4,8 +4,8 @@
 //!
 //! A page of any site has a name that its owner can make resolve to 127.0.0.1. To the browser, the
 //! router then belongs to that site: a GET of the page has no `origin`, and the page may read the
-//! answer. It still sends the name as `host`. Requests with an API key or over TLS need no such check:
-//! the page has neither the key nor a certificate for its name.
+//! answer. It still sends the name as `host`. Requests with an API key or over TLS need no such
+//! check: the page has neither the key nor a certificate for its name.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -32,8 +32,8 @@ pub(crate) struct OwnNames {
 }
 
 impl OwnNames {
-    /// The hosts of allowed origins are names of this router, too: a proxy on this machine passes its
-    /// own name on.
+    /// The hosts of allowed origins are names of this router, too: a proxy on this machine passes
+    /// its own name on.
     pub(crate) fn new(origins: AllowedOrigins) -> Self {
         let host_name = rustix::system::uname().nodename().to_string_lossy().to_ascii_lowercase();
         Self { origins, host_name: host_name.into() }
