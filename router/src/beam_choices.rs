@@ -60,6 +60,9 @@ async fn find(
 ) -> Result<FoundChoices, ChoiceError> {
     let mut late = std::pin::pin!(sleep_until_late(task.deadline));
     loop {
+        // Nothing tells when the prompt is computed, and a search lasts much longer than its
+        // prompt.
+        stream.placed.end_prefill();
         let read = tokio::select! {
             biased;
             read = read_choices(&mut stream, choices) => read,

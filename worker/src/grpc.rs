@@ -253,8 +253,9 @@ impl WorkerService {
         let id = handle.next_id();
         let request = beam_request_from_wire(wire, id, handle.now())?;
         call.log_begin(id, "search beams", request.prompt.len());
+        let choices = request.params.choices;
         let (queued, outputs) = handle.search_beams(request, call).await?;
-        Ok(Response::new(Box::pin(beam_stream::frames(queued.ahead, outputs))))
+        Ok(Response::new(Box::pin(beam_stream::frames(queued.ahead, choices, outputs))))
     }
 
     async fn compile_grammar(
