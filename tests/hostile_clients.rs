@@ -29,7 +29,7 @@ fn check_health(address: &str) {
     const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(PROBE_TIMEOUT)).unwrap();
-    stream.write_all(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").unwrap();
+    stream.write_all(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap_or_else(|error| panic!("/health: {error}"));
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
@@ -44,7 +44,7 @@ fn check_completion(fleet: &ServedFleet) {
 fn stall(address: &str, body: &[u8]) -> TcpStream {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_write_timeout(Some(Duration::from_secs(2))).unwrap();
-    let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 8000000\r\n\r\n";
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 8000000\r\n\r\n";
     let _refused = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body));
     stream
 }
@@ -248,7 +248,7 @@ fn clients_that_trickle_are_cut_off_in_time_while_others_are_served() {
         "[router]\nhead-timeout = \"2s\"\nbody-grace = \"2s\"\nbody-rate-min = \"1KiB\"\n".to_owned();
     let fleet = ServedFleet::start_config(&(limits + &crate::harness::model_table("demo", &demo_7m(), "")));
     let address = &address(&fleet);
-    let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\n";
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n";
     let body = format!("{head}content-type: application/json\r\ncontent-length: 8000\r\n\r\n");
     // Any further byte would make half a preface another protocol.
     let slow = [(format!("{head}x-slow: "), "x"), (body, "x"), ("PRI * HTTP/2.0\r\n".to_owned(), "")];

@@ -177,7 +177,7 @@ mod inside {
     fn get(path: &str) -> String {
         let mut stream = TcpStream::connect(LISTEN).unwrap_or_else(|error| panic!("{error}\n{}", log()));
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
-        let request = format!("GET {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n");
+        let request = format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
         let mut answer = String::new();
         // A router that stops may reset a connection that it has accepted.
         let _ = stream.write_all(request.as_bytes()).and_then(|()| stream.read_to_string(&mut answer));

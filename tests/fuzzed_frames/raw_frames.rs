@@ -127,7 +127,7 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 fn http_requests() -> Vec<Vec<u8>> {
     let body = r#"{"prompt": "def f(", "max_tokens": 4, "stop": ["x"], "logprobs": 2, "temperature": 0.5}"#;
     let post = |path: &str, body: &str| {
-        format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len())
+        format!("POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len())
             .into_bytes()
     };
     let chat = r#"{"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}"#;
@@ -150,8 +150,8 @@ fn http_requests() -> Vec<Vec<u8>> {
     let mut requests = vec![
         post("/v1/completions", body),
         post("/v1/chat/completions", chat),
-        b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(),
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{\"a\":\r\n0\r\n\r\n".to_vec(),
+        b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n".to_vec(),
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{\"a\":\r\n0\r\n\r\n".to_vec(),
         [PREFACE, &settings, &frames.concat()].concat(),
     ];
     requests.extend(frames.map(|frame| [PREFACE, &settings, &headers, &frame].concat()));
