@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 
 use crate::registry::{ModelFiles, WorkerRegistry};
-use crate::worker_outlook::{FleetAnswer, NextWorker};
+use crate::worker_outlook::{FleetAnswer, NextWorker, SupervisorReply};
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// The shortest time between two questions for the sake of requests.
@@ -152,7 +152,8 @@ impl FleetWatch {
             }
             asked = Instant::now();
             let ledger = self.wants_ledger(asked);
-            let status = if socket.exists() { ask(&mut client, ledger).await } else { None };
+            let has_supervisor = socket.exists();
+            let status = if has_supervisor { ask(&mut client, ledger).await } else { None };
             if let Some(status) = &status {
                 let models = status.models.iter().map(|model| (model.name.clone(), model.digest.to_vec()));
                 registry.set_fleet_models(models.collect());
@@ -162,12 +163,16 @@ impl FleetWatch {
                 });
                 registry.set_fleet_files(files.collect());
             }
-            registry.set_fleet_answer(status.as_ref().map(|status| FleetAnswer {
-                asked,
-                models: next_workers(status, asked),
-                failures: failures(status),
-                aliases: aliases(status),
-            }));
+            registry.set_fleet_reply(match &status {
+                Some(status) => SupervisorReply::Answer(FleetAnswer {
+                    asked,
+                    models: next_workers(status, asked),
+                    failures: failures(status),
+                    aliases: aliases(status),
+                }),
+                None if has_supervisor => SupervisorReply::Silence,
+                None => SupervisorReply::NoSupervisor,
+            });
             self.lock().update(status, asked);
         }
     }

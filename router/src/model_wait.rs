@@ -79,9 +79,15 @@ impl Generator {
     /// loaded, or a file that has just come, is not unknown.
     async fn await_answer(&self) {
         let (began, mut changes) = (Instant::now(), self.registry.subscribe());
-        self.registry.want_answer();
-        let answered =
-            async { while !self.registry.is_answered_since(began) && changes.changed().await.is_ok() {} };
+        let answered = async {
+            while self.registry.may_be_answered_after(began) {
+                // Once more if it was silent: another supervisor may just be taking over.
+                self.registry.want_answer();
+                if changes.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
         // A supervisor that is stopped does not answer.
         let _: Result<(), _> = service::patience::timeout(ANSWER_WAIT, answered).await;
     }

@@ -36,7 +36,7 @@ use crate::routing::{
     ModelKey, RouterTime, RoutingMode, RoutingPolicy, StreamDemand, StreamPlacement, WorkerId, WorkerProfile,
     WorkerReport,
 };
-use crate::worker_outlook::{ExpectedWorker, FleetAnswer, WorkerOutlook};
+use crate::worker_outlook::{ExpectedWorker, SupervisorReply, WorkerOutlook};
 
 use file_versions::FileVersions;
 pub(crate) use file_versions::ModelFiles;
@@ -243,10 +243,10 @@ impl WorkerRegistry {
         state.remove_departed_models();
     }
 
-    /// Sets what the supervisor says about the next workers. `None`: it does not answer.
-    pub(crate) fn set_fleet_answer(&self, answer: Option<FleetAnswer>) {
+    /// Sets what the supervisor says about the next workers.
+    pub(crate) fn set_fleet_reply(&self, reply: SupervisorReply) {
         let mut state = self.lock();
-        state.outlook.set_answer(answer);
+        state.outlook.set_reply(reply);
         drop(state);
         // What waits for a worker looks again.
         self.changes.send_modify(|n| *n += 1);
@@ -276,9 +276,9 @@ impl WorkerRegistry {
         self.answer_wanted.notified().await;
     }
 
-    /// Whether the supervisor was asked after `time`, or does not answer.
-    pub(crate) fn is_answered_since(&self, time: Instant) -> bool {
-        self.lock().outlook.asked().is_none_or(|asked| asked > time)
+    /// Whether the supervisor may answer a question that is put after `time`, and has not yet.
+    pub(crate) fn may_be_answered_after(&self, time: Instant) -> bool {
+        self.lock().outlook.may_answer_after(time)
     }
 
     /// The idle models that requests wait for, each once.

@@ -82,32 +82,52 @@ pub(crate) struct FleetAnswer {
     pub(crate) aliases: HashMap<String, String>,
 }
 
+/// What came of a question to the supervisor.
+#[derive(Clone, Debug, Default)]
+pub(crate) enum SupervisorReply {
+    Answer(FleetAnswer),
+    /// It did not answer in time, is just being replaced, or was not asked yet.
+    #[default]
+    Silence,
+    NoSupervisor,
+}
+
 /// What is known about workers that are not ready.
 #[derive(Debug, Default)]
 pub(crate) struct WorkerOutlook {
-    answer: Option<FleetAnswer>,
+    reply: SupervisorReply,
 }
 
 impl WorkerOutlook {
-    /// `None`: no supervisor answers.
-    pub(crate) fn set_answer(&mut self, answer: Option<FleetAnswer>) {
-        self.answer = answer;
+    pub(crate) fn set_reply(&mut self, reply: SupervisorReply) {
+        self.reply = reply;
     }
 
-    /// When the supervisor was asked for its answer.
-    pub(crate) fn asked(&self) -> Option<Instant> {
-        self.answer.as_ref().map(|answer| answer.asked)
+    fn answer(&self) -> Option<&FleetAnswer> {
+        match &self.reply {
+            SupervisorReply::Answer(answer) => Some(answer),
+            SupervisorReply::Silence | SupervisorReply::NoSupervisor => None,
+        }
+    }
+
+    /// Whether the supervisor may answer a question that is put after `time`, and has not yet.
+    pub(crate) fn may_answer_after(&self, time: Instant) -> bool {
+        match &self.reply {
+            SupervisorReply::Answer(answer) => answer.asked <= time,
+            SupervisorReply::Silence => true,
+            SupervisorReply::NoSupervisor => false,
+        }
     }
 
     /// The models that the supervisor lists and that may get workers.
     pub(crate) fn listed(&self) -> impl Iterator<Item = &str> {
-        let models = self.answer.iter().flat_map(|answer| &answer.models);
+        let models = self.answer().into_iter().flat_map(|answer| &answer.models);
         models.filter(|(_, next)| **next != NextWorker::Never).map(|(name, _)| name.as_str())
     }
 
     /// The idle models with their aliases, by name. Those that cannot be woken now are among them.
     pub(crate) fn idle(&self) -> Vec<(&str, Vec<&str>)> {
-        let Some(answer) = &self.answer else { return Vec::new() };
+        let Some(answer) = self.answer() else { return Vec::new() };
         let is_idle = |name: &str| {
             answer.models.get(name) == Some(&NextWorker::OnDemand) || answer.failures.contains_key(name)
         };
@@ -132,19 +152,19 @@ impl WorkerOutlook {
 
     /// Whether a request has to ask for the model.
     pub(crate) fn is_on_demand(&self, name: &str) -> bool {
-        let next = self.answer.as_ref().and_then(|answer| answer.models.get(self.full_name(name)));
+        let next = self.answer().and_then(|answer| answer.models.get(self.full_name(name)));
         next == Some(&NextWorker::OnDemand)
     }
 
     /// The name of the model that may be called by an alias.
     pub(crate) fn full_name<'a>(&'a self, name: &'a str) -> &'a str {
-        let answer = self.answer.as_ref().filter(|answer| !answer.models.contains_key(name));
+        let answer = self.answer().filter(|answer| !answer.models.contains_key(name));
         answer.and_then(|answer| answer.aliases.get(name)).map_or(name, String::as_str)
     }
 
     /// Why the model of this name cannot be loaded.
     pub(crate) fn failure(&self, name: &str) -> Option<&str> {
-        let failures = self.answer.as_ref().map(|answer| &answer.failures);
+        let failures = self.answer().map(|answer| &answer.failures);
         failures.and_then(|failures| failures.get(self.full_name(name))).map(String::as_str)
     }
 
@@ -162,7 +182,7 @@ impl WorkerOutlook {
         wait: Duration,
         now: Instant,
     ) -> Option<ExpectedWorker> {
-        let answer = self.answer.as_ref().filter(|answer| answer.asked > lost);
+        let answer = self.answer().filter(|answer| answer.asked > lost);
         match answer.zip(name) {
             Some((answer, name)) => match answer.models.get(self.full_name(name))? {
                 NextWorker::At(start) => Some(ExpectedWorker { not_before: *start, until: None }),
@@ -186,7 +206,12 @@ mod tests {
     fn answered(asked: Instant, next: NextWorker) -> WorkerOutlook {
         let models = HashMap::from([("m".to_owned(), next)]);
         WorkerOutlook {
-            answer: Some(FleetAnswer { asked, models, failures: HashMap::new(), aliases: HashMap::new() }),
+            reply: SupervisorReply::Answer(FleetAnswer {
+                asked,
+                models,
+                failures: HashMap::new(),
+                aliases: HashMap::new(),
+            }),
         }
     }
 

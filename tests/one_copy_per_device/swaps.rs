@@ -5,13 +5,16 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use super::{await_workers, copies, expected_copies, model, model_line, planned, requests, two_devices};
+use super::{
+    are_alike, await_workers, copies, expected_copies, model, model_line, planned, requests, two_devices,
+};
 use crate::harness::api::{generate_all, runtime};
 use crate::harness::{ServedFleet, demo_7m, demo_22m, eventually, runs_on_host};
 
 #[test]
 fn a_swap_replaces_the_copies_on_all_devices_or_none() {
     let Some(devices) = two_devices("a swap on two devices") else { return };
+    let is_alike = are_alike(&devices);
     let [first, second] = &devices;
     let config = model("m", &demo_7m(), &devices, "workers = 1");
     let fleet = ServedFleet::start_config(&format!("{config}[routing]\nmode = \"least-loaded\"\n"));
@@ -37,7 +40,9 @@ fn a_swap_replaces_the_copies_on_all_devices_or_none() {
         fleet.generate_during_fault(&requests, || fleet.run(&["swap", "m", file.to_str().unwrap()])),
     );
     for (old, during) in old.iter().zip(&during) {
-        assert_eq!(old.as_ref().unwrap().tokens, during.as_ref().unwrap().tokens);
+        let (old, during) = (&old.as_ref().unwrap().tokens, &during.as_ref().unwrap().tokens);
+        // On another device a request may have other tokens, but as many.
+        assert!(old == during || (!is_alike && old.len() == during.len()), "{old:?} {during:?}");
     }
     assert_eq!(path(), file.to_str().unwrap());
     let swapped: BTreeSet<String> =

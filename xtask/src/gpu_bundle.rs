@@ -18,7 +18,14 @@ const STAGING: &str = "target/gpu-bundle";
 const ARCHIVE: &str = "binaries.tar.xz";
 const RUN: &str = "scripts/gpu-run";
 /// Libraries that tests load into processes of a fleet.
-const LIBRARIES: [&str; 3] = ["tests/gpu/stray_write.c", "tests/gpu/unified_memory.c", "tests/fake_nvml.c"];
+const LIBRARIES: [&str; 6] = [
+    "tests/clock_jumps.c",
+    "tests/crash_on_request.c",
+    "tests/fake_nvml.c",
+    "tests/gpu/stray_write.c",
+    "tests/gpu/unified_memory.c",
+    "tests/hanging_mount.c",
+];
 
 /// What travels to a GPU machine beside the tree.
 const BUNDLE_BYTES_MAX: u64 = 24 << 20;

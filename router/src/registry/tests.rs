@@ -5,7 +5,7 @@ use tonic::transport::Endpoint;
 
 use super::*;
 use crate::routing::WorkerFingerprint;
-use crate::worker_outlook::NextWorker;
+use crate::worker_outlook::{FleetAnswer, NextWorker};
 
 /// A model without tokenizer. Its key is `name` and `fingerprint`, its content is `digest`.
 fn model(name: &str, fingerprint: u8, digest: u8, generation: u64) -> Arc<ServedModel> {
@@ -301,9 +301,9 @@ async fn an_alias_means_its_model_and_a_key_for_it_is_good_for_nothing_else() {
 }
 
 /// What the supervisor says now: the next worker of each of these models.
-fn answer(models: &[(&str, NextWorker)]) -> Option<FleetAnswer> {
+fn answer(models: &[(&str, NextWorker)]) -> FleetAnswer {
     let models = models.iter().map(|(name, next)| ((*name).to_owned(), *next)).collect();
-    Some(FleetAnswer { asked: Instant::now(), models, failures: HashMap::new(), aliases: HashMap::new() })
+    FleetAnswer { asked: Instant::now(), models, failures: HashMap::new(), aliases: HashMap::new() }
 }
 
 #[tokio::test]
@@ -328,13 +328,13 @@ async fn a_worker_is_expected_for_a_model_that_has_lost_its_last_one() {
     lose_worker();
     assert!(is_unknown(next()), "{:?}", next());
     let start = Instant::now() + wait;
-    registry.set_fleet_answer(answer(&[("m", NextWorker::At(start))]));
+    registry.set_fleet_reply(SupervisorReply::Answer(answer(&[("m", NextWorker::At(start))])));
     assert_eq!(next(), Some(ExpectedWorker { not_before: start, until: None }));
     lose_worker();
     assert!(is_unknown(next()), "an answer that is older than the loss says nothing: {:?}", next());
-    registry.set_fleet_answer(answer(&[("m", NextWorker::Never)]));
+    registry.set_fleet_reply(SupervisorReply::Answer(answer(&[("m", NextWorker::Never)])));
     assert_eq!(next(), None);
-    registry.set_fleet_answer(None);
+    registry.set_fleet_reply(SupervisorReply::Silence);
     assert!(is_unknown(next()), "{:?}", next());
 }
 
@@ -361,20 +361,40 @@ async fn a_worker_with_the_same_text_serves_requests_of_a_model_without_workers(
 }
 
 #[tokio::test]
+async fn only_a_supervisor_that_has_not_answered_yet_is_waited_for() {
+    let registry = registry();
+    let began = Instant::now();
+    assert!(registry.may_be_answered_after(began), "it was not asked yet");
+    let asked = |time| FleetAnswer { asked: time, ..answer(&[]) };
+    registry.set_fleet_reply(SupervisorReply::Answer(asked(began)));
+    assert!(registry.may_be_answered_after(began), "it was asked before the model was new");
+    registry.set_fleet_reply(SupervisorReply::Silence);
+    assert!(registry.may_be_answered_after(began), "it is asked again");
+    registry.set_fleet_reply(SupervisorReply::Answer(asked(began + Duration::from_millis(1))));
+    assert!(!registry.may_be_answered_after(began));
+    registry.set_fleet_reply(SupervisorReply::NoSupervisor);
+    assert!(!registry.may_be_answered_after(began));
+}
+
+#[tokio::test]
 async fn a_model_that_the_supervisor_lists_is_not_unknown_before_its_worker_has_told_it() {
     let registry = registry();
     register(&registry, &model("a", 1, 1, 1));
     let resolve = |name: &str| registry.resolve(Some(name), &ModelAccess::default()).unwrap_err();
     assert!(!registry.has_unheard_models() && matches!(resolve("b"), ResolveError::Unknown { .. }));
     let at = NextWorker::At(Instant::now());
-    registry.set_fleet_answer(answer(&[("a", at), ("b", at), ("unloaded", NextWorker::Never)]));
+    registry.set_fleet_reply(SupervisorReply::Answer(answer(&[
+        ("a", at),
+        ("b", at),
+        ("unloaded", NextWorker::Never),
+    ])));
     assert!(registry.has_unheard_models() && registry.is_listed("b", &ModelAccess::default()));
     assert_eq!(resolve("b"), ResolveError::NotAllKnown);
     assert!(matches!(resolve("unloaded"), ResolveError::Unknown { .. }));
     let mut failed = answer(&[("a", at), ("b", at), ("c", NextWorker::Never)]);
-    failed.as_mut().unwrap().failures.insert("c".to_owned(), "no room".to_owned());
-    failed.as_mut().unwrap().aliases.insert("other-b".to_owned(), "b".to_owned());
-    registry.set_fleet_answer(failed);
+    failed.failures.insert("c".to_owned(), "no room".to_owned());
+    failed.aliases.insert("other-b".to_owned(), "b".to_owned());
+    registry.set_fleet_reply(SupervisorReply::Answer(failed));
     assert_eq!(resolve("c").to_string(), "the model `c` cannot be loaded: no room");
     assert_eq!(resolve("other-b"), ResolveError::NotAllKnown);
     let is_listed = |name: &str, access: &ModelAccess| registry.is_listed(name, access);
@@ -406,7 +426,10 @@ async fn models_of_the_fleet_stay_known_however_many_have_no_worker() {
 #[tokio::test]
 async fn a_key_for_one_model_wakes_no_other_one_of_a_fleet_of_idle_models() {
     let registry = registry();
-    registry.set_fleet_answer(answer(&[("a", NextWorker::OnDemand), ("b", NextWorker::OnDemand)]));
+    registry.set_fleet_reply(SupervisorReply::Answer(answer(&[
+        ("a", NextWorker::OnDemand),
+        ("b", NextWorker::OnDemand),
+    ])));
     let only_a = ModelAccess::only(vec!["a".to_owned()]);
     let resolve = |name| registry.resolve(Some(name), &only_a).unwrap_err();
     assert_eq!(resolve("a"), ResolveError::NoModel);
@@ -425,7 +448,7 @@ async fn requests_for_a_replaced_file_wait_for_the_new_one() {
         registry.set_fleet_files(vec![ModelFiles { name, digest: digest.to_vec(), files }]);
     };
     let resolve = |name| registry.resolve(name, &ModelAccess::default()).map(|model| model.key().clone());
-    registry.set_fleet_answer(answer(&[("m", NextWorker::OnDemand)]));
+    registry.set_fleet_reply(SupervisorReply::Answer(answer(&[("m", NextWorker::OnDemand)])));
     says(&served.description.digest, "old");
     says(b"", "old");
     assert_eq!(resolve(Some("m")).as_ref(), Ok(served.key()), "it is idle");
