@@ -5,9 +5,10 @@
 use std::fmt::Write as _;
 use std::fs::File;
 use std::io::Write as _;
+use std::net::{SocketAddr, TcpListener, UdpSocket};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use proto::v1::ListModelsRequest;
@@ -15,11 +16,14 @@ use proto::v1::inference_client::InferenceClient;
 use reqwest::header::HeaderMap;
 use rustix::fs::OFlags;
 use serde_json::{Value, json};
+use tonic::transport::Endpoint;
 use tonic::{Code, Request};
 
-use crate::harness::api::connect;
+use crate::harness::api::{connect, runtime};
 use crate::harness::http::HttpClient;
-use crate::harness::{ServedFleet, ballast, demo_7m, eventually, serve, text};
+use crate::harness::{
+    ServedFleet, ballast, demo_7m, eventually, model_table, report_skipped, serve, serve_config, text,
+};
 
 // As documented in docs/OPERATING.md.
 const USAGE: i32 = 2;
@@ -333,5 +337,112 @@ fn a_page_of_another_site_cannot_use_a_server_of_this_machine() {
     assert_eq!(preflight.status().as_u16(), 200);
     assert_eq!(preflight.headers()[READABLE], "https://chat.example");
     assert!(preflight.headers()["access-control-allow-headers"].to_str().unwrap().contains("authorization"));
+    fleet.stop();
+}
+
+/// The status of a GET with these headers, and the code of its error.
+fn get_with(url: &str, headers: &[(&str, &str)]) -> (u16, String) {
+    runtime().block_on(async {
+        let request = reqwest::Client::new().get(url);
+        let request = headers.iter().fold(request, |request, (name, value)| request.header(*name, *value));
+        let reply = request.send().await.unwrap();
+        let (status, body) = (reply.status().as_u16(), reply.text().await.unwrap());
+        (status, if status == 200 { String::new() } else { error_code(&body) })
+    })
+}
+
+/// An address of this machine that is not loopback. Sends nothing.
+fn network_address() -> Option<SocketAddr> {
+    let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
+    socket.connect("203.0.113.1:9").ok()?;
+    socket.local_addr().ok()
+}
+
+#[test]
+fn a_client_of_this_machine_names_it_on_each_of_its_addresses() {
+    let health = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let config = directory.path().join("ballast.toml");
+    let table = model_table("m", &demo_7m(), "");
+    let content = format!("listen = \"0.0.0.0:0\"\n[router]\nhealth-listen = \"{health}\"\n{table}");
+    std::fs::write(&config, content).unwrap();
+    let mut command = ballast();
+    command.args(["serve", "--json", "--config"]).arg(&config).arg("--runtime-dir");
+    command.arg(directory.path().join("run")).stdout(Stdio::piped());
+    let fleet = ServedFleet::start_command(directory, command);
+    let port = fleet.http.rsplit(':').next().unwrap();
+
+    let mut urls = vec![format!("http://127.0.0.1:{port}/v1/models"), format!("http://{health}/metrics")];
+    match network_address() {
+        Some(address) => urls.push(format!("http://{}:{port}/v1/models", address.ip())),
+        None => report_skipped(format_args!("the host check: this machine has no network address")),
+    }
+    for url in &urls {
+        assert_eq!(get_with(url, &[]).0, 200, "{url}");
+        assert_eq!(get_with(url, &[("host", "localhost")]).0, 200, "{url}");
+        let refused = get_with(url, &[("host", "evil.example")]);
+        assert_eq!(refused, (403, "host_not_allowed".to_owned()), "{url}");
+        let refused = get_with(url, &[("origin", "https://evil.example")]);
+        assert_eq!(refused, (403, "origin_not_allowed".to_owned()), "{url}");
+    }
+    fleet.stop();
+}
+
+#[test]
+fn a_listed_host_may_be_named_and_its_pages_may_not_call() {
+    let access = "[access]\nhosts = [\"llm.example\", \"ballast_backend\"]\n";
+    let fleet = ServedFleet::start_config(&(access.to_owned() + &model_table("m", &demo_7m(), "")));
+    let url = format!("{}/v1/models", fleet.http);
+    for host in ["llm.example", "LLM.example:8080", "ballast_backend"] {
+        assert_eq!(get_with(&url, &[("host", host)]).0, 200, "{host}");
+    }
+    let page = get_with(&url, &[("host", "llm.example"), ("origin", "http://llm.example")]);
+    assert_eq!(page, (403, "origin_not_allowed".to_owned()));
+    assert_eq!(get_with(&url, &[("host", "x.llm.example")]).0, 403);
+    fleet.stop();
+
+    let directory = tempfile::tempdir().unwrap();
+    let config = "[access]\nhosts = [\"https://llm.example\"]\n".to_owned();
+    let config = config + &model_table("m", &demo_7m(), "");
+    let output = serve_config(&directory.path().join("run"), &config).output().unwrap();
+    assert_eq!(output.status.code(), Some(USAGE));
+    assert!(text(&output).1.contains("`access.hosts`: \"https://llm.example\""), "{output:?}");
+}
+
+#[test]
+fn a_refused_host_leaves_an_id_a_log_line_and_a_count_and_calls_get_a_grpc_status() {
+    let directory = tempfile::Builder::new().prefix("ballast-test-").tempdir().unwrap();
+    let log = directory.path().join("log");
+    let run = directory.path().join("run");
+    let mut command = serve(&run, &demo_7m(), &["--workers", "1", "--threads", "1", "--name", "m"]);
+    command.env("BALLAST_LOG", "error,access_log=info").env("BALLAST_LOG_FORMAT", "json");
+    command.stderr(File::create(&log).unwrap());
+    let fleet = ServedFleet::start_command(directory, command);
+    let json = ("content-type", "application/json");
+    let headers = [json, ("host", "evil.example"), ("x-request-id", "rebound")];
+    assert_eq!(post_with(&fleet, &headers, "x-request-id"), (403, Some("rebound".to_owned())));
+
+    runtime().block_on(async {
+        let endpoint = Endpoint::new(fleet.grpc.clone()).unwrap();
+        let endpoint = endpoint.origin("http://evil.example".parse().unwrap());
+        let mut client = InferenceClient::new(endpoint.connect().await.unwrap());
+        let mut call = Request::new(ListModelsRequest::default());
+        call.metadata_mut().insert("x-request-id", "call".parse().unwrap());
+        let refused = client.list_models(call).await.unwrap_err();
+        assert_eq!(refused.code(), Code::PermissionDenied);
+        assert!(refused.message().contains("`access.hosts`"), "{refused}");
+        assert_eq!(refused.metadata().get("x-request-id").unwrap(), "call");
+    });
+    for (id, status) in [("rebound", 403), ("call", 200)] {
+        let line = eventually("the access log has the refusal", || {
+            let text = std::fs::read_to_string(&log).unwrap();
+            let mut lines = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+            lines.find(|line| line["request_id"] == id)
+        });
+        assert_eq!((&line["status"], &line["end"]), (&json!(status), &json!("complete")), "{line}");
+    }
+    let client = HttpClient::connect(&fleet);
+    let denied = client.metric("ballast:requests_denied_total{reason=\"host_not_allowed\"}");
+    assert_eq!(denied, Some(2.0));
     fleet.stop();
 }

@@ -4,7 +4,7 @@
 //! itself: it asks for one token at a time, and knows only the log probabilities of the reply.
 
 use std::collections::HashMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use proto::v1::generate_request::Prompt;
 use proto::v1::{BeamSearch, GenerateFrame, GenerateRequest, TokenIds, generate_frame::Frame};
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::harness::api::{connect, runtime};
 use crate::harness::http::HttpClient;
-use crate::harness::{ServedFleet, demo_7m, eventually, in_tree, proc};
+use crate::harness::{ServedFleet, ballast, demo_7m, device, eventually, in_tree, proc, text};
 
 const PATH: &str = "/v1/completions";
 const LENGTH_PENALTY: f64 = 0.7;
@@ -55,9 +55,14 @@ fn searched(
     for _ in 0..max_tokens {
         let mut next = Vec::new();
         for beam in &running {
+            let mut has_stopped = false;
             for (token, logprob) in row(http, &[prompt, &beam.tokens].concat(), 2 * width) {
                 let mut beam = beam.clone();
                 if stops.contains(&token) {
+                    // Another stop token would end it with the same output.
+                    if std::mem::replace(&mut has_stopped, true) {
+                        continue;
+                    }
                     let sum = sum(&beam.logprobs) + f64::from(logprob);
                     beam.stop_token = Some(token);
                     ended.push((score(sum, beam.tokens.len()), beam));
@@ -185,13 +190,13 @@ fn i6_a_search_whose_worker_dies_gives_the_same_choices() {
         n: 4,
         ignore_eos: true,
         top_logprobs: Some(0),
-        beam_search: Some(BeamSearch { width: 8, length_penalty: None }),
+        beam_search: Some(BeamSearch { width: 8, ..BeamSearch::default() }),
         ..GenerateRequest::default()
     };
     runtime().block_on(async {
         let expected = searched_by_grpc(&fleet.grpc, &request).await;
         assert!(expected.iter().all(|(tokens, logprobs)| tokens.len() == 300 && logprobs.len() == 300));
-        for round in 0..6 {
+        for round in 0..12 {
             let workers = fleet.processes_by_role("worker");
             let victim = workers[round % workers.len()].pid;
             let (found, ()) = tokio::join!(searched_by_grpc(&fleet.grpc, &request), async {
@@ -211,6 +216,128 @@ fn i6_a_search_whose_worker_dies_gives_the_same_choices() {
         assert!(impatient.await.is_err(), "the search took less than 40 ms");
     });
     eventually("the search ends", || (running() == 0.0).then_some(()));
+    fleet.stop();
+}
+
+/// The configuration of the model, with further keys.
+fn model_with(more: &str) -> String {
+    let (path, device) = (demo_7m(), device());
+    format!("[[models]]\nname = \"m\"\npath = {path:?}\nthreads = 1\ndevice = {device:?}\n{more}\n")
+}
+
+/// Deaths with other causes: early, at a place that the search had passed, and further than before.
+#[test]
+fn i6_a_search_that_loses_three_workers_is_not_blamed_for_them() {
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
+    let request = GenerateRequest {
+        prompt: Some(Prompt::Tokens(TokenIds { ids: (5..60).collect() })),
+        max_tokens: 1500,
+        n: 2,
+        ignore_eos: true,
+        top_logprobs: Some(0),
+        beam_search: Some(BeamSearch { width: 8, ..BeamSearch::default() }),
+        ..GenerateRequest::default()
+    };
+    runtime().block_on(async {
+        let started = Instant::now();
+        let expected = searched_by_grpc(&fleet.grpc, &request).await;
+        let alone = started.elapsed();
+        let (found, ()) = tokio::join!(searched_by_grpc(&fleet.grpc, &request), async {
+            for part in [0.4, 0.15, 0.7] {
+                tokio::time::sleep(alone.mul_f64(part)).await;
+                let worker = fleet.only_process("worker").pid;
+                proc::send_signal(worker, "KILL");
+                let is_back = || {
+                    let next = fleet.try_processes()?.into_iter().find(|next| next.role == "worker")?;
+                    (next.state == "ready" && next.pid != worker).then_some(())
+                };
+                tokio::task::block_in_place(|| eventually("the next worker", is_back));
+            }
+        });
+        assert_eq!(found, expected);
+    });
+    let http = HttpClient::connect(&fleet);
+    assert_eq!(http.metric("ballast:requests_quarantined_total").unwrap_or(0.0), 0.0);
+    assert_eq!(http.metric("ballast:stream_resumes_total"), Some(3.0));
+    fleet.stop();
+}
+
+#[test]
+fn a_search_is_refused_if_its_beams_do_not_fit_and_ends_early_if_asked_to() {
+    let more = format!(
+        "kv-tokens = 512\nrunning-max = 6\nchat-template = {:?}",
+        in_tree("tests/clients/chat.jinja")
+    );
+    let fleet = ServedFleet::start_config(&model_with(&more));
+    let http = HttpClient::connect(&fleet);
+    let beams = |n: u32, max_tokens: u32| {
+        json!({
+            "prompt": "x = ", "use_beam_search": true, "n": n, "max_tokens": max_tokens, "ignore_eos": true,
+            "return_token_ids": true,
+        })
+    };
+    for (body, code) in [(beams(7, 4), "too_many_beams"), (beams(4, 200), "kv_budget_exceeded")] {
+        let (status, answer) = http.post(PATH, &body);
+        let error: Value = serde_json::from_str(&answer).unwrap();
+        assert_eq!((status, error["error"]["code"].as_str()), (400, Some(code)), "{answer}");
+    }
+    assert_eq!(http.post(PATH, &beams(4, 100)).0, 200);
+    // Chats have no maximum of their own: each output gets the share of the cache that is left.
+    let mut all = beams(4, 0);
+    all["max_tokens"] = Value::Null;
+    all["messages"] = json!([{"role": "user", "content": "x = "}]);
+    all.as_object_mut().unwrap().remove("prompt");
+    let answer = http.post_json("/v1/chat/completions", &all);
+    let length = |choice: &Value| choice["token_ids"].as_array().unwrap().len();
+    let lengths: Vec<usize> = answer["choices"].as_array().unwrap().iter().map(length).collect();
+    assert!(lengths.iter().all(|length| (80..=128).contains(length)), "{lengths:?}");
+    // The most probable first tokens stop all outputs.
+    let stops: Vec<u32> = row(&http, &tokenize(&http, "x = "), 3).iter().map(|&(token, _)| token).collect();
+    let mut early = beams(2, 100);
+    early["stop_token_ids"] = json!(stops);
+    early["length_penalty"] = json!(3.0);
+    let late = http.post_json(PATH, &early);
+    early["early_stopping"] = json!(true);
+    let early = http.post_json(PATH, &early);
+    let all = |answer: &Value| answer["choices"].as_array().unwrap().iter().map(length).max().unwrap();
+    assert!(all(&early) < 100 && all(&late) == 100, "{early} {late}");
+    fleet.stop();
+}
+
+#[test]
+fn tokens_of_all_beams_count_for_the_key_even_if_the_client_leaves() {
+    let folder = tempfile::tempdir().unwrap();
+    let keys = folder.path().join("keys.toml");
+    let key = ballast().args(["key", "team-a", "--file"]).arg(&keys).output().unwrap();
+    let key = text(&key).0.trim().to_owned();
+    let config = format!("[access]\nkeys = {keys:?}\n{}", model_with("kv-tokens = 32768"));
+    let fleet = ServedFleet::start_config(&config);
+    let http = HttpClient::connect(&fleet);
+    let post = |body: Value| http.client.post(format!("{}{PATH}", http.url)).bearer_auth(&key).json(&body);
+    let used = async || {
+        let metrics =
+            http.client.get(format!("{}/metrics", http.url)).bearer_auth(&key).send().await.unwrap();
+        let metrics = metrics.text().await.unwrap();
+        let line = metrics.lines().find(|line| line.starts_with("ballast:key_generation_tokens_total"));
+        line.map_or(0, |line| line.rsplit(' ').next().unwrap().parse().unwrap())
+    };
+    let search = |max_tokens: u32| {
+        json!({
+            "prompt": "x = ", "use_beam_search": true, "n": 1, "best_of": 8, "max_tokens": max_tokens,
+            "ignore_eos": true,
+        })
+    };
+    http.runtime.block_on(async {
+        let answer: Value = post(search(50)).send().await.unwrap().json().await.unwrap();
+        assert_eq!(answer["usage"]["completion_tokens"], 50);
+        // The first token has one row, the others one for each beam.
+        let finished: u64 = used().await;
+        assert_eq!(finished, 1 + 49 * 8);
+        let impatient = tokio::time::timeout(Duration::from_millis(500), post(search(3000)).send());
+        assert!(impatient.await.is_err());
+        let charged = used().await - finished;
+        assert!(charged > 100, "{charged} tokens");
+    });
     fleet.stop();
 }
 
@@ -234,7 +361,7 @@ fn what_does_not_go_together_with_beam_search_is_refused_by_name() {
         ("n", json!(17), "n"),
         ("best_of", json!(1), "best_of"),
         ("use_beam_search", json!("yes"), "use_beam_search"),
-        ("early_stopping", json!(true), "early_stopping"),
+        ("early_stopping", json!("never"), "early_stopping"),
     ] {
         let mut body = beams.clone();
         body[field] = value;
@@ -243,6 +370,9 @@ fn what_does_not_go_together_with_beam_search_is_refused_by_name() {
         assert_eq!((status, error["error"]["param"].as_str()), (400, Some(param)), "{body}: {answer}");
     }
     let alone = json!({"prompt": "x = ", "length_penalty": 2.0, "max_tokens": 4});
+    let (status, answer) = http.post(PATH, &alone);
+    assert!(status == 400 && answer.contains("beam search only"), "{answer}");
+    let alone = json!({"prompt": "x = ", "early_stopping": true, "max_tokens": 4});
     let (status, answer) = http.post(PATH, &alone);
     assert!(status == 400 && answer.contains("beam search only"), "{answer}");
     // Neutral values ask for nothing.

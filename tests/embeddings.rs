@@ -6,6 +6,8 @@
 //! weights. MLX computes in f32; the engine rounds activations to the type of the weights' blocks.
 //! A hidden state of the wrong position, or one before the output norm, has a cosine below 0.9.
 
+mod limits;
+
 use std::fs::File;
 use std::io::{BufReader, BufWriter};
 use std::path::{Path, PathBuf};

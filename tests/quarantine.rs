@@ -180,6 +180,34 @@ fn i6_a_worker_that_crashes_in_the_middle_of_a_frame_cuts_no_stream_and_blames_n
     fleet.fleet.stop();
 }
 
+/// As when their GPU fails: the stream is sent to the next worker before that one is known to be
+/// dead.
+#[test]
+fn i6_a_stream_whose_workers_are_killed_together_is_not_blamed() {
+    let fleet = ServedFleet::start(&demo_7m(), &["--workers", "3", "--threads", "1"]);
+    for round in 0..5 {
+        let prompt = (5..60).map(|token| token + round).collect();
+        let requests = [TestRequest { prompt, max_tokens: 900, ..TestRequest::default() }];
+        let expected = runtime().block_on(generate_all(&fleet.grpc, &requests));
+        let workers: Vec<u32> =
+            fleet.processes_by_role("worker").into_iter().map(|worker| worker.pid).collect();
+        let found = runtime().block_on(fleet.generate_during_fault(&requests, || {
+            // One process, so that there are no milliseconds between them.
+            let killed = Command::new("kill").arg("-KILL").args(workers.iter().map(u32::to_string)).status();
+            assert!(killed.unwrap().success());
+        }));
+        assert_eq!(tokens(&found), tokens(&expected), "round {round}");
+        eventually("all workers are back", || {
+            let next = fleet.try_processes()?.into_iter().filter(|next| next.role == "worker");
+            let back = next.filter(|next| next.state == "ready" && !workers.contains(&next.pid)).count();
+            (back == workers.len()).then_some(())
+        });
+    }
+    let quarantined = HttpClient::connect(&fleet).metric("ballast:requests_quarantined_total");
+    assert_eq!(quarantined.unwrap_or(0.0), 0.0);
+    fleet.stop();
+}
+
 #[test]
 fn a_request_that_crashes_workers_in_the_middle_of_its_output_is_quarantined_for_all_of_them() {
     let fleet = CrashingFleet::start_crashing_later();

@@ -205,7 +205,7 @@ async fn run_on_worker(
         match frame.frame {
             Some(generate_frame::Frame::Tokens(tokens)) => timed.add(tokens.ids.len(), start.elapsed()),
             Some(generate_frame::Frame::Finished(_)) => timed.is_finished = true,
-            Some(generate_frame::Frame::Admitted(_)) | None => {}
+            Some(generate_frame::Frame::Admitted(_) | generate_frame::Frame::BeamProgress(_)) | None => {}
         }
     }
     timed.check(stream, load.tokens)

@@ -4,7 +4,9 @@
 //!
 //! 1. Nothing is sent before the search has ended. A worker that is lost costs time only: another
 //!    one finds the same choices (I5).
-//! 2. Each choice ends with exactly one [`ChoiceEvent::Ended`], unless the client is gone.
+//! 2. The worker reports how far the search is. So a search that gets further than at the loss of
+//!    its last worker is off trial, and its tokens count for the API key however it ends.
+//! 3. Each choice ends with exactly one [`ChoiceEvent::Ended`], unless the client is gone.
 
 use tokio::time::Instant;
 
@@ -17,6 +19,10 @@ use crate::failover::{ChoiceError, ChoiceProgress, FailoverAction, StreamLoss};
 use crate::metrics::{self, TokenMetrics};
 use crate::wire::{Logprob, WorkerFrame};
 
+/// Tokens of each sequence after which a worker reports once more how far a search is
+/// (worker.proto).
+const PROGRESS_TOKENS: usize = 16;
+
 /// One output of the search.
 #[derive(Debug)]
 struct FoundChoice {
@@ -25,11 +31,19 @@ struct FoundChoice {
     finish: FinishCause,
 }
 
-/// All outputs, the best first.
+/// What is known of a search: its outputs, the best first, are complete at its end.
 #[derive(Debug, Default)]
-struct FoundChoices {
+struct SearchState {
     choices: Vec<FoundChoice>,
     cached_tokens: u32,
+    /// Tokens of each running sequence on the present worker.
+    length: usize,
+    /// The largest `length` at the loss of a worker.
+    lost_length: usize,
+    /// Tokens that count for the API key. What is computed again after a loss does not.
+    charged_tokens: u64,
+    /// When the prompt was first computed.
+    first_progress: Option<Instant>,
 }
 
 impl ChoiceTask {
@@ -37,12 +51,13 @@ impl ChoiceTask {
     pub(crate) async fn run_beams(self, stream: OpenStream, first: BegunChoice, others: Vec<BegunChoice>) {
         let begun: Vec<_> = std::iter::once(first).chain(others).collect();
         let mut progress = ChoiceProgress::new(self.call.params.max_tokens);
+        let mut search = SearchState::default();
         let found = tokio::select! {
-            found = find(&self, stream, &mut progress, begun.len()) => Some(found),
+            found = search.run(&self, stream, &mut progress, begun.len()) => Some(found),
             () = self.events.closed() => None,
         };
         match found {
-            Some(Ok(found)) => deliver(&self, begun, found, progress.losses()).await,
+            Some(Ok(())) => deliver(&self, begun, search, progress.losses()).await,
             Some(Err(error)) => fail(&self, begun, &error),
             None => {
                 self.call.trace.record_choice(0, None, Some("client gone"));
@@ -52,75 +67,98 @@ impl ChoiceTask {
     }
 }
 
-async fn find(
-    task: &ChoiceTask,
-    mut stream: OpenStream,
-    progress: &mut ChoiceProgress,
-    choices: usize,
-) -> Result<FoundChoices, ChoiceError> {
-    let mut late = std::pin::pin!(sleep_until_late(task.deadline));
-    loop {
-        // Nothing tells when the prompt is computed, and a search lasts much longer than its
-        // prompt.
-        stream.placed.end_prefill();
-        let read = tokio::select! {
-            biased;
-            read = read_choices(&mut stream, choices) => read,
-            () = &mut late => Err(StreamLoss::DeadlineExceeded),
-        };
-        let loss = match read {
-            Ok(found) => {
+impl SearchState {
+    async fn run(
+        &mut self,
+        task: &ChoiceTask,
+        mut stream: OpenStream,
+        progress: &mut ChoiceProgress,
+        choices: usize,
+    ) -> Result<(), ChoiceError> {
+        let mut late = std::pin::pin!(sleep_until_late(task.deadline));
+        loop {
+            (self.length, self.choices) = (0, Vec::new());
+            let read = tokio::select! {
+                biased;
+                read = self.read_choices(task, &mut stream, choices) => read,
+                () = &mut late => Err(StreamLoss::DeadlineExceeded),
+            };
+            let Err(loss) = read else {
                 stream.stay.record_completion();
-                return Ok(found);
+                return Ok(());
+            };
+            stream.span.fail(loss.reason());
+            // An earlier run has passed this place: the search ends no worker here.
+            let is_proven = self.length + PROGRESS_TOKENS <= self.lost_length;
+            self.lost_length = self.lost_length.max(self.length);
+            let verdict = task.record_loss(&loss, &stream, (!is_proven).then_some(self.length));
+            match progress.handle_loss(loss, verdict) {
+                FailoverAction::Fail(error) => return Err(error),
+                FailoverAction::Resume { detail } => {
+                    drop(stream);
+                    stream = task.resume(progress, detail).await?;
+                }
+                FailoverAction::Finish => panic!("a beam search has no output while it runs"),
             }
-            Err(loss) => loss,
-        };
-        stream.span.fail(loss.reason());
-        let verdict = task.record_loss(&loss, &stream, 0);
-        match progress.handle_loss(loss, verdict) {
-            FailoverAction::Fail(error) => return Err(error),
-            FailoverAction::Resume { detail } => {
-                drop(stream);
-                stream = task.resume(progress, detail).await?;
-            }
-            FailoverAction::Finish => panic!("a beam search has no output while it runs"),
         }
     }
-}
 
-/// Reads a whole result.
-async fn read_choices(stream: &mut OpenStream, choices: usize) -> Result<FoundChoices, StreamLoss> {
-    let mut found = FoundChoices::default();
-    let (mut tokens, mut logprobs) = (Vec::new(), Vec::new());
-    while found.choices.len() < choices {
-        match next_frame(stream).await? {
-            WorkerFrame::Admitted => {}
-            WorkerFrame::Tokens { ids, logprobs: of_ids, .. } => {
-                tokens.extend(ids);
-                logprobs.extend(of_ids);
-            }
-            WorkerFrame::Finished { is_stop, stop_token, cached_tokens } => {
-                let finish = if is_stop { FinishCause::StopToken(stop_token) } else { FinishCause::Length };
-                let (tokens, logprobs) = (std::mem::take(&mut tokens), std::mem::take(&mut logprobs));
-                found.choices.push(FoundChoice { tokens, logprobs, finish });
-                found.cached_tokens = cached_tokens;
+    /// Reads a whole result.
+    async fn read_choices(
+        &mut self,
+        task: &ChoiceTask,
+        stream: &mut OpenStream,
+        choices: usize,
+    ) -> Result<(), StreamLoss> {
+        let (mut tokens, mut logprobs) = (Vec::new(), Vec::new());
+        while self.choices.len() < choices {
+            match next_frame(stream).await? {
+                WorkerFrame::Admitted => {}
+                WorkerFrame::BeamProgress { length, computed_tokens } => {
+                    stream.placed.end_prefill();
+                    self.first_progress.get_or_insert_with(Instant::now);
+                    self.length = length as usize;
+                    stream.stay.record_output(self.length);
+                    self.charge(task, computed_tokens);
+                }
+                WorkerFrame::Tokens { ids, logprobs: of_ids, .. } => {
+                    tokens.extend(ids);
+                    logprobs.extend(of_ids);
+                }
+                WorkerFrame::Finished { is_stop, stop_token, cached_tokens } => {
+                    let finish =
+                        if is_stop { FinishCause::StopToken(stop_token) } else { FinishCause::Length };
+                    let (tokens, logprobs) = (std::mem::take(&mut tokens), std::mem::take(&mut logprobs));
+                    self.choices.push(FoundChoice { tokens, logprobs, finish });
+                    self.cached_tokens = cached_tokens;
+                }
             }
         }
+        Ok(())
     }
-    Ok(found)
+
+    /// `tokens`: all of the search so far.
+    fn charge(&mut self, task: &ChoiceTask, tokens: u64) {
+        let more = tokens.saturating_sub(self.charged_tokens);
+        self.charged_tokens += more;
+        if let Some(active) = &task.active {
+            active.record_output(usize::try_from(more).unwrap_or(usize::MAX));
+        }
+    }
 }
 
 /// Sends the choices to the client.
-async fn deliver(task: &ChoiceTask, begun: Vec<BegunChoice>, found: FoundChoices, resumes: u32) {
+async fn deliver(task: &ChoiceTask, begun: Vec<BegunChoice>, mut found: SearchState, resumes: u32) {
     let model = task.model.name();
     let total_time = Instant::now() - task.arrived;
+    // The client gets no token before the last one is computed.
+    let prompt_time = found.first_progress.map_or(total_time, |first| first - task.arrived);
     let output_tokens = found.choices.iter().map(|choice| choice.tokens.len()).sum();
     let token_metrics = TokenMetrics::of_model(model);
     metrics::record_time_to_first_token(model, total_time);
     task.call.trace.record_choice(output_tokens, Some(total_time), None);
-    if let Some(active) = &task.active {
-        active.record_output(output_tokens);
-    }
+    // A worker may leave out its last report.
+    found.charge(task, output_tokens as u64);
     let cached_tokens = found.cached_tokens.min(task.call.prompt.len() as u32);
     for (index, (choice, found)) in (task.index..).zip(begun.into_iter().zip(found.choices)) {
         let BegunChoice { mut text, usage, ended_permit } = choice;
@@ -131,7 +169,7 @@ async fn deliver(task: &ChoiceTask, begun: Vec<BegunChoice>, found: FoundChoices
             output_tokens: found.tokens.len() as u32,
             cached_tokens,
             resumes,
-            time_to_first_token: Some(total_time),
+            time_to_first_token: Some(prompt_time),
             total_time,
         };
         token_metrics.record_output_tokens(found.tokens.len());

@@ -147,14 +147,14 @@ impl ChoiceTask {
         &self,
         loss: &StreamLoss,
         stream: &OpenStream,
-        output_tokens: usize,
+        output_tokens: Option<usize>,
     ) -> LossVerdict {
         let StreamLoss::WorkerDied { detail } = loss else { return LossVerdict::Resume };
         let (worker, request) = (&stream.placed.worker, self.call.logged());
         let (request_id, trace_id) = (request.request_id, request.trace_id());
         tracing::warn!(%request_id, trace_id, worker = %worker.name, detail, "worker lost in mid-stream");
         self.dispatcher.registry.remove(worker.id);
-        stream.stay.record_loss(output_tokens, request)
+        output_tokens.map_or(LossVerdict::Resume, |tokens| stream.stay.record_loss(tokens, request))
     }
 
     /// Opens the stream on another worker. `cause` is why the last one was lost.
@@ -234,7 +234,7 @@ impl RunningChoice {
                 Err(loss) => loss,
             };
             stream.span.fail(loss.reason());
-            let verdict = self.task.record_loss(&loss, &stream, self.progress.output().len());
+            let verdict = self.task.record_loss(&loss, &stream, Some(self.progress.output().len()));
             match self.progress.handle_loss(loss, verdict) {
                 FailoverAction::Finish => return self.finish(FinishCause::Length).await,
                 FailoverAction::Fail(error) => return Err(error),
@@ -251,7 +251,8 @@ impl RunningChoice {
     /// Passes a frame on to the client. Returns `Some` if the choice is at its end.
     async fn handle_frame(&mut self, frame: WorkerFrame) -> Result<Option<FinishCause>, ChoiceError> {
         match frame {
-            WorkerFrame::Admitted => Ok(None),
+            // Only searches have progress.
+            WorkerFrame::Admitted | WorkerFrame::BeamProgress { .. } => Ok(None),
             WorkerFrame::Tokens { ids, logprobs, sampler_state } => {
                 self.handle_tokens(ids, logprobs, sampler_state).await
             }

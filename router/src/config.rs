@@ -11,7 +11,7 @@ use traces::TracingConfig;
 
 use crate::access::{KeyFileError, read_keys};
 use crate::admission::AdmissionLimits;
-use crate::http::{AllowedOrigins, OriginError};
+use crate::http::{AllowedOrigins, HostError, OriginError, OwnNames};
 use crate::limits::RouterLimits;
 pub use crate::routing::RoutingMode;
 use crate::tls::TlsConfig;
@@ -78,6 +78,7 @@ impl Default for AdmissionConfig {
 pub enum AccessConfigError {
     Keys(#[from] KeyFileError),
     Origin(#[from] OriginError),
+    Host(#[from] HostError),
 }
 
 impl HasExit for AccessConfigError {
@@ -98,6 +99,8 @@ pub struct AccessConfig {
     pub usage_log: Option<PathBuf>,
     /// Origins of web pages that may call, beside those of this machine. "*" allows all.
     pub origins: Vec<String>,
+    /// Further names by which clients of this machine may call the router.
+    pub hosts: Vec<String>,
 }
 
 impl AccessConfig {
@@ -109,12 +112,13 @@ impl AccessConfig {
             keys: self.keys.as_ref().map(absolute),
             usage_log: self.usage_log.as_ref().map(absolute),
             origins: self.origins.clone(),
+            hosts: self.hosts.clone(),
         }
     }
 
-    /// Checks the origins, and reads the key file as the router does.
+    /// Checks origins and hosts, and reads the key file as the router does.
     pub fn check(&self) -> Result<(), AccessConfigError> {
-        AllowedOrigins::new(&self.origins)?;
+        OwnNames::new(AllowedOrigins::new(&self.origins)?, &self.hosts)?;
         Ok(self.keys.as_deref().map_or(Ok(()), |keys| read_keys(keys).map(drop))?)
     }
 }

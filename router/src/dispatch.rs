@@ -39,6 +39,26 @@ pub(crate) struct OpenStream {
     pub(crate) span: Span,
 }
 
+/// Workers of one device or machine die within this time of each other.
+const KILLED_TOGETHER: Duration = Duration::from_secs(1);
+
+/// How a choice has lost its worker in mid-stream.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LostStream<'a> {
+    /// For its trace.
+    pub(crate) cause: &'a str,
+    pub(crate) at: Instant,
+}
+
+impl LostStream<'_> {
+    /// Whether the next worker may have died of what the last one died of. A choice that ends
+    /// workers in mid-stream ends the next one in a step, after it was admitted. So one that is
+    /// sent to the next worker at once, and is not admitted there, has not ended that one.
+    fn is_recent(&self) -> bool {
+        self.at.elapsed() <= KILLED_TOGETHER
+    }
+}
+
 /// What opens streams and calls workers. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Dispatcher {
@@ -48,15 +68,16 @@ pub(crate) struct Dispatcher {
 
 impl Dispatcher {
     /// Tries each worker of the call's model once. `placed` is the first try, if the caller has
-    /// placed the stream already. `cause` is why the choice has lost its worker, for its trace.
+    /// placed the stream already.
     pub(crate) async fn open_stream(
         &self,
         call: &ChoiceCall,
         progress: &ChoiceProgress,
         deadline: Option<Instant>,
         placed: Option<PlacedStream>,
-        mut cause: Option<&str>,
+        lost: Option<LostStream<'_>>,
     ) -> Result<OpenStream, RequestRefusal> {
+        let mut cause = lost.map(|lost| lost.cause);
         let mut workers = WorkerSearch::new(&self.quarantine, call.content, deadline, placed);
         let mut refusals = RefusalCollector::default();
         let place = |tried: &[WorkerId]| {
@@ -69,6 +90,7 @@ impl Dispatcher {
                 Some(Duration::ZERO) => return Err(RequestRefusal::DeadlineExceeded),
                 time_left => time_left,
             };
+            let is_after_death = lost.is_some_and(|lost| lost.is_recent());
             let mut span = call.trace.worker_call(&placed.worker.name, cause);
             let generation = call.to_wire(progress, time_left);
             let admission = async {
@@ -104,6 +126,12 @@ impl Dispatcher {
                     tracing::warn!(%request_id, trace_id, %worker, "no answer to a request within {ADMISSION_WAIT:?}");
                     (CallOutcome::NoAnswer, None)
                 }
+            };
+            let outcome = match outcome {
+                CallOutcome::WorkerDied { had_request } => {
+                    CallOutcome::WorkerDied { had_request: had_request && !is_after_death }
+                }
+                outcome => outcome,
             };
             let verdict =
                 self.record_loss(&outcome, placed.worker.id, &stay, progress.output().len(), request);
@@ -150,11 +178,13 @@ impl Dispatcher {
         limit: impl Fn() -> Duration,
     ) -> Result<OpenStream, ChoiceError> {
         let mut changes = self.registry.subscribe();
+        let at = Instant::now();
         let mut reopening = Reopening::new(call.model.name.clone(), cause.clone());
         loop {
             changes.mark_unchanged();
             let began = Instant::now();
-            let wait = match self.open_stream(call, progress, deadline, None, Some(&cause)).await {
+            let lost = Some(LostStream { cause: &cause, at });
+            let wait = match self.open_stream(call, progress, deadline, None, lost).await {
                 Ok(stream) => return Ok(stream),
                 Err(refusal) => reopening.refused(refusal)?,
             };

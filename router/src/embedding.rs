@@ -2,19 +2,28 @@
 
 //! Embeddings of the prompts of a request. Workers pool with `Embed`, and generate nothing.
 //!
-//! 1. A request holds permits for the prompts that workers compute at once.
+//! 1. Each prompt that a worker computes holds a permit. With its vector it gives the permit back,
+//!    and the next prompt waits for its turn among the requests of all tenants.
 //! 2. A worker that is lost costs time only: another worker computes the same vector (I5).
 //! 3. Dropping the future drops the calls, which cancels them on the workers.
+
+mod charges;
+
+use std::fmt;
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures::{StreamExt, stream};
 use proto::v1::Pooling;
 use proto::worker::v1::{EmbedReply, EmbedRequest};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep_until, timeout_at};
 use tonic::Status;
 use traces::Span;
 
+use self::charges::InputCharges;
 use crate::access::ModelAccess;
+use crate::admission::{CapacityExceeded, ModelCapacity};
+use crate::admission_control::StreamPermits;
 use crate::dispatch::call_outcome;
 use crate::generate::{GenerationRequest, Generator};
 use crate::metrics;
@@ -22,14 +31,66 @@ use crate::model::ServedModel;
 use crate::opening::{OpeningStep, RefusalCollector, RequestRefusal};
 use crate::registry::{PlacedStream, WorkerHandle};
 use crate::routing::{ModelKey, PromptPrefix, StreamDemand};
-use crate::usage::RequestUsage;
 use crate::wire::traced_call;
+use crate::worker_attempts::WorkerAttempts;
 use crate::worker_search::WorkerSearch;
 
 /// Prompts of one request that workers compute at once. Other requests get the rest of the workers.
 const PROMPTS_AT_ONCE: usize = 16;
 /// Values in the vectors of one reply. As JSON, a value takes about 12 bytes.
 pub(crate) const EMBEDDED_VALUES_MAX: usize = 1 << 22;
+
+/// How long a request that has begun waits before it asks a full queue again.
+const FULL_QUEUE_WAIT: Duration = Duration::from_millis(100);
+
+/// An entry of a field of the request, for errors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct InputName {
+    pub(crate) field: &'static str,
+    /// `None`: the field is the only entry.
+    pub(crate) index: Option<usize>,
+}
+
+impl fmt::Display for InputName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.index {
+            Some(index) => write!(f, "`{}[{index}]`", self.field),
+            None => write!(f, "`{}`", self.field),
+        }
+    }
+}
+
+/// Why a request gets no vectors.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum EmbedError {
+    #[error(transparent)]
+    Refused(#[from] RequestRefusal),
+    #[error(
+        "{input} makes a prompt of {tokens} tokens, which needs {needed} KV blocks of {block_tokens} tokens; the \
+         largest KV cache of a worker has {blocks}: send a shorter text or give the workers a larger KV cache"
+    )]
+    KvCacheExceeded { input: InputName, tokens: usize, needed: u64, block_tokens: u32, blocks: u64 },
+}
+
+impl EmbedError {
+    fn reason(&self) -> &'static str {
+        match self {
+            Self::Refused(refusal) => refusal.reason(),
+            // As of a completion that exceeds the KV cache.
+            Self::KvCacheExceeded { .. } => "capacity_exceeded",
+        }
+    }
+}
+
+/// A prompt of a request, for one call after the other.
+#[derive(Clone, Copy)]
+struct EmbedInput<'a> {
+    request: &'a GenerationRequest,
+    charges: &'a InputCharges<'a>,
+    index: usize,
+    prompt: &'a [u32],
+    deadline: Instant,
+}
 
 /// What a request wants of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,66 +176,115 @@ impl Generator {
         Err(NotPooledError { model: model.name().to_owned(), lacks: wanted.lacks(), known })
     }
 
-    /// Pools each prompt of the request.
-    pub(crate) async fn embed(&self, request: &GenerationRequest) -> Result<PooledPrompts, RequestRefusal> {
-        let replies = self.admit_and_embed(request).await.inspect_err(|refusal| {
-            request.origin().trace.record_refusal(refusal.reason());
-            metrics::record_refusal(request.model.name(), request.class(), refusal.reason());
-        })?;
-        request.record_prompts();
-        if let Some(log) = &self.usage_log {
-            let usage = RequestUsage::begin(log, request);
-            usage.record_cached(replies.iter().map(|reply| u64::from(reply.cached_tokens)).sum());
+    /// The most tokens of an input that the model and the largest worker of it can hold.
+    pub(crate) fn input_tokens_max(&self, model: &ServedModel) -> u32 {
+        let context = model.description.context_tokens;
+        let capacity = self.registry.capacity(model.key());
+        match u64::from(capacity.kv_block_tokens).saturating_mul(capacity.kv_blocks) {
+            // No worker, or one that does not say.
+            0 => context,
+            kv_tokens => u32::try_from(kv_tokens).unwrap_or(u32::MAX).min(context),
         }
+    }
+
+    /// Pools each prompt of the request. `name_of` names the input of a prompt for errors.
+    pub(crate) async fn embed(
+        &self,
+        request: &GenerationRequest,
+        name_of: impl Fn(usize) -> InputName,
+    ) -> Result<PooledPrompts, EmbedError> {
+        let found = match self.check_inputs(request, name_of) {
+            Ok(()) => {
+                let charges = InputCharges::new(request, self.usage_log.as_ref());
+                let replies = self.admit_and_embed(request, &charges).await;
+                charges.finish(replies.is_ok());
+                replies.map_err(EmbedError::from)
+            }
+            Err(error) => Err(error),
+        };
+        let replies = found.inspect_err(|error| {
+            request.origin().trace.record_refusal(error.reason());
+            metrics::record_refusal(request.model.name(), request.class(), error.reason());
+        })?;
         let prompt_tokens = request.prompts().map(<[u32]>::len).sum();
         Ok(PooledPrompts { vectors: replies.into_iter().map(|reply| reply.values).collect(), prompt_tokens })
     }
 
-    async fn admit_and_embed(&self, request: &GenerationRequest) -> Result<Vec<EmbedReply>, RequestRefusal> {
+    /// Refuses a request with a prompt that no worker can ever hold, before any is computed.
+    fn check_inputs(
+        &self,
+        request: &GenerationRequest,
+        name_of: impl Fn(usize) -> InputName,
+    ) -> Result<(), EmbedError> {
+        let capacity = self.registry.capacity(request.model.key());
+        if capacity == ModelCapacity::default() {
+            // The model has no worker now. Admission control decides how long to wait for one.
+            return Ok(());
+        }
+        for (index, prompt) in request.prompts().enumerate() {
+            match capacity.check(prompt.len() as u64, None, 1, 1) {
+                Ok(()) => {}
+                Err(CapacityExceeded::KvCache { needed, block_tokens, blocks, .. }) => {
+                    let (input, tokens) = (name_of(index), prompt.len());
+                    return Err(EmbedError::KvCacheExceeded { input, tokens, needed, block_tokens, blocks });
+                }
+                Err(exceeded) => return Err(RequestRefusal::from(exceeded).into()),
+            }
+        }
+        Ok(())
+    }
+
+    async fn admit_and_embed(
+        &self,
+        request: &GenerationRequest,
+        charges: &InputCharges<'_>,
+    ) -> Result<Vec<EmbedReply>, RequestRefusal> {
         let deadline = self.deadline(request);
         let running = self.registry.capacity(request.model.key()).running_max as usize;
         let at_once = request.prompts().len().min(PROMPTS_AT_ONCE).min(running.max(1));
-        let mut attempts = self.worker_attempts(request, at_once as u32);
+        let (model, mut permits) = self.worker_attempts(request, at_once as u32).next().await?;
+        let mut calls = Vec::with_capacity(request.prompts().len());
+        for (index, prompt) in request.prompts().enumerate() {
+            let input = EmbedInput { request, charges, index, prompt, deadline };
+            let admitted = (index < at_once).then(|| (model.clone(), permits.split(1)));
+            calls.push(async move { (index, self.embed_input(input, admitted).await) });
+        }
+        let mut calls = std::pin::pin!(stream::iter(calls).buffer_unordered(at_once));
         let mut replies: Vec<Option<EmbedReply>> = vec![None; request.prompts().len()];
-        loop {
-            let (model, permits) = attempts.next().await?;
-            match self.embed_missing(request, &model, at_once, deadline, &mut replies).await {
-                Ok(()) => return Ok(replies.into_iter().flatten().collect()),
-                Err(refusal) => {
-                    drop(permits);
-                    attempts.refused(refusal).await?;
-                }
-            }
-        }
-    }
-
-    async fn embed_missing(
-        &self,
-        request: &GenerationRequest,
-        model: &ModelKey,
-        at_once: usize,
-        deadline: Instant,
-        replies: &mut [Option<EmbedReply>],
-    ) -> Result<(), RequestRefusal> {
-        let mut missing = Vec::new();
-        for (index, prompt) in request.prompts().enumerate().filter(|(index, _)| replies[*index].is_none()) {
-            missing.push(async move { (index, self.embed_prompt(request, model, prompt, deadline).await) });
-        }
-        let mut calls = std::pin::pin!(stream::iter(missing).buffer_unordered(at_once));
         while let Some((index, reply)) = calls.next().await {
             replies[index] = Some(reply?);
         }
-        Ok(())
+        Ok(replies.into_iter().flatten().collect())
+    }
+
+    /// Computes one prompt with a permit of its own: the one in `admitted`, or another one.
+    async fn embed_input(
+        &self,
+        input: EmbedInput<'_>,
+        mut admitted: Option<(ModelKey, StreamPermits)>,
+    ) -> Result<EmbedReply, RequestRefusal> {
+        let mut attempts = self.worker_attempts(input.request, 1);
+        loop {
+            let (model, permit) = match admitted.take() {
+                Some(admitted) => admitted,
+                None => admit_again(&attempts, input.deadline).await?,
+            };
+            let refusal = match self.embed_prompt(input, &model).await {
+                Ok(reply) => return Ok(reply),
+                Err(refusal) => refusal,
+            };
+            drop(permit);
+            attempts.refused(refusal).await?;
+        }
     }
 
     /// Asks one worker after the other.
     async fn embed_prompt(
         &self,
-        request: &GenerationRequest,
+        input: EmbedInput<'_>,
         key: &ModelKey,
-        prompt: &[u32],
-        deadline: Instant,
     ) -> Result<EmbedReply, RequestRefusal> {
+        let EmbedInput { request, charges, index, prompt, deadline } = input;
         let quarantine = &self.dispatcher.quarantine;
         let content = quarantine.hasher.key_of_scored_prompt(key, prompt);
         let prefix = PromptPrefix::new(&request.params().cache_salt, prompt);
@@ -199,13 +309,16 @@ impl Generator {
         {
             let mut span = trace.worker_call(&placed.worker.name, cause);
             let call = self.embed_request(request, key, prompt, deadline);
+            let charge = charges.begin_call(index, prompt.len());
             let outcome = match read_reply(&mut placed.worker, call, &span, deadline).await {
                 Ok(reply) => {
+                    charge.answered(reply.cached_tokens);
                     stay.record_output(1);
                     return Ok(reply);
                 }
                 Err(status) => call_outcome(&placed.worker, &status, None, logged),
             };
+            charge.failed(&outcome);
             if let Some(failure) = outcome.failure() {
                 span.fail(failure);
                 cause = Some(failure);
@@ -237,6 +350,25 @@ impl Generator {
             priority: request.params().priority,
             cache_salt: request.params().cache_salt.clone(),
         }
+    }
+}
+
+/// Waits for a permit of a request that has begun. What it has computed would be lost if a full
+/// queue refused it, so it asks again until its deadline.
+async fn admit_again(
+    attempts: &WorkerAttempts<'_>,
+    deadline: Instant,
+) -> Result<(ModelKey, StreamPermits), RequestRefusal> {
+    loop {
+        match attempts.next().await {
+            Err(RequestRefusal::Overloaded { .. } | RequestRefusal::TenantLimit { .. }) => {}
+            admitted => return admitted,
+        }
+        let again = Instant::now() + FULL_QUEUE_WAIT;
+        if again >= deadline {
+            return Err(RequestRefusal::DeadlineExceeded);
+        }
+        sleep_until(again).await;
     }
 }
 

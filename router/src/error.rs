@@ -11,7 +11,7 @@ use service::metrics::MetricsError;
 
 use crate::access::KeyFileError;
 use crate::config::AdmissionConfigError;
-use crate::http::OriginError;
+use crate::http::{HostError, OriginError};
 use crate::limits::RouterLimitsError;
 use crate::tls::TlsFileError;
 
@@ -60,6 +60,8 @@ pub enum RouterError {
     #[error(transparent)]
     Origins(#[from] OriginError),
     #[error(transparent)]
+    Hosts(#[from] HostError),
+    #[error(transparent)]
     Tracer(#[from] traces::TracerError),
     #[error("the gRPC server on router.sock failed")]
     Serve(#[source] tonic::transport::Error),
@@ -86,7 +88,8 @@ impl HasExit for RouterError {
             | RouterError::Limits(_)
             | RouterError::Keys(_)
             | RouterError::TlsFile(_)
-            | RouterError::Origins(_) => Exit::Usage,
+            | RouterError::Origins(_)
+            | RouterError::Hosts(_) => Exit::Usage,
             RouterError::Listen { source, .. }
             | RouterError::Runtime(source)
             | RouterError::Signals(source)

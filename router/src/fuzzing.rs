@@ -11,7 +11,7 @@ use prost::Message;
 use tokio::time::Instant;
 use traces::TraceContext;
 
-use crate::admission::Tenant;
+use crate::admission::{ModelCapacity, Tenant};
 use crate::generate::{CHOICES_MAX, GenerationRequest, RequestOrigin};
 use crate::model::{ServedModel, ServedModelInfo};
 use crate::quarantine::ContentHasher;
@@ -73,7 +73,8 @@ pub fn read_generate_request(message: &[u8]) {
 
 /// Makes the calls of an accepted request, and the text of some output.
 pub(crate) fn check_calls(request: &GenerationRequest) {
-    let calls = request.choice_calls(request.model.key(), 0, &ContentHasher::default());
+    let calls =
+        request.choice_calls(request.model.key(), 0, ModelCapacity::default(), &ContentHasher::default());
     assert!((1..=CHOICES_MAX).contains(&calls.len()) && calls.len() == request.choices());
     for call in calls.iter().step_by(calls.len().div_ceil(4)) {
         let params = &call.params;

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use futures::future::{Either, try_join_all};
 use prost::Message;
+use proto::worker::v1::GenerateRequest;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -257,6 +258,7 @@ impl GenerationRequest {
         &self,
         model: &ModelKey,
         tenant: u64,
+        capacity: ModelCapacity,
         hasher: &ContentHasher,
     ) -> Vec<ChoiceCall> {
         let mut calls = Vec::with_capacity(self.choices());
@@ -268,6 +270,13 @@ impl GenerationRequest {
             let end_of_generation: &[u32] =
                 if params.ignore_eos { &[] } else { self.model.text.end_of_generation() };
             let stop_tokens: Arc<[u32]> = [&params.stop_tokens, end_of_generation].concat().into();
+            let mut params = params.clone();
+            if let (Some(beams), false) = (params.beams, params.is_max_tokens_given) {
+                let most = capacity.beam_tokens_max(prompt.len() as u64, beams.width);
+                let params = Arc::make_mut(&mut params);
+                // The worker would give each beam the whole cache.
+                (params.max_tokens, params.is_max_tokens_given) = (params.max_tokens.min(most), true);
+            }
             let mut call = ChoiceCall {
                 trace: self.origin.trace.clone(),
                 model: model.clone(),
@@ -283,7 +292,8 @@ impl GenerationRequest {
                 _bytes: self.origin.bytes.clone(),
             };
             let content = call.to_wire(&ChoiceProgress::new(params.max_tokens), None);
-            call.content = hasher.key_of_request(&call.model, content);
+            let search = params.beams.map(|beams| beams.to_wire(GenerateRequest::default(), params.n));
+            call.content = hasher.key_of_request(&call.model, content, search.as_ref());
             // A beam search finds all choices of a prompt with one call.
             let choices = (0..params.best_of).step_by(params.choices_per_call() as usize);
             calls.extend(choices.map(|choice| ChoiceCall { choice, ..call.clone() }));
@@ -387,7 +397,8 @@ impl Generator {
         model: &ModelKey,
     ) -> Result<Vec<ChoiceCall>, RequestRefusal> {
         let (tenant, quarantine) = (self.tenants.number(&request.origin.tenant), &self.dispatcher.quarantine);
-        let calls = request.choice_calls(model, tenant, &quarantine.hasher);
+        let capacity = self.registry.capacity(model);
+        let calls = request.choice_calls(model, tenant, capacity, &quarantine.hasher);
         match calls.iter().find_map(|call| quarantine.find(call.content)) {
             Some(entry) => Err(RequestRefusal::Quarantined(entry)),
             None => Ok(calls),
@@ -505,6 +516,10 @@ impl Generator {
         let longest = request.prompts().map(<[u32]>::len).max().unwrap_or(0);
         let choices_max = capacity.choices_max(request.class(), &request.origin.tenant);
         let streams_max = choices_max.min(self.admission.streams_max());
-        capacity.check(longest as u64, output, request.streams(), streams_max)
+        capacity.check(longest as u64, output, request.streams(), streams_max)?;
+        match request.params().beams {
+            Some(beams) => capacity.check_beams(longest as u64, output, beams.width),
+            None => Ok(()),
+        }
     }
 }

@@ -19,6 +19,7 @@ use crate::admission::Tenant;
 use crate::choice::{ChoiceEvent, ChoiceOutcome, FinishCause};
 use crate::failover::ChoiceError;
 use crate::generate::{GenerationRequest, Generator, RequestOrigin, SESSION_HEADER, TokenizedPrompts};
+use crate::http;
 use crate::intake::RequestBytes;
 use crate::model::{ChatError, Conversation, ServedModel};
 use crate::model_wait::ModelQuery;
@@ -50,7 +51,10 @@ impl inference_server::Inference for InferenceService {
         let own = own.map_or(Duration::MAX, |ms| Duration::from_millis(ms.unsigned_abs()));
         let wait = (origin.tenant.clone(), self.generator.deadline_of(&origin, own));
         let (model, message) = self.resolve(request, |request| &request.model, wait).await?;
-        let request = generation_request(model, message, timeout, origin)?;
+        let request = run_tokenizer(prompt_bytes(&message), move || {
+            generation_request(model, message, timeout, origin)
+        });
+        let request = request.await?;
         let events = self.generator.start(&request).await?;
         let started = wire::Started {
             model: request.model.name().to_owned(),
@@ -107,9 +111,11 @@ impl inference_server::Inference for InferenceService {
     ) -> Result<Response<wire::TokenizeReply>, Status> {
         let wait = self.tokenizer_wait(request.metadata());
         let (model, request) = self.resolve(request, |request| &request.model, wait).await?;
-        let tokens = model.text.encode(&request.text, !request.no_special);
-        let tokens = tokens.map_err(|error| Status::invalid_argument(error.to_string()))?;
-        Ok(Response::new(wire::TokenizeReply { tokens }))
+        let tokens = run_tokenizer(request.text.len(), move || {
+            let tokens = model.text.encode(&request.text, !request.no_special);
+            tokens.map_err(|error| Status::invalid_argument(error.to_string()))
+        });
+        Ok(Response::new(wire::TokenizeReply { tokens: tokens.await? }))
     }
 
     async fn detokenize(
@@ -118,9 +124,11 @@ impl inference_server::Inference for InferenceService {
     ) -> Result<Response<wire::DetokenizeReply>, Status> {
         let wait = self.tokenizer_wait(request.metadata());
         let (model, request) = self.resolve(request, |request| &request.model, wait).await?;
-        let ids = check_ids(&model, "tokens", &request.tokens)?;
-        let text = model.text.decode(&ids).map_err(|error| Status::invalid_argument(error.to_string()))?;
-        Ok(Response::new(wire::DetokenizeReply { text }))
+        let text = run_tokenizer(size_of_val(&request.tokens[..]), move || {
+            let ids = check_ids(&model, "tokens", &request.tokens)?;
+            model.text.decode(&ids).map_err(|error| Status::invalid_argument(error.to_string()))
+        });
+        Ok(Response::new(wire::DetokenizeReply { text: text.await? }))
     }
 
     async fn list_models(
@@ -221,6 +229,26 @@ fn earlier_deadline_ms(timeout: Option<Duration>, field: u64) -> Option<i64> {
 }
 
 /// The name of the prompt field, the token ids, and whether the output is a text of its own.
+/// Runs `work` where it does not stop the streams of others.
+async fn run_tokenizer<T: Send + 'static>(
+    input_bytes: usize,
+    work: impl FnOnce() -> Result<T, Status> + Send + 'static,
+) -> Result<T, Status> {
+    let done = http::run_tokenizer(input_bytes, move || Ok::<_, http::ApiError>(work())).await;
+    // Its only own error: the router is stopping.
+    done.unwrap_or_else(|error| Err(Status::unavailable(error.to_string())))
+}
+
+fn prompt_bytes(message: &wire::GenerateRequest) -> usize {
+    match &message.prompt {
+        Some(generate_request::Prompt::Text(text)) => text.len(),
+        Some(generate_request::Prompt::Chat(chat)) => {
+            chat.messages.iter().map(|message| message.content.len()).sum()
+        }
+        Some(generate_request::Prompt::Tokens(_)) | None => 0,
+    }
+}
+
 fn tokenize_prompt(
     model: &ServedModel,
     prompt: Option<generate_request::Prompt>,
@@ -286,6 +314,7 @@ pub(crate) fn generation_request(
         beam_search: message.beam_search.is_some(),
         best_of: message.beam_search.map(|beams| i64::from(beams.width)).filter(|&width| width > 0),
         length_penalty: message.beam_search.and_then(|beams| beams.length_penalty).map(f64::from),
+        early_stopping: message.beam_search.is_some_and(|beams| beams.early_stopping),
         top_logprobs: message.top_logprobs.map(i64::from),
         grammar: message.grammar.map(|source| RequestGrammar { param: "grammar", source }),
         priority: Some(i64::from(message.priority)),

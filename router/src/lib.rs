@@ -104,7 +104,7 @@ pub use config::{
     RoutingMode,
 };
 pub use error::RouterError;
-pub use http::OriginError;
+pub use http::{HostError, OriginError};
 pub use limits::{RouterLimits, RouterLimitsError};
 pub use run::run;
 pub use server::Router;

@@ -30,6 +30,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tower::ServiceExt;
 
+use crate::http::ClientMachine;
 use crate::intake::ConnectionLimits;
 use crate::open_connections::{OpenConnection, OpenConnections, ResponseBody};
 use crate::tls::{HandshakeError, PublicTls};
@@ -108,10 +109,15 @@ pub(crate) async fn serve(
             continue;
         };
         let (app, tls, stop) = (app.clone(), tls.clone(), stop.clone());
+        // Without the router's address, the checks of local clients apply.
+        let local = stream.local_addr();
+        let machine = local.map_or(ClientMachine::This, |local| ClientMachine::of(address.ip(), local.ip()));
         tasks.spawn(async move {
             let served = async {
                 match open_stream(stream, tls.as_deref(), &connection, &stop).await? {
-                    Some(stream) => serve_connection(stream, app, Arc::new(connection), limits, stop).await,
+                    Some(stream) => {
+                        serve_connection(stream, machine, app, Arc::new(connection), limits, stop).await
+                    }
                     None => Ok(()),
                 }
             };
@@ -149,6 +155,7 @@ async fn open_stream(
 
 async fn serve_connection(
     stream: ClientStream,
+    machine: ClientMachine,
     app: axum::Router,
     connection: Arc<OpenConnection>,
     limits: ListenerLimits,
@@ -160,6 +167,7 @@ async fn serve_connection(
         let (app, stops, running) = (app.clone(), stops.clone(), of_service.begin_request(is_http2));
         let mut request = request.map(Body::new);
         request.extensions_mut().insert(of_service.client);
+        request.extensions_mut().insert(machine);
         async move {
             let mut response = app.oneshot(request).await?;
             if !is_http2 && stops.is_cancelled() {

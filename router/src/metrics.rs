@@ -92,7 +92,7 @@ pub(crate) fn record_http_response(route: &str, status: u16) {
         .increment(1);
 }
 
-/// A request was refused because of its API key.
+/// A request was refused because of its API key or the host that it names.
 pub(crate) fn record_access_refusal(reason: &'static str) {
     counter!("ballast:requests_denied_total", "reason" => reason).increment(1);
 }

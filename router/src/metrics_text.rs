@@ -64,7 +64,7 @@ const HELP: [(&str, &str); 62] = [
     ("e2e_request_latency_seconds", "Time from the arrival of a request to the end of a choice."),
     ("request_success_total", "Choices that ended, by reason."),
     ("http_requests_total", "Responses over HTTP, by route and status."),
-    ("requests_denied_total", "Requests without a valid API key or above its limits."),
+    ("requests_denied_total", "Requests without a valid API key, above its limits or for another host."),
     ("key_prompt_tokens_total", "Prompt tokens of an API key."),
     ("key_generation_tokens_total", "Output tokens of an API key."),
     ("usage_lines_lost_total", "Lines that the usage log did not take."),

@@ -106,6 +106,13 @@ pub(crate) struct ChatPrompt {
     pub(crate) starts_in_reasoning: bool,
 }
 
+/// The most tokens of a prompt for a pair of texts, and of its document.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct PairLimits {
+    pub(crate) prompt: Option<usize>,
+    pub(crate) document: Option<usize>,
+}
+
 #[derive(Debug, thiserror::Error)]
 #[error("the model has no tokenizer: it takes token ids instead of text")]
 pub(crate) struct NoTokenizerError;
@@ -279,24 +286,40 @@ impl ModelText {
         Ok(self.tokenizer()?.encode(text, EncodeOptions { add_special, parse_special: true })?)
     }
 
-    /// The prompt with which the model scores a pair of texts. With a `limit` in tokens, the
-    /// document is cut until the prompt fits.
+    /// Encodes a text whose author may not write control tokens.
+    pub(crate) fn encode_plain(&self, text: &str, add_special: bool) -> Result<Vec<u32>, EncodeTextError> {
+        Ok(self.tokenizer()?.encode(text, EncodeOptions { add_special, parse_special: false })?)
+    }
+
+    /// Bytes of a prompt for a pair that are neither query nor document.
+    pub(crate) fn pair_template_bytes(&self) -> usize {
+        self.pair_template.text_bytes()
+    }
+
+    /// The prompt with which the model scores a pair of texts. The document is cut until it and the
+    /// prompt have at most as many tokens as `limits` says. A prompt that is longer without a
+    /// document has none.
     pub(crate) fn encode_pair(
         &self,
         query: &str,
         document: &str,
-        limit: Option<usize>,
+        limits: PairLimits,
     ) -> Result<Vec<u32>, EncodeTextError> {
         let tokenizer = self.tokenizer()?;
-        let prompt = tokenizer.encode_pair(&self.pair_template, query, document)?;
-        let excess = limit.map_or(0, |limit| prompt.len().saturating_sub(limit));
-        if excess == 0 {
-            return Ok(prompt);
+        let document = match limits.document {
+            Some(limit) => {
+                let alone = EncodeOptions::default();
+                let start = tokenizer.encode_start(document, limit, |text| tokenizer.encode(text, alone))?;
+                start.map_or("", |(start, _)| start)
+            }
+            None => document,
+        };
+        let encode = |document: &str| tokenizer.encode_pair(&self.pair_template, query, document);
+        let limit = limits.prompt.unwrap_or(usize::MAX);
+        match tokenizer.encode_start(document, limit, encode)? {
+            Some((_, prompt)) => Ok(prompt),
+            None => Ok(encode("")?),
         }
-        let mut kept =
-            tokenizer.encode(document, EncodeOptions { add_special: false, parse_special: true })?;
-        kept.truncate(kept.len().saturating_sub(excess));
-        Ok(tokenizer.encode_pair(&self.pair_template, query, &self.decode(&kept)?)?)
     }
 
     /// The prompt for the text between `prefix` and `suffix`. Names of control tokens in both are

@@ -81,6 +81,7 @@ macro_rules! define_request_params {
             pub(crate) beam_search: bool,
             /// Of the beam search.
             pub(crate) length_penalty: Option<f64>,
+            pub(crate) early_stopping: bool,
             pub(crate) priority: Option<i64>,
             pub(crate) cache_salt: Option<String>,
             pub(crate) deadline_ms: Option<i64>,

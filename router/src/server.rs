@@ -60,7 +60,7 @@ pub struct Router {
     generator: Generator,
     access: Option<Arc<AccessController>>,
     tls: Option<Arc<PublicTls>>,
-    origins: AllowedOrigins,
+    own_names: OwnNames,
     metrics: Metrics,
     tracer: Tracer,
 }
@@ -76,6 +76,7 @@ impl Router {
         config.limits.check()?;
         let access = config.access.keys.clone().map(AccessController::start).transpose()?;
         let origins = AllowedOrigins::new(&config.access.origins)?;
+        let own_names = OwnNames::new(origins, &config.access.hosts)?;
         let tls = config.tls.clone().map(PublicTls::start).transpose()?;
         let tcp = match inherited {
             Some(listener) => Some(to_tokio_listener(listener).map_err(RouterError::Inherited)?),
@@ -97,7 +98,7 @@ impl Router {
             request_timeout: config.limits.request_timeout,
             usage_log: usage_log.map_err(RouterError::UsageLog)?,
         };
-        Ok(Self { config, tcp, health, socket, generator, access, tls, origins, metrics, tracer })
+        Ok(Self { config, tcp, health, socket, generator, access, tls, own_names, metrics, tracer })
     }
 
     /// The scheme of the TCP address in URLs.
@@ -134,7 +135,7 @@ impl Router {
 
     /// Serves until a stop is requested and all streams have ended, or the drain time is over.
     pub async fn serve(self, shutdown: &Shutdown) -> Result<(), RouterError> {
-        let Router { config, tcp, health, socket, generator, access, tls, origins, metrics, tracer } = self;
+        let Router { config, tcp, health, socket, generator, access, tls, own_names, metrics, tracer } = self;
         // Links to workers stay until the last stream has ended: a draining router still fails
         // over.
         let links = CancellationToken::new();
@@ -178,21 +179,20 @@ impl Router {
         let unknown_fields =
             if limits.strict_requests { UnknownFields::Refuse } else { UnknownFields::Ignore };
         let app = AppState::new(generator, metrics, budget, fleet, unknown_fields, tracer.clone());
-        let health_routes = http::health_routes(app.clone());
+        // This listener has neither keys nor TLS.
+        let health_routes = check_caller(http::health_routes(app.clone()), &own_names, true);
         let http_routes = http::routes(AppState { is_ready_detailed: access.is_none(), ..app })
             .layer(middleware::from_fn_with_state(http_bodies, limit_request_body));
-        let identified = middleware::from_fn_with_state(tracer, identify);
         let mut all_routes = http_routes.merge(grpc);
-        let on_socket = all_routes.clone().layer(identified.clone());
+        let on_socket = all_routes.clone().layer(middleware::from_fn_with_state(tracer.clone(), identify));
         // HTTP/1.1 for the chat of this user, whom the directory and the peer's user let in.
         let grpc_server = service::grpc::server().accept_http1(true).add_routes(Routes::from(on_socket));
         let on_socket = service::grpc::serve(grpc_server, socket, shutdown.requested());
-        let own_names = (access.is_none() && tls.is_none()).then(|| OwnNames::new(origins.clone()));
+        let is_host_checked = access.is_none() && tls.is_none();
         if let Some(access) = access {
             all_routes = all_routes.layer(middleware::from_fn_with_state(access, require_key));
         }
-        let all_routes = all_routes.layer(middleware::from_fn(log_access)).layer(identified);
-        let on_tcp = open_to_pages(all_routes, origins, own_names);
+        let on_tcp = open_to_pages(all_routes, &own_names, is_host_checked, tracer);
         let on_tcp = serve_on(tcp, tls, on_tcp, limits.listener(), shutdown);
         let on_health = serve_on(health, None, health_routes, limits.health_listener(), shutdown);
         let drained = async {
@@ -215,16 +215,31 @@ impl Router {
     }
 }
 
-/// The routes behind the checks of origins and, with `own_names`, of hosts. Paths lose a slash at
-/// their end before they are matched.
-fn open_to_pages(routes: axum::Router, origins: AllowedOrigins, own_names: Option<OwnNames>) -> axum::Router {
-    let mut routes =
-        routes.layer(origins.cors_layer()).layer(middleware::from_fn_with_state(origins, check_origin));
-    if let Some(own_names) = own_names {
-        routes = routes.layer(middleware::from_fn_with_state(own_names, check_host));
-    }
-    let routes = routes.layer(middleware::from_fn(shape_errors));
+/// The routes for web pages and other clients of the TCP address. A request that a check refuses
+/// has an id and a line in the access log, too. Paths lose a slash at their end before they are
+/// matched.
+fn open_to_pages(
+    routes: axum::Router,
+    own_names: &OwnNames,
+    is_host_checked: bool,
+    tracer: Tracer,
+) -> axum::Router {
+    let routes = routes.layer(own_names.origins().cors_layer());
+    let routes = check_caller(routes, own_names, is_host_checked)
+        .layer(middleware::from_fn(shape_errors))
+        .layer(middleware::from_fn(log_access))
+        .layer(middleware::from_fn_with_state(tracer, identify));
     axum::Router::new().fallback_service(MapRequestLayer::new(trim_slash).layer(routes))
+}
+
+/// The routes behind the check of origins and perhaps that of hosts.
+fn check_caller(routes: axum::Router, own_names: &OwnNames, is_host_checked: bool) -> axum::Router {
+    let origins = own_names.origins().clone();
+    let routes = routes.layer(middleware::from_fn_with_state(origins, check_origin));
+    match is_host_checked {
+        true => routes.layer(middleware::from_fn_with_state(own_names.clone(), check_host)),
+        false => routes,
+    }
 }
 
 async fn listen(address: Option<SocketAddr>) -> Result<Option<TcpListener>, RouterError> {

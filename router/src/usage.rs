@@ -28,6 +28,8 @@ pub(crate) struct RequestUsage {
 
 #[derive(Debug, Default)]
 struct UsageTotals {
+    /// Of a request whose prompts count one after the other.
+    prompt_tokens: Option<u64>,
     cached_tokens: u64,
     output_tokens: u64,
     first_token: Option<Duration>,
@@ -76,9 +78,21 @@ impl RequestUsage {
         }
     }
 
+    /// For a request without choices: a prompt that a worker has computed. The line counts these
+    /// prompts only, and not all that the request has.
+    pub(crate) fn record_prompt(&self, tokens: u64) {
+        let mut totals = self.totals.lock().unwrap_or_else(PoisonError::into_inner);
+        totals.prompt_tokens = Some(totals.prompt_tokens.unwrap_or_default() + tokens);
+    }
+
     /// For a request without choices.
     pub(crate) fn record_cached(&self, tokens: u64) {
         self.totals.lock().unwrap_or_else(PoisonError::into_inner).cached_tokens += tokens;
+    }
+
+    /// For a request without choices that does not end well.
+    pub(crate) fn record_finish(&self, reason: &'static str) {
+        self.totals.lock().unwrap_or_else(PoisonError::into_inner).finish_reasons.push(reason);
     }
 
     fn line(&self) -> String {
@@ -87,6 +101,9 @@ impl RequestUsage {
         let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let mut record = self.record.clone();
         record["time"] = json!(unix.as_millis() as f64 / 1e3);
+        if let Some(tokens) = totals.prompt_tokens {
+            record["prompt_tokens"] = json!(tokens);
+        }
         record["cached_tokens"] = json!(totals.cached_tokens);
         record["completion_tokens"] = json!(totals.output_tokens);
         record["finish_reasons"] = json!(totals.finish_reasons);

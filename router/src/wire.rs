@@ -94,8 +94,9 @@ impl ChoiceCall {
 
 impl CheckedBeams {
     pub(crate) fn to_wire(self, generation: wire::GenerateRequest, choices: u32) -> wire::SearchBeamsRequest {
-        let Self { width, length_penalty } = self;
-        wire::SearchBeamsRequest { generation: Some(generation), beam_width: width, choices, length_penalty }
+        let Self { width, length_penalty, early_stopping } = self;
+        let generation = Some(generation);
+        wire::SearchBeamsRequest { generation, beam_width: width, choices, length_penalty, early_stopping }
     }
 }
 
@@ -150,8 +151,21 @@ pub(crate) struct Logprob {
 #[derive(Debug)]
 pub(crate) enum WorkerFrame {
     Admitted,
-    Tokens { ids: Vec<u32>, logprobs: Vec<Logprob>, sampler_state: Bytes },
-    Finished { is_stop: bool, stop_token: Option<u32>, cached_tokens: u32 },
+    Tokens {
+        ids: Vec<u32>,
+        logprobs: Vec<Logprob>,
+        sampler_state: Bytes,
+    },
+    Finished {
+        is_stop: bool,
+        stop_token: Option<u32>,
+        cached_tokens: u32,
+    },
+    /// Tokens of each running sequence, and of all sequences so far.
+    BeamProgress {
+        length: u32,
+        computed_tokens: u64,
+    },
 }
 
 impl TryFrom<wire::GenerateFrame> for WorkerFrame {
@@ -185,6 +199,10 @@ impl TryFrom<wire::GenerateFrame> for WorkerFrame {
                     stop_token: finished.stop_token,
                     cached_tokens: finished.cached_tokens,
                 })
+            }
+            Some(generate_frame::Frame::BeamProgress(progress)) => {
+                let wire::BeamProgress { length, computed_tokens } = progress;
+                Ok(WorkerFrame::BeamProgress { length, computed_tokens })
             }
             None => Err(ChoiceError::Protocol { violation: "a frame without content" }),
         }

@@ -434,6 +434,7 @@ fn output_id(output: &EngineOutput) -> RequestId {
         | EngineOutput::Logits { id, .. }
         | EngineOutput::Scored { id, .. }
         | EngineOutput::Embedding { id, .. }
+        | EngineOutput::BeamProgress { id, .. }
         | EngineOutput::Beams { id, .. }
         | EngineOutput::Finished { id, .. } => *id,
     }

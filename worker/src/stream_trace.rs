@@ -86,9 +86,13 @@ impl StreamTrace {
         match output {
             EngineOutput::Admitted { cached_tokens, .. } => self.record_admission(*cached_tokens, step),
             EngineOutput::Token(_) => self.record_token(step),
+            EngineOutput::BeamProgress { .. } if self.phase != TracedPhase::Decode => {
+                self.enter(TracedPhase::Decode, step.ended);
+            }
             EngineOutput::Logits { .. }
             | EngineOutput::Scored { .. }
             | EngineOutput::Embedding { .. }
+            | EngineOutput::BeamProgress { .. }
             | EngineOutput::Beams { .. }
             | EngineOutput::Finished { .. } => {}
         }

@@ -40,7 +40,7 @@ pub(crate) const TOKEN_CAPACITY: ChannelCapacity =
     ChannelCapacity { outputs: 128, per_step: 1 + DRAFT_DEPTH_MAX };
 
 /// The capacity for the admission and one result: the vector of an embedding, or the outputs of a
-/// beam search. The request is never paused.
+/// beam search. The request is never paused, since reports of progress leave room for the result.
 pub(crate) const RESULT_CAPACITY: ChannelCapacity = ChannelCapacity { outputs: 4, per_step: 2 };
 
 /// The capacity of a score stream. `rows` is the limit of scored rows in one step, which bounds the
@@ -118,6 +118,11 @@ impl TokenChannel {
     }
 
     pub(crate) fn send(&mut self, output: EngineOutput) -> Result<(), ChannelFull> {
+        let is_report = matches!(output, EngineOutput::BeamProgress { .. });
+        if is_report && self.sender.capacity() <= self.capacity.per_step {
+            // The next report says as much.
+            return Ok(());
+        }
         match self.sender.try_send(Ok(output)) {
             // With a dropped receiver, the next check of `is_closed` cancels the request.
             Ok(()) | Err(mpsc::error::TrySendError::Closed(_)) => Ok(()),

@@ -122,6 +122,12 @@ impl GenerateRequest {
         self
     }
 
+    /// The beam search ends as soon as `width` outputs have ended with a stop token.
+    pub fn early_stopping(mut self) -> Self {
+        self.wire.beam_search.get_or_insert_default().early_stopping = true;
+        self
+    }
+
     /// Asks for the log probability of each token and of so many most likely ones.
     pub fn top_logprobs(mut self, alternatives: u32) -> Self {
         self.wire.top_logprobs = Some(alternatives);

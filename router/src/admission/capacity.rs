@@ -46,6 +46,8 @@ impl WorkerCapacity {
 pub struct ModelCapacity {
     /// Sequences that the workers run at once.
     pub running_max: u32,
+    /// Sequences that the worker with the most seats runs at once.
+    pub worker_running_max: u32,
     /// Streams that the router sends to the workers at once.
     pub window: u32,
     /// Choices of one request that the workers accept: `[is_batch][has_tenant_limit]`.
@@ -65,6 +67,11 @@ pub enum CapacityExceeded {
     KvCache { tokens: u64, needed: u64, block_tokens: u32, blocks: u64 },
     #[error("the request asks for {streams} choices at once, this fleet accepts at most {max} per request")]
     Choices { streams: u32, max: u32 },
+    #[error(
+        "{width} beams run at once, a worker of this fleet runs at most {max} sequences (`running-max`); ask for \
+         fewer beams"
+    )]
+    Beams { width: u32, max: u32 },
 }
 
 impl FromIterator<WorkerCapacity> for ModelCapacity {
@@ -85,6 +92,7 @@ impl FromIterator<WorkerCapacity> for ModelCapacity {
             }
             ModelCapacity {
                 running_max: model.running_max.saturating_add(worker.running_max),
+                worker_running_max: model.worker_running_max.max(worker.running_max),
                 window: model.window.saturating_add(worker.window()),
                 choices_max,
                 kv_blocks,
@@ -124,12 +132,51 @@ impl ModelCapacity {
     }
 }
 
+/// A beam search needs all its sequences at once, each for each token. One that did not fit would
+/// compute evicted beams again for every token. Beams share the full blocks of the prompt. What
+/// they share of their outputs is not known beforehand.
+impl ModelCapacity {
+    /// As [`Self::check`], for a beam search with this many beams.
+    pub fn check_beams(
+        self,
+        prompt_tokens: u64,
+        output_tokens: Option<u32>,
+        width: u32,
+    ) -> Result<(), CapacityExceeded> {
+        if width > self.worker_running_max {
+            return Err(CapacityExceeded::Beams { width, max: self.worker_running_max });
+        }
+        let output = u64::from(output_tokens.unwrap_or(1));
+        let block_tokens = u64::from(self.kv_block_tokens.max(1));
+        let own = (prompt_tokens % block_tokens + output - 1).div_ceil(block_tokens);
+        let needed = prompt_tokens / block_tokens + own.saturating_mul(u64::from(width));
+        if self.kv_block_tokens > 0 && needed > self.kv_blocks {
+            let tokens = prompt_tokens + output.saturating_mul(u64::from(width));
+            let (block_tokens, blocks) = (self.kv_block_tokens, self.kv_blocks);
+            return Err(CapacityExceeded::KvCache { tokens, needed, block_tokens, blocks });
+        }
+        Ok(())
+    }
+
+    /// Output tokens of each beam with which a search fits, at least 1.
+    pub fn beam_tokens_max(self, prompt_tokens: u64, width: u32) -> u32 {
+        let Some(shared) = prompt_tokens.checked_div(u64::from(self.kv_block_tokens)) else {
+            return u32::MAX;
+        };
+        let block_tokens = u64::from(self.kv_block_tokens);
+        let own = self.kv_blocks.saturating_sub(shared) / u64::from(width.max(1));
+        let output = (own.saturating_mul(block_tokens) + 1).saturating_sub(prompt_tokens % block_tokens);
+        u32::try_from(output).unwrap_or(u32::MAX).max(1)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     const CAPACITY: ModelCapacity = ModelCapacity {
         running_max: 4,
+        worker_running_max: 4,
         window: 5,
         choices_max: [[10; 2]; 2],
         kv_blocks: 4,
@@ -150,6 +197,22 @@ mod tests {
         );
         assert_eq!(check(64, None), Ok(()), "the output ends with the KV cache");
         assert!(check(65, None).is_err());
+    }
+
+    #[test]
+    fn all_beams_of_a_search_fit_into_one_worker_at_once() {
+        // Two blocks of the prompt, and one of each beam.
+        assert_eq!(CAPACITY.check_beams(32, Some(17), 2), Ok(()));
+        let error = CAPACITY.check_beams(32, Some(18), 2).unwrap_err();
+        assert_eq!(error, CapacityExceeded::KvCache { tokens: 68, needed: 6, block_tokens: 16, blocks: 4 });
+        assert_eq!(CAPACITY.check_beams(1, Some(1), 5), Err(CapacityExceeded::Beams { width: 5, max: 4 }));
+        for (prompt, width) in [(1, 1), (1, 4), (16, 3), (17, 3), (31, 3), (32, 2), (33, 2), (63, 1)] {
+            let most = CAPACITY.beam_tokens_max(prompt, width);
+            let check = |output| CAPACITY.check_beams(prompt, Some(output), width);
+            assert!(check(most).is_ok() && check(most + 1).is_err(), "{prompt} {width} {most}");
+        }
+        assert_eq!(CAPACITY.beam_tokens_max(200, 2), 1);
+        assert_eq!(ModelCapacity { kv_block_tokens: 0, ..CAPACITY }.beam_tokens_max(8, 2), u32::MAX);
     }
 
     #[test]

@@ -8,14 +8,15 @@ use std::time::Duration;
 use proto::v1::{self as wire, embed_input};
 use tonic::{Request, Status};
 
-use super::{InferenceService, check_ids, earlier_deadline_ms, grpc_timeout, model_access};
+use super::{InferenceService, check_ids, earlier_deadline_ms, grpc_timeout, model_access, run_tokenizer};
 use crate::embedding::{
-    EMBEDDED_VALUES_MAX, NotPooledError, PooledPrompts, PooledUse, finish_embedding, truncate_input,
+    EMBEDDED_VALUES_MAX, EmbedError, InputName, NotPooledError, PooledPrompts, PooledUse, finish_embedding,
+    truncate_input,
 };
 use crate::generate::{EMBEDDING_INPUTS_MAX, GenerationRequest, RequestOrigin, TokenizedPrompts};
-use crate::model::ServedModel;
+use crate::model::{PairLimits, ServedModel};
 use crate::params::{RequestParamError, RequestParams};
-use crate::relevance::{TextPairs, ranking};
+use crate::relevance::{PairError, PairFields, TextPairs, ranking};
 
 /// What both messages have.
 struct CallFields {
@@ -61,9 +62,14 @@ pub(super) async fn embed(
         return Err(Status::invalid_argument(text));
     }
     let limit = token_limit(message.truncate_tokens, &call.model)?;
-    let inputs = message.inputs.into_iter();
-    let tokens = inputs.map(|input| tokenize(&call.model, input, limit)).collect::<Result<_, _>>()?;
-    let (model, pooled) = pool(service, call, "inputs", tokens).await?;
+    let (inputs, tokenizing_model) = (message.inputs, call.model.clone());
+    let bytes = inputs.iter().map(text_bytes).sum();
+    let tokens = run_tokenizer(bytes, move || {
+        inputs.into_iter().map(|input| tokenize(&tokenizing_model, input, limit)).collect()
+    });
+    let tokens = tokens.await?;
+    let name_of = |index| InputName { field: "inputs", index: Some(index) };
+    let (model, pooled) = pool(service, call, "inputs", tokens, name_of).await?;
     let finish = |values| wire::Embedding {
         values: finish_embedding(values, message.dimensions, !message.no_normalize),
     };
@@ -94,12 +100,20 @@ pub(super) async fn rerank(
     if count == 0 {
         return Err(RequestParamError::EmptyPrompt { param: "documents" }.into());
     }
-    let pairs = TextPairs { queries: vec![message.query], documents: message.documents };
-    let limit = token_limit(message.truncate_tokens, &call.model)?;
-    let tokens = pairs.tokenize(&call.model, limit);
-    let tokens = tokens.map_err(|error| Status::invalid_argument(format!("`documents`: {error}")))?;
-    let (model, pooled) = pool(service, call, "documents", tokens).await?;
-    let scores = pairs.scores(model.description.pooling, &pooled.vectors);
+    let fields = PairFields { query: "query", documents: "documents" };
+    let pairs = TextPairs { queries: vec![message.query], documents: message.documents, fields };
+    let limits =
+        PairLimits { prompt: token_limit(message.truncate_tokens, &call.model)?, ..PairLimits::default() };
+    let (bytes, tokenizing_model) = (pairs.prompt_bytes(&call.model)?, call.model.clone());
+    let tokenized = run_tokenizer(bytes, move || {
+        let most = tokenizing_model.description.context_tokens;
+        Ok((pairs.tokenize(&tokenizing_model, limits, most)?, pairs))
+    });
+    let (tokens, pairs) = tokenized.await?;
+    let pooling = call.model.description.pooling;
+    let name_of = |index| pairs.name_of(pooling, index);
+    let (model, pooled) = pool(service, call, "documents", tokens, name_of).await?;
+    let scores = pairs.scores(pooling, &pooled.vectors);
     let top = if message.top_n == 0 { usize::MAX } else { message.top_n as usize };
     let result = |index: usize| wire::RerankResult { index: index as u32, relevance_score: scores[index] };
     Ok(wire::RerankReply {
@@ -139,13 +153,21 @@ async fn pool(
     call: PooledCall,
     param: &'static str,
     tokens: Vec<Vec<u32>>,
+    name_of: impl Fn(usize) -> InputName,
 ) -> Result<(Arc<ServedModel>, PooledPrompts), Status> {
     let PooledCall { model, params, origin } = call;
     origin.keep_bytes(&tokens, &params);
     let prompts = TokenizedPrompts { param, tokens, at_text_start: false };
     let request = GenerationRequest::pooled(model.clone(), prompts, params, origin)?;
-    let pooled = service.generator.embed(&request).await?;
+    let pooled = service.generator.embed(&request, name_of).await?;
     Ok((model, pooled))
+}
+
+fn text_bytes(input: &wire::EmbedInput) -> usize {
+    match &input.input {
+        Some(embed_input::Input::Text(text)) => text.len(),
+        _ => 0,
+    }
 }
 
 fn tokenize(model: &ServedModel, input: wire::EmbedInput, limit: Option<usize>) -> Result<Vec<u32>, Status> {
@@ -176,5 +198,20 @@ fn token_limit(asked: Option<u32>, model: &ServedModel) -> Result<Option<usize>,
 impl From<NotPooledError> for Status {
     fn from(error: NotPooledError) -> Self {
         Status::invalid_argument(error.to_string())
+    }
+}
+
+impl From<PairError> for Status {
+    fn from(error: PairError) -> Self {
+        Status::invalid_argument(error.to_string())
+    }
+}
+
+impl From<EmbedError> for Status {
+    fn from(error: EmbedError) -> Self {
+        match error {
+            EmbedError::Refused(refusal) => refusal.into(),
+            EmbedError::KvCacheExceeded { .. } => Status::invalid_argument(error.to_string()),
+        }
     }
 }

@@ -4,6 +4,7 @@
 
 use axum::Json;
 use axum::extract::State;
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -14,7 +15,9 @@ use super::error::ApiError;
 use super::fields::parse_pooled;
 use super::prompt_field::{GivenPrompt, PromptField};
 use super::request::{AppState, ReceivedBody, RequestMetadata, run_tokenizer};
-use crate::embedding::{EMBEDDED_VALUES_MAX, PooledUse, finish_embedding, truncate_input};
+use crate::embedding::{
+    EMBEDDED_VALUES_MAX, EmbedError, InputName, PooledUse, finish_embedding, truncate_input,
+};
 use crate::generate::{EMBEDDING_INPUTS_MAX, GenerationRequest, TokenizedPrompts};
 use crate::model::ServedModel;
 use crate::params::{RequestParamError, RequestParams};
@@ -91,7 +94,7 @@ pub(super) async fn post(
     let dimensions = fields.dimensions(&model)?;
     let normalize = fields.normalize()?;
     let format = fields.encoding_format;
-    let limit = token_limit(fields.truncate_prompt_tokens, &model)?;
+    let limit = token_limit(fields.truncate_prompt_tokens, &model, app.generator.input_tokens_max(&model))?;
     let tokenizing_model = model.clone();
     let tokens = run_tokenizer(body.bytes.len(), move || fields.tokenize(&tokenizing_model, limit)).await?;
     drop(body);
@@ -100,7 +103,8 @@ pub(super) async fn post(
     let values = check_values(tokens.len(), width)?;
     let prompts = TokenizedPrompts { param: "input", tokens, at_text_start: false };
     let request = GenerationRequest::pooled(model.clone(), prompts, params, metadata.origin.clone())?;
-    let pooled = app.generator.embed(&request).await?;
+    let pooled =
+        app.generator.embed(&request, |index| InputName { field: "input", index: Some(index) }).await?;
     let _writing = app.reserve_json(values * size_of::<f32>()).await;
     let entries = pooled.vectors.into_iter().enumerate().map(|(index, values)| EmbeddingEntry {
         object: "embedding",
@@ -130,7 +134,7 @@ pub(super) fn check_embedding(
     let params = scheduling.apply_to(RequestParams::default())?;
     fields.dimensions(model)?;
     fields.normalize()?;
-    let limit = token_limit(fields.truncate_prompt_tokens, model)?;
+    let limit = token_limit(fields.truncate_prompt_tokens, model, model.description.context_tokens)?;
     let prompts =
         TokenizedPrompts { param: "input", tokens: fields.tokenize(model, limit)?, at_text_start: false };
     GenerationRequest::pooled(model.clone(), prompts, params, metadata.origin.clone())?;
@@ -141,15 +145,17 @@ pub(super) fn usage(prompt_tokens: usize) -> Value {
     json!({"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens})
 }
 
-/// The most tokens of an input, if longer ones are to be cut. -1: the model's context.
+/// The most tokens of an input, if longer ones are to be cut. -1: as many as model and workers can
+/// hold, which are `most`.
 pub(super) fn token_limit(
     asked: Option<i64>,
     model: &ServedModel,
+    most: u32,
 ) -> Result<Option<usize>, RequestParamError> {
     let context = model.description.context_tokens;
     match asked {
         None => Ok(None),
-        Some(-1) => Ok(Some(context as usize)),
+        Some(-1) => Ok(Some(most as usize)),
         Some(kept) if (1..=i64::from(context)).contains(&kept) => Ok(Some(kept as usize)),
         Some(kept) => Err(RequestParamError::OutOfRange {
             param: "truncate_prompt_tokens",
@@ -170,6 +176,17 @@ fn check_values(inputs: usize, width: usize) -> Result<usize, ApiError> {
         return Err(ApiError::invalid(Some("input"), message));
     }
     Ok(values)
+}
+
+impl From<EmbedError> for ApiError {
+    fn from(error: EmbedError) -> Self {
+        let message = error.to_string();
+        match error {
+            EmbedError::Refused(refusal) => refusal.into(),
+            EmbedError::KvCacheExceeded { input, .. } => Self::invalid(Some(input.field), message)
+                .with_status(StatusCode::BAD_REQUEST, "kv_budget_exceeded"),
+        }
+    }
 }
 
 impl EncodingFormat {

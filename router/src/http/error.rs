@@ -275,6 +275,7 @@ impl From<RequestRefusal> for ApiError {
                 let (param, code) = match exceeded {
                     CapacityExceeded::KvCache { .. } => ("max_tokens", "kv_budget_exceeded"),
                     CapacityExceeded::Choices { .. } => ("n", "too_many_choices"),
+                    CapacityExceeded::Beams { .. } => ("n", "too_many_beams"),
                 };
                 Self { code: Some(code), ..Self::invalid(Some(param), message) }
             }

@@ -112,7 +112,7 @@ fn is_text_only(value: &Value) -> bool {
     value.as_array().is_some_and(|items| items.iter().all(|item| item == "text"))
 }
 
-const UNSUPPORTED_FIELDS: [UnsupportedField; 19] = [
+const UNSUPPORTED_FIELDS: [UnsupportedField; 18] = [
     unsupported("tools", is_empty),
     unsupported("tool_choice", is_without_tools),
     unsupported("functions", is_empty),
@@ -123,7 +123,6 @@ const UNSUPPORTED_FIELDS: [UnsupportedField; 19] = [
     // Supported by completions only.
     unsupported("suffix", is_empty),
     unsupported("best_of", is_one),
-    unsupported("early_stopping", is_false),
     unsupported("skip_special_tokens", is_true),
     unsupported("spaces_between_special_tokens", is_true),
     unsupported("documents", is_empty),

@@ -54,12 +54,13 @@ use crate::fleet_watch::CopyReport;
 use crate::gauges::{self, FleetGauges};
 pub(crate) use error::ApiError;
 pub(crate) use fields::UnknownFields;
-pub(crate) use host::{OwnNames, check_host};
+pub use host::HostError;
+pub(crate) use host::{ClientMachine, OwnNames, check_host};
 pub(crate) use messages::shape_errors;
 pub use origin::OriginError;
 pub(crate) use origin::{AllowedOrigins, check_origin};
 pub(crate) use page_files::is_page_file;
-pub(crate) use request::AppState;
+pub(crate) use request::{AppState, run_tokenizer};
 
 /// Routes that are label values of the response counter.
 const ROUTES: [&str; 24] = [

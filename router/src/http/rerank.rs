@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -18,9 +19,9 @@ use super::request::{AppState, ReceivedBody, RequestMetadata, run_tokenizer};
 use super::scheduling_fields::SchedulingFields;
 use crate::embedding::PooledUse;
 use crate::generate::{EMBEDDING_INPUTS_MAX, GenerationRequest, TokenizedPrompts};
-use crate::model::ServedModel;
+use crate::model::{PairLimits, ServedModel};
 use crate::params::{RequestParamError, RequestParams};
-use crate::relevance::{TextPairs, ranking};
+use crate::relevance::{PairError, PairFields, TextPairs, ranking};
 
 /// Documents of a request. With its query they are inputs of one request.
 const DOCUMENTS_MAX: usize = EMBEDDING_INPUTS_MAX - 1;
@@ -43,7 +44,7 @@ struct RerankFields {
     top_n: Option<i64>,
     return_documents: Option<bool>,
     truncate_prompt_tokens: Option<i64>,
-    /// Cohere's name for the same.
+    /// Cohere's limit of each document.
     max_tokens_per_doc: Option<i64>,
 }
 
@@ -82,9 +83,8 @@ impl Texts {
 struct PairRequest {
     model: Option<String>,
     pairs: TextPairs,
-    /// The field that holds the documents.
-    param: &'static str,
     truncate: Option<i64>,
+    document_tokens: Option<i64>,
     scheduling: SchedulingFields,
 }
 
@@ -117,9 +117,14 @@ pub(super) async fn rerank(
         Document::Text(text) | Document::Object { text } => text,
     };
     let documents = fields.documents.into_iter().map(text).collect();
-    let pairs = TextPairs { queries: vec![fields.query], documents };
-    let truncate = fields.truncate_prompt_tokens.or(fields.max_tokens_per_doc);
-    let request = PairRequest { model: fields.model, pairs, param: "documents", truncate, scheduling };
+    let names = PairFields { query: "query", documents: "documents" };
+    let request = PairRequest {
+        model: fields.model,
+        pairs: TextPairs { queries: vec![fields.query], documents, fields: names },
+        truncate: fields.truncate_prompt_tokens,
+        document_tokens: fields.max_tokens_per_doc,
+        scheduling,
+    };
     let scored = score_pairs(&app, &metadata, body, request).await?;
     let result = |index: usize| {
         let mut result = json!({"index": index, "relevance_score": scored.scores[index]});
@@ -154,9 +159,14 @@ pub(super) async fn score(
         );
         return Err(ApiError::invalid(Some("text_1"), message));
     }
-    let pairs = TextPairs { queries, documents };
-    let truncate = fields.truncate_prompt_tokens;
-    let request = PairRequest { model: fields.model, pairs, param: "text_2", truncate, scheduling };
+    let names = PairFields { query: "text_1", documents: "text_2" };
+    let request = PairRequest {
+        model: fields.model,
+        pairs: TextPairs { queries, documents, fields: names },
+        truncate: fields.truncate_prompt_tokens,
+        document_tokens: None,
+        scheduling,
+    };
     let scored = score_pairs(&app, &metadata, body, request).await?;
     let entry = |(index, score): (usize, &f64)| json!({"index": index, "object": "score", "score": score});
     let reply = json!({
@@ -176,9 +186,35 @@ async fn score_pairs(
     body: ReceivedBody,
     request: PairRequest,
 ) -> Result<PairScores, ApiError> {
-    let PairRequest { model, pairs, param, truncate, scheduling } = request;
+    let PairRequest { model, pairs, truncate, document_tokens, scheduling } = request;
     let model = app.generator.registry.resolve(model.as_deref(), &metadata.models)?;
     app.generator.check_pooled(&model, PooledUse::Relevance, &metadata.models)?;
+    check_counts(&model, &pairs)?;
+    let params = scheduling.apply_to(RequestParams::default())?;
+    let most = app.generator.input_tokens_max(&model);
+    let limits = PairLimits {
+        prompt: token_limit(truncate, &model, most)?,
+        document: document_limit(document_tokens, most)?,
+    };
+    let bytes = pairs.prompt_bytes(&model)?;
+    let tokenizing_model = model.clone();
+    let tokenized = run_tokenizer(bytes, move || {
+        let tokens = pairs.tokenize(&tokenizing_model, limits, most)?;
+        Ok::<_, PairError>((tokens, pairs))
+    });
+    let (tokens, pairs) = tokenized.await?;
+    drop(body);
+    metadata.origin.keep_bytes(&tokens, &params);
+    let prompts = TokenizedPrompts { param: pairs.fields.documents, tokens, at_text_start: false };
+    let request = GenerationRequest::pooled(model.clone(), prompts, params, metadata.origin.clone())?;
+    let pooling = model.description.pooling;
+    let pooled = app.generator.embed(&request, |index| pairs.name_of(pooling, index)).await?;
+    let scores = pairs.scores(pooling, &pooled.vectors);
+    Ok(PairScores { model, pairs, scores, prompt_tokens: pooled.prompt_tokens })
+}
+
+fn check_counts(model: &ServedModel, pairs: &TextPairs) -> Result<(), ApiError> {
+    let PairFields { query, documents: param } = pairs.fields;
     let (count, max) = (pairs.documents.len(), DOCUMENTS_MAX);
     if count > max {
         return Err(RequestParamError::TooManyEntries { param, count, max }.into());
@@ -186,20 +222,38 @@ async fn score_pairs(
     if count == 0 {
         return Err(RequestParamError::EmptyPrompt { param }.into());
     }
-    let params = scheduling.apply_to(RequestParams::default())?;
-    let limit = token_limit(truncate, &model)?;
-    let tokenizing_model = model.clone();
-    let tokenized = run_tokenizer(body.bytes.len(), move || {
-        let tokens = pairs.tokenize(&tokenizing_model, limit);
-        let tokens = tokens.map_err(|error| ApiError::invalid(Some(param), error.to_string()))?;
-        Ok::<_, ApiError>((tokens, pairs))
-    });
-    let (tokens, pairs) = tokenized.await?;
-    drop(body);
-    metadata.origin.keep_bytes(&tokens, &params);
-    let prompts = TokenizedPrompts { param, tokens, at_text_start: false };
-    let request = GenerationRequest::pooled(model.clone(), prompts, params, metadata.origin.clone())?;
-    let pooled = app.generator.embed(&request).await?;
-    let scores = pairs.scores(model.description.pooling, &pooled.vectors);
-    Ok(PairScores { model, pairs, scores, prompt_tokens: pooled.prompt_tokens })
+    let (texts, max) = (pairs.prompt_count(model.description.pooling), EMBEDDING_INPUTS_MAX);
+    if texts > max {
+        let message = format!(
+            "`{query}` and `{param}` have {texts} texts together, allowed are at most {max}: this model \
+             computes an embedding of each"
+        );
+        return Err(ApiError::invalid(Some(param), message));
+    }
+    Ok(())
+}
+
+/// Cohere's clients send a limit that fits Cohere's models: a larger one than `most` means `most`,
+/// and so does -1.
+fn document_limit(asked: Option<i64>, most: u32) -> Result<Option<usize>, RequestParamError> {
+    match asked {
+        None => Ok(None),
+        Some(-1) => Ok(Some(most as usize)),
+        Some(asked @ 1..) => Ok(Some(usize::try_from(asked).unwrap_or(usize::MAX).min(most as usize))),
+        Some(asked) => Err(RequestParamError::OutOfRange {
+            param: "max_tokens_per_doc",
+            value: asked.to_string(),
+            allowed: "-1 and 1 and above".to_owned(),
+        }),
+    }
+}
+
+impl From<PairError> for ApiError {
+    fn from(error: PairError) -> Self {
+        let api = Self::invalid(Some(error.param()), error.to_string());
+        match error.is_context_exceeded() {
+            true => api.with_status(StatusCode::BAD_REQUEST, "context_length_exceeded"),
+            false => api,
+        }
+    }
 }

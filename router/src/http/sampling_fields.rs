@@ -39,6 +39,7 @@ macro_rules! define_sampling_fields {
             n: Option<i64>,
             use_beam_search: Option<bool>,
             length_penalty: Option<f64>,
+            early_stopping: Option<bool>,
             #[serde(skip)]
             structured_output: StructuredOutputFields,
             #[serde(skip)]
@@ -51,7 +52,7 @@ sampling_params::with_parameter_names!(define_sampling_fields);
 
 /// The names of the fields of [`SamplingFields`].
 pub(super) fn is_sampling_field(name: &str) -> bool {
-    const OTHERS: [&str; 12] = [
+    const OTHERS: [&str; 13] = [
         "max_tokens",
         "min_tokens",
         "stop",
@@ -64,6 +65,7 @@ pub(super) fn is_sampling_field(name: &str) -> bool {
         "n",
         "use_beam_search",
         "length_penalty",
+        "early_stopping",
     ];
     sampling_params::PARAMETERS.into_iter().any(|parameter| parameter.name() == name)
         || OTHERS.contains(&name)
@@ -107,6 +109,7 @@ impl SamplingFields {
             n: self.n,
             beam_search: self.use_beam_search.unwrap_or(false),
             length_penalty: self.length_penalty,
+            early_stopping: self.early_stopping.unwrap_or(false),
             grammar: self.structured_output.grammar()?,
             ..RequestParams::default()
         };

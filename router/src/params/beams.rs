@@ -14,6 +14,8 @@ pub(crate) struct CheckedBeams {
     /// Sequences that the worker runs at once. At least `n`.
     pub(crate) width: u32,
     pub(crate) length_penalty: f32,
+    /// The search ends as soon as `width` outputs have ended with a stop token.
+    pub(crate) early_stopping: bool,
 }
 
 impl CheckedParams {
@@ -34,6 +36,9 @@ impl RequestParams {
     pub(crate) fn check_beams(&self) -> Result<(), RequestParamError> {
         if !self.beam_search {
             let is_alone = self.length_penalty.is_some_and(|penalty| penalty != LENGTH_PENALTY_DEFAULT);
+            if self.early_stopping {
+                return Err(RequestParamError::EarlyStoppingAlone);
+            }
             return if is_alone { Err(RequestParamError::LengthPenaltyAlone) } else { Ok(()) };
         }
         let differs = |value: Option<f64>, neutral: f64| value.is_some_and(|value| value != neutral);
@@ -63,7 +68,8 @@ impl RequestParams {
         let length_penalty = self.length_penalty.unwrap_or(LENGTH_PENALTY_DEFAULT);
         if length_penalty.abs() <= LENGTH_PENALTY_MAX {
             let length_penalty = length_penalty as f32;
-            return Ok(Some(CheckedBeams { width: width as u32, length_penalty }));
+            let early_stopping = self.early_stopping;
+            return Ok(Some(CheckedBeams { width: width as u32, length_penalty, early_stopping }));
         }
         Err(RequestParamError::OutOfRange {
             param: "length_penalty",

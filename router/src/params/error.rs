@@ -29,6 +29,8 @@ pub(crate) enum RequestParamError {
         "`{param}` cannot be used together with beam search: its outputs are the model's most probable ones"
     )]
     NotWithBeams { param: &'static str },
+    #[error("`early_stopping` has an effect on beam search only")]
+    EarlyStoppingAlone,
     #[error("`length_penalty` has an effect on beam search only")]
     LengthPenaltyAlone,
     #[error("`ignore_eos` cannot be combined with `{with}`: the grammar defines where the output ends")]
@@ -58,6 +60,7 @@ impl RequestParamError {
             | RequestParamError::ContextExceeded { param, .. } => param,
             RequestParamError::IgnoreEosWithGrammar { .. } => "ignore_eos",
             RequestParamError::LengthPenaltyAlone => "length_penalty",
+            RequestParamError::EarlyStoppingAlone => "early_stopping",
             RequestParamError::CacheSaltLength { .. } => "cache_salt",
         }
     }

@@ -6,7 +6,7 @@ use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 
 use prost::Message;
-use proto::worker::v1::GenerateRequest;
+use proto::worker::v1::{GenerateRequest, SearchBeamsRequest};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::routing::ModelKey;
@@ -30,8 +30,14 @@ impl Default for ContentHasher {
 }
 
 impl ContentHasher {
-    /// `request` is the call of a choice without output.
-    pub fn key_of_request(&self, model: &ModelKey, mut request: GenerateRequest) -> ContentKey {
+    /// `request` is the call of a choice without output. `search` is the call of a beam search
+    /// without its request: the same request does something else in the worker then.
+    pub fn key_of_request(
+        &self,
+        model: &ModelKey,
+        mut request: GenerateRequest,
+        search: Option<&SearchBeamsRequest>,
+    ) -> ContentKey {
         request.request_id.clear();
         request.cache_salt.clear();
         (request.tenant, request.priority, request.deadline_ms, request.choice) = (0, 0, 0, 0);
@@ -48,6 +54,9 @@ impl ContentHasher {
             hasher.update(&f32::to_le_bytes(bias));
         }
         hasher.update(&request.encode_to_vec());
+        if let Some(search) = search {
+            hasher.update(&search.encode_to_vec());
+        }
         ContentKey(hasher.digest128())
     }
 
@@ -104,15 +113,21 @@ mod tests {
     #[test]
     fn a_repeated_request_has_the_same_key_and_another_prompt_or_model_has_not() {
         let (hasher, model) = (ContentHasher::default(), ModelKey::numbered(1));
-        let key = |tokens: &[u32], seed, tenant| hasher.key_of_request(&model, request(tokens, seed, tenant));
+        let key =
+            |tokens: &[u32], seed, tenant| hasher.key_of_request(&model, request(tokens, seed, tenant), None);
         assert_eq!(key(&[1, 2], 7, 1), key(&[1, 2], 8, 2));
         assert_ne!(key(&[1, 2], 7, 1), key(&[1, 3], 7, 1));
         let mut biased = request(&[1, 2], 7, 1);
         biased.sampling.as_mut().unwrap().logit_bias.insert(3, -1.0);
-        assert_ne!(key(&[1, 2], 7, 1), hasher.key_of_request(&model, biased));
-        let other_model = hasher.key_of_request(&ModelKey::numbered(2), request(&[1, 2], 7, 1));
+        assert_ne!(key(&[1, 2], 7, 1), hasher.key_of_request(&model, biased, None));
+        let search = |beam_width| SearchBeamsRequest { beam_width, ..SearchBeamsRequest::default() };
+        let key_of_search =
+            |width| hasher.key_of_request(&model, request(&[1, 2], 7, 1), Some(&search(width)));
+        assert_ne!(key(&[1, 2], 7, 1), key_of_search(2));
+        assert_ne!(key_of_search(2), key_of_search(3));
+        let other_model = hasher.key_of_request(&ModelKey::numbered(2), request(&[1, 2], 7, 1), None);
         assert_ne!(key(&[1, 2], 7, 1), other_model);
         let other_process = ContentHasher { secret: hasher.secret ^ 1 };
-        assert_ne!(key(&[1, 2], 7, 1), other_process.key_of_request(&model, request(&[1, 2], 7, 1)));
+        assert_ne!(key(&[1, 2], 7, 1), other_process.key_of_request(&model, request(&[1, 2], 7, 1), None));
     }
 }

@@ -32,9 +32,16 @@ pub(crate) fn generate_frame(output: EngineOutput) -> Option<wire::GenerateFrame
         | EngineOutput::Logits { .. }
         | EngineOutput::Scored { .. }
         | EngineOutput::Embedding { .. }
+        | EngineOutput::BeamProgress { .. }
         | EngineOutput::Beams { .. } => return None,
     };
     Some(wire::GenerateFrame { frame: Some(frame) })
+}
+
+pub(crate) fn beam_progress(length: usize, computed_tokens: u64) -> wire::GenerateFrame {
+    let length = u32::try_from(length).unwrap_or(u32::MAX);
+    let progress = wire::BeamProgress { length, computed_tokens };
+    wire::GenerateFrame { frame: Some(generate_frame::Frame::BeamProgress(progress)) }
 }
 
 /// The frames of the outputs of a beam search, one output after the other.
@@ -106,6 +113,7 @@ impl ScoreFrames {
             EngineOutput::Admitted { .. }
             | EngineOutput::Token(_)
             | EngineOutput::Embedding { .. }
+            | EngineOutput::BeamProgress { .. }
             | EngineOutput::Beams { .. }
             | EngineOutput::Finished { .. } => {}
         }
@@ -207,7 +215,9 @@ mod tests {
                     ends.push((end.reason(), end.stop_token, end.cached_tokens));
                     tokens.push(Vec::new());
                 }
-                generate_frame::Frame::Admitted(_) => panic!("a beam is not admitted"),
+                generate_frame::Frame::Admitted(_) | generate_frame::Frame::BeamProgress(_) => {
+                    panic!("a beam is neither admitted nor under way")
+                }
             }
         }
         assert_eq!(tokens, [(0..long).collect(), vec![], vec![0, 1], vec![]]);

@@ -71,7 +71,7 @@ pub(crate) fn beam_request_from_wire(
     id: RequestId,
     now: Duration,
 ) -> Result<BeamRequest, RequestFieldError> {
-    let wire::SearchBeamsRequest { generation, beam_width, choices, length_penalty } = wire;
+    let wire::SearchBeamsRequest { generation, beam_width, choices, length_penalty, early_stopping } = wire;
     let generation = generation.unwrap_or_default();
     if generation.grammar.is_some() {
         return Err(RequestFieldError::BeamGrammar);
@@ -81,7 +81,8 @@ pub(crate) fn beam_request_from_wire(
     if prior_output > 0 {
         return Err(RequestFieldError::BeamOutput { output_tokens: prior_output, tokens: prompt.len() });
     }
-    let params = BeamParams { width: beam_width as usize, choices: choices as usize, length_penalty };
+    let (width, choices) = (beam_width as usize, choices as usize);
+    let params = BeamParams { width, choices, length_penalty, early_stopping };
     Ok(BeamRequest { id, prompt, params, stop, logprobs, deadline, priority, tenant, scope })
 }
 
@@ -232,9 +233,10 @@ mod tests {
             beam_width: 4,
             choices: 2,
             length_penalty: 0.5,
+            early_stopping: true,
         };
         let request = beam_request_from_wire(search(generation.clone()), id(), Duration::ZERO).unwrap();
-        let params = BeamParams { width: 4, choices: 2, length_penalty: 0.5 };
+        let params = BeamParams { width: 4, choices: 2, length_penalty: 0.5, early_stopping: true };
         assert_eq!((request.prompt, request.params), (vec![1, 2], params));
         let output = wire::GenerateRequest { prompt_tokens: 1, ..generation.clone() };
         let refused = beam_request_from_wire(search(output), id(), Duration::ZERO);

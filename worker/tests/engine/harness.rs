@@ -176,6 +176,7 @@ impl Generated {
                     }
                     generate_frame::Frame::Finished(finished) => generated.finished = Some(finished),
                     generate_frame::Frame::Admitted(_) => panic!("admitted twice"),
+                    generate_frame::Frame::BeamProgress(_) => panic!("no beams were asked for"),
                 },
                 Ok(None) => return Ok(generated),
                 Err(status) => {

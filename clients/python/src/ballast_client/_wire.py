@@ -62,7 +62,13 @@ def request_to_wire(request: types.GenerateRequest) -> pb.GenerateRequest:
     )
     _set_prompt(wire, request.prompt)
     if (beams := request.beam_search) is not None:
-        wire.beam_search.CopyFrom(pb.BeamSearch(width=beams.width, length_penalty=beams.length_penalty))
+        wire.beam_search.CopyFrom(
+            pb.BeamSearch(
+                width=beams.width,
+                length_penalty=beams.length_penalty,
+                early_stopping=beams.early_stopping,
+            )
+        )
     return wire
 
 

@@ -89,6 +89,8 @@ class BeamSearch:
     width: int = 0
     # An output's sum of log probabilities is divided by its length to the power of this. None: 1.
     length_penalty: float | None = None
+    # The search ends as soon as `width` outputs have ended with a stop token.
+    early_stopping: bool = False
 
 
 @dataclass(frozen=True)

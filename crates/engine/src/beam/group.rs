@@ -42,6 +42,11 @@ impl BeamGroup {
         self.search.advance(&rows)
     }
 
+    /// Tokens that each running beam has, and those of all beams so far.
+    pub(crate) fn progress(&self) -> (usize, u64) {
+        self.search.progress()
+    }
+
     /// The sequences of the next step, in the order of its beams.
     pub(crate) fn continue_with(&mut self, sequences: Vec<SequenceId>) {
         assert_eq!(sequences.len(), self.search.running(), "each beam has a sequence");

@@ -6,15 +6,17 @@
 //! The rules are those of vLLM, with the length of Wu et al. 2016 (arXiv:1609.08144):
 //!
 //! 1. Each beam may continue with the `2 * width` most probable tokens of its row.
-//! 2. A stop token among them ends a copy of the beam. The others are candidates, of which the
-//!    `width` with the highest sums of log probabilities continue.
+//! 2. The most probable stop token among them ends a copy of the beam. Others would end it with the
+//!    same output. All tokens that do not stop are candidates, of which the `width` with the
+//!    highest sums of log probabilities continue.
 //! 3. The score of a beam is that sum divided by `length ^ length_penalty`. The length counts
 //!    output tokens without the stop token, and is at least 1. The sum counts the stop token.
 //! 4. Among equal scores, the beam that ended earlier comes first, then the one whose parent ranks
 //!    higher, then the more probable token.
 //!
-//! The search ends early if no running beam can enter the result any more. So its end depends on
-//! nothing else than the rules above.
+//! The search ends early if no running beam can enter the result any more, which changes nothing.
+//! With `early_stopping` it ends, as in Hugging Face's transformers, once `width` beams have ended
+//! with a stop token: running beams might have got a better score.
 
 use super::tree::{NodeId, TokenTree};
 use crate::request::input::{BeamParams, StopConditions};
@@ -66,6 +68,10 @@ pub struct BeamSearch {
     /// All have `length` tokens.
     running: Vec<RunningBeam>,
     length: usize,
+    /// Tokens of all beams so far, also of those that were dropped.
+    computed_tokens: u64,
+    /// Beams that have ended with a stop token.
+    stopped: usize,
     /// The best ones so far, at most as many as the result has, in order.
     ended: Vec<EndedBeam>,
 }
@@ -84,6 +90,8 @@ impl BeamSearch {
             tree: TokenTree::default(),
             running: vec![RunningBeam { end: None, sum: 0.0 }],
             length: 0,
+            computed_tokens: 0,
+            stopped: 0,
             ended: Vec::new(),
         }
     }
@@ -91,6 +99,11 @@ impl BeamSearch {
     /// Beams of the next step.
     pub fn running(&self) -> usize {
         self.running.len()
+    }
+
+    /// Tokens that each running beam has, and those of all beams so far.
+    pub fn progress(&self) -> (usize, u64) {
+        (self.length, self.computed_tokens)
     }
 
     /// How many of the most probable tokens of each row the next step needs.
@@ -116,6 +129,10 @@ impl BeamSearch {
         });
         self.running = next.collect();
         self.length += 1;
+        self.computed_tokens += rows.len() as u64;
+        if self.params.early_stopping && self.stopped >= self.params.width {
+            self.running.clear();
+        }
         if self.length == self.max_tokens {
             for RunningBeam { end, sum } in std::mem::take(&mut self.running) {
                 self.end_beam(end, sum, self.length, None);
@@ -137,18 +154,19 @@ impl BeamSearch {
         for (parent, row) in rows.iter().enumerate() {
             let RunningBeam { end, sum } = self.running[parent];
             let is_stop = |token: u32| self.stop_tokens.contains(&token);
-            let mut stops = Vec::new();
+            let mut best_stop = None;
             let possible = row.iter().filter(|&&(token, logprob)| {
                 // A token without probability continues nothing.
                 logprob > f32::NEG_INFINITY && (may_stop || !is_stop(token))
             });
             for &(token, logprob) in possible.take(considered) {
                 match is_stop(token) {
-                    true => stops.push((token, logprob)),
+                    true => _ = best_stop.get_or_insert((token, logprob)),
                     false => candidates.push((BeamContinuation { parent, token }, logprob)),
                 }
             }
-            for (token, logprob) in stops {
+            if let Some((token, logprob)) = best_stop {
+                self.stopped += 1;
                 self.end_beam(end, sum + f64::from(logprob), self.length, Some(token));
             }
         }

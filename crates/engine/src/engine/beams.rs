@@ -13,6 +13,9 @@ use crate::schedule::sequence::{NewSequence, SequenceKind};
 use crate::schedule::sequence_id::SequenceId;
 use ops::Backend;
 
+/// Tokens of a running sequence after which a search reports once more how far it is.
+const PROGRESS_TOKENS: usize = 16;
+
 impl<B: Backend> Engine<B> {
     /// As `submit`, for the most probable outputs of a prompt.
     pub fn submit_beams(&mut self, request: BeamRequest) -> Result<Queued, RefuseReason> {
@@ -65,7 +68,13 @@ impl<B: Backend> Engine<B> {
         for id in std::mem::take(&mut self.complete_groups) {
             // Another beam of the request may have failed in this step.
             let Some(group) = self.beam_groups.get_mut(&id) else { continue };
-            match group.advance() {
+            let step = group.advance();
+            let (length, computed_tokens) = group.progress();
+            let is_last = matches!(step, SearchStep::Done(_));
+            if is_last || length == 1 || length.is_multiple_of(PROGRESS_TOKENS) {
+                out.push(EngineOutput::BeamProgress { id, length, computed_tokens });
+            }
+            match step {
                 SearchStep::Continue(next) => self.continue_beams(id, &next),
                 SearchStep::Done(beams) => {
                     let sequence_id = self.sequence_ids[&id];

@@ -128,6 +128,8 @@ pub struct BeamParams {
     /// Exponent of the length by which the sum of log probabilities is divided. 0: the sum itself.
     /// Above 0, longer outputs win; below, shorter ones.
     pub length_penalty: f32,
+    /// The search ends as soon as `width` outputs have ended with a stop token.
+    pub early_stopping: bool,
 }
 
 /// Most sequences of one beam search. Each takes a seat among those that run at once.

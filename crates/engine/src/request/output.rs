@@ -36,6 +36,14 @@ pub enum EngineOutput {
         id: RequestId,
         values: Vec<f32>,
     },
+    /// How far a [`BeamRequest`](crate::BeamRequest) is: tokens of each running sequence, and of
+    /// all sequences so far, also of those that it dropped. After the first token, now and then,
+    /// and before its outputs.
+    BeamProgress {
+        id: RequestId,
+        length: usize,
+        computed_tokens: u64,
+    },
     /// The outputs of a [`BeamRequest`](crate::BeamRequest), the highest score first.
     Beams {
         id: RequestId,

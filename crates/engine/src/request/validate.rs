@@ -41,7 +41,7 @@ impl RequestLimits {
 
     /// Checks the request. Returns the length at which its sequences end.
     pub(crate) fn check_beams(&self, request: &BeamRequest) -> Result<usize, RefuseReason> {
-        let BeamParams { width, choices, length_penalty } = request.params;
+        let BeamParams { width, choices, length_penalty, .. } = request.params;
         check_range("beam_width", width as f32, 1.0, BEAM_WIDTH_MAX as f32)?;
         check_range("choices", choices as f32, 1.0, width as f32)?;
         check_range("length_penalty", length_penalty, -LENGTH_PENALTY_MAX, LENGTH_PENALTY_MAX)?;

@@ -20,7 +20,7 @@ fn beams(id: u64, prompt: Vec<u32>, max_tokens: u32, width: usize, choices: usiz
     BeamRequest {
         id: RequestId(id),
         prompt,
-        params: BeamParams { width, choices, length_penalty: 1.0 },
+        params: BeamParams { width, choices, length_penalty: 1.0, early_stopping: false },
         stop: StopConditions { max_tokens: Some(max_tokens), ..StopConditions::default() },
         logprobs: None,
         deadline: None,
@@ -46,7 +46,7 @@ fn engine(config: &EngineConfig) -> Engine<Reference> {
 
 /// vLLM's search, as its code does it: no early end, every beam with all its tokens.
 fn searched(request: &BeamRequest) -> Vec<Beam> {
-    let BeamParams { width, choices, length_penalty } = request.params;
+    let BeamParams { width, choices, length_penalty, early_stopping } = request.params;
     let stop = &request.stop;
     let score = |sum: f64, length: usize| sum / (length.max(1) as f64).powf(f64::from(length_penalty));
     let mut running: Vec<(Vec<BeamToken>, f64)> = vec![(Vec::new(), 0.0)];
@@ -61,11 +61,15 @@ fn searched(request: &BeamRequest) -> Vec<Beam> {
             let all = row.top(VOCAB);
             let early = length < stop.min_tokens as usize;
             let possible = all.iter().filter(|(token, _)| !(early && stop.stop_tokens.contains(token)));
+            let mut has_stopped = false;
             for &(token, logprob) in possible.take(2 * width) {
                 let sum = sum + f64::from(logprob);
                 if stop.stop_tokens.contains(&token) {
-                    let score = score(sum, length);
-                    ended.push(Beam { tokens: tokens.clone(), stop_token: Some(token), score });
+                    // Another stop token would end it with the same output.
+                    if !std::mem::replace(&mut has_stopped, true) {
+                        let score = score(sum, length);
+                        ended.push(Beam { tokens: tokens.clone(), stop_token: Some(token), score });
+                    }
                 } else {
                     let top = row.top(usize::from(request.logprobs.unwrap_or(0)));
                     let mut tokens = tokens.clone();
@@ -77,6 +81,9 @@ fn searched(request: &BeamRequest) -> Vec<Beam> {
         next.sort_by(|a, b| b.1.total_cmp(&a.1));
         next.truncate(width);
         running = next;
+        if early_stopping && ended.len() >= width {
+            running.clear();
+        }
     }
     ended.extend(running.into_iter().map(|(tokens, sum)| {
         let score = score(sum, tokens.len());
@@ -95,6 +102,15 @@ fn found(outputs: &[EngineOutput]) -> HashMap<RequestId, Vec<Beam>> {
     outputs.iter().filter_map(beams).collect()
 }
 
+fn progress(output: &EngineOutput, of: RequestId) -> Option<(usize, u64)> {
+    match *output {
+        EngineOutput::BeamProgress { id, length, computed_tokens } if id == of => {
+            Some((length, computed_tokens))
+        }
+        _ => None,
+    }
+}
+
 fn prompt(length: u32, start: u32) -> Vec<u32> {
     (0..length).map(|place| (place * place + start / 2) % VOCAB as u32).collect()
 }
@@ -106,6 +122,7 @@ struct Search {
     width: usize,
     choices: usize,
     length_penalty: f32,
+    early_stopping: bool,
     stops: u32,
     min_tokens: u32,
     logprobs: Option<u8>,
@@ -116,18 +133,27 @@ fn searches() -> impl Strategy<Value = Vec<Search>> {
         (1..30_u32, 0..4_u32),
         1..20_u32,
         (1..7_usize).prop_flat_map(|width| (Just(width), 1..=width)),
-        prop::sample::select(vec![0.0, 1.0, 0.6, -1.5, 3.0]),
+        (prop::sample::select(vec![0.0, 1.0, 0.6, -1.5, 3.0]), any::<bool>()),
         0..12_u32,
         0..6_u32,
         prop::option::of(0..4_u8),
     );
     let search = search.prop_map(
-        |(prompt, max_tokens, (width, choices), length_penalty, stops, min_tokens, logprobs)| Search {
+        |(
+            prompt,
+            max_tokens,
+            (width, choices),
+            (length_penalty, early_stopping),
+            stops,
+            min_tokens,
+            logprobs,
+        )| Search {
             prompt,
             max_tokens,
             width,
             choices,
             length_penalty,
+            early_stopping,
             stops,
             min_tokens: min_tokens.min(max_tokens),
             logprobs,
@@ -140,6 +166,7 @@ fn request_of(id: u64, search: &Search) -> BeamRequest {
     let Search { prompt: (length, start), max_tokens, width, choices, .. } = *search;
     let mut request = beams(id, prompt(length, start), max_tokens, width, choices);
     request.params.length_penalty = search.length_penalty;
+    request.params.early_stopping = search.early_stopping;
     request.stop.stop_tokens = (0..search.stops).map(|stop| stop * 4).collect();
     request.stop.min_tokens = search.min_tokens;
     request.logprobs = search.logprobs;
@@ -160,6 +187,17 @@ fn check(mut engine: Engine<Reference>, searches: &[Search], generated: &[Reques
     }
     let outputs = run_out(&mut engine);
     assert_eq!(found(&outputs), expected);
+    for (id, search) in (0..).map(RequestId).zip(searches) {
+        let reports: Vec<(usize, u64)> = outputs.iter().filter_map(|output| progress(output, id)).collect();
+        let tokens = expected[&id].iter().map(|beam| beam.tokens.len()).max().unwrap();
+        let (length, computed) = *reports.last().unwrap();
+        assert!(reports[0].0 == 1 && reports.is_sorted() && length >= tokens, "{reports:?}");
+        let all: usize = expected[&id].iter().map(|beam| beam.tokens.len()).sum();
+        assert!(
+            computed <= (search.width * length) as u64 && computed >= all.min(length) as u64,
+            "{reports:?}"
+        );
+    }
     let admitted = outputs.iter().filter(|output| matches!(output, EngineOutput::Admitted { .. })).count();
     assert_eq!(admitted, searches.len() + generated.len(), "a search is admitted once");
     let answers = answers(outputs);

@@ -206,6 +206,7 @@ pub(crate) fn id_of(output: &EngineOutput) -> RequestId {
         | EngineOutput::Logits { id, .. }
         | EngineOutput::Scored { id, .. }
         | EngineOutput::Embedding { id, .. }
+        | EngineOutput::BeamProgress { id, .. }
         | EngineOutput::Beams { id, .. }
         | EngineOutput::Finished { id, .. } => id,
         EngineOutput::Token(ref token) => token.id,

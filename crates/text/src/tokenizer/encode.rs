@@ -35,7 +35,7 @@ pub struct Tokenizer {
     /// The bytes that each token contributes to the text.
     pub(super) bytes: StringArena,
     pub(super) kinds: Vec<TokenKind>,
-    pub(super) special: SpecialTokens,
+    pub(crate) special: SpecialTokens,
     pub(super) model: TokenizerModel,
     pub(crate) bos: Option<u32>,
     pub(crate) eos: Option<u32>,
