@@ -12,7 +12,10 @@ use serde_json::{Value, json};
 
 use crate::harness::api::{connect, runtime};
 use crate::harness::http::HttpClient;
-use crate::harness::{ServedFleet, ballast, demo_7m, device, eventually, in_tree, proc, text};
+use crate::harness::{
+    ServedFleet, ballast, demo_7m, device, eventually, in_tree, proc, runs_on_host, streams_last_seconds,
+    text,
+};
 
 const PATH: &str = "/v1/completions";
 const LENGTH_PENALTY: f64 = 0.7;
@@ -228,6 +231,9 @@ fn model_with(more: &str) -> String {
 /// Deaths with other causes: early, at a place that the search had passed, and further than before.
 #[test]
 fn i6_a_search_that_loses_three_workers_is_not_blamed_for_them() {
+    if !streams_last_seconds("a search that loses three workers") {
+        return;
+    }
     let fleet = ServedFleet::start(&demo_7m(), &["--workers", "1", "--threads", "1"]);
     let request = GenerateRequest {
         prompt: Some(Prompt::Tokens(TokenIds { ids: (5..60).collect() })),
@@ -264,6 +270,9 @@ fn i6_a_search_that_loses_three_workers_is_not_blamed_for_them() {
 
 #[test]
 fn a_search_is_refused_if_its_beams_do_not_fit_and_ends_early_if_asked_to() {
+    if !runs_on_host("a search that does not fit") {
+        return;
+    }
     let more = format!(
         "kv-tokens = 512\nrunning-max = 6\nchat-template = {:?}",
         in_tree("tests/clients/chat.jinja")
