@@ -44,7 +44,8 @@ struct Output {
     stop_token: Option<u32>,
 }
 
-/// vLLM's search: all beams run to the limit, and the best of all outputs are chosen at the end.
+/// vLLM's search: all beams run to the limit, and the best of all outputs are chosen at the end. Of
+/// several stop tokens, the most probable ends a beam.
 fn searched(
     http: &HttpClient,
     prompt: &[u32],

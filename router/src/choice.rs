@@ -143,6 +143,7 @@ impl ChoiceTask {
     }
 
     /// Removes a dead worker, and asks the quarantine whether this choice may have killed it.
+    /// `output_tokens` is `None` for a choice that cannot have.
     pub(crate) fn record_loss(
         &self,
         loss: &StreamLoss,

@@ -44,7 +44,8 @@ fn engine(config: &EngineConfig) -> Engine<Reference> {
     Engine::new(Box::new(FakeModel::new(config)), Reference::new(), config).unwrap()
 }
 
-/// vLLM's search, as its code does it: no early end, every beam with all its tokens.
+/// vLLM's search, as its code does it: no early end unless asked for, every beam with all its
+/// tokens. vLLM knows one stop token; of several, the most probable ends a beam.
 fn searched(request: &BeamRequest) -> Vec<Beam> {
     let BeamParams { width, choices, length_penalty, early_stopping } = request.params;
     let stop = &request.stop;
