@@ -3,10 +3,12 @@
 // Causal attention over the paged KV cache: out = sum_p softmax_p(scale * query . key_p) * value_p,
 // over the positions p up to the row's own.
 //
-//   attention_split_kv_*  decode rows and short runs of tokens (attention/split_kv.cuh); writes
-//                         partial results
+//   attention_split_kv_*  decode rows and short runs of tokens, a block for each split
+//                         (attention/split_kv.cuh); writes partial results
 //   attention_merge       merges the partial results of a row and head
 //   attention_merge_q8_*  also quantize the row into activation tiles, as quantize.cu does
+//   attention_merged_kv_* decode rows and short runs, if they fill the device: a block computes
+//                         all splits of its rows, merges them, and quantizes the rows
 //   attention_prefill_*   long runs of tokens (attention/prefill.cuh)
 //   attention_scalar_*    f32 caches and shapes without a tensor-core kernel (attention/scalar.cuh)
 //
@@ -18,7 +20,7 @@
 //   +---------+---------+---------+---------+---
 //   |<---- split 0 ---->|<---- split 1 ---->|
 //
-//   one block of attention_split_kv: 4 warps
+//   one block of attention_split_kv and attention_merged_kv: 4 warps
 //   S = Q K^T, 16 pairs x 64 keys               O += P V, 16 pairs x DIM
 //   +-------+-------+-------+-------+           +-------+-------+-------+-------+
 //   | w0    | w1    | w2    | w3    |     P     | w0    | w1    | w2    | w3    |
@@ -45,18 +47,22 @@
 //    splits.
 // 3. Within a split: an online softmax over tiles, sums by m16n8k16 products, queries and weights
 //    rounded to f16, sums in f32. The sum of weights is one more column of the product.
-// 4. Splits are merged in ascending order by `SplitMerge::update`.
+// 4. Splits are merged in ascending order by `SplitMerge::update`, in one block or by a merge
+//    kernel.
 //
 // The kernels for caches of bf16 and q8_0 are in images of their own (attention_bf16.cu,
 // attention_q8_0.cu), which the worker loads only for such a cache. The merge kernels here merge
 // the partial results of all types.
 //
+// A block copies its first tile before the kernel that writes the step's keys has ended, unless
+// the step writes keys of that tile.
+//
 // Keys beyond the last token of a tile are not loaded but zero: their memory may be unmapped, or
 // hold values that are not finite.
 //
 // Limit: decode, bytes of the cache; prefill, tensor cores and the f32 work between two products.
-// Measured on an H200 with 32 query heads on 8 KV heads of 128: one row at 16,000 keys 2.8 TB/s, 64
-// rows 3.8 (of 4.3); a chunk of 2,048 at 16,384 240 TFLOP/s.
+// Measured on an H200 with 32 query heads on 8 KV heads of 128: one row at 16,000 keys 2.9 TB/s, 64
+// rows 4.2 (of 4.3), 64 rows at 512 keys 3.4; a chunk of 2,048 at 16,384 240 TFLOP/s.
 
 #include "attention/prefill.cuh"
 #include "attention/kv_16bit.cuh"

@@ -1,24 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Attention for decode rows and short runs of tokens, drawn in attention.cu. A block computes one
-// split for up to 16 (row, head) pairs of one sequence and KV head. Its warps divide the 16 x 64
-// scores by keys, and the output by dimensions, so that no sum is divided between warps.
+// Attention for decode rows and short runs of tokens, drawn in attention.cu. A block computes
+// splits of up to 16 (row, head) pairs of one sequence and KV head, one split after the other. Its
+// warps divide the 16 x 64 scores by keys, and the output by dimensions, so that no sum is divided
+// between warps.
 //
-//   grid: (splits, KV heads)
-//   partial_sums [partial][heads][DIM] f32, partial_weights [partial][heads] (largest score, sum)
+//   grid: (entries of the plan, KV heads)
 //
-// The block writes partial results, which the merge kernels of attention.cu merge.
+// split_results.cuh says what becomes of the results of a split.
 
 #pragma once
 
 #include "kv_pipeline.cuh"
+#include "split_results.cuh"
 
 namespace {
 
-template <class Cache>
+template <class Cache, class Results>
 __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQueries &queries,
-                                   const uint32_t *tables, const KvSplit *splits, const uint32_t *split_count,
-                                   int stage_count, float *partial_sums, float2 *partial_weights) {
+                                   const uint32_t *tables, const KvSplits *splits,
+                                   const uint32_t *split_count, int stage_count, Results results) {
     using Mma = typename Cache::Mma;
     constexpr int DIM = Cache::DIM, PITCH = Cache::PITCH;
     constexpr int WEIGHT_PITCH = TILE + PAD;
@@ -33,24 +34,27 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
     // The host sent plans and tables before the step's first kernel, so this kernel may read them
     // before the previous one has ended.
     const uint32_t count = *split_count;
-    const KvSplit split = splits[blockIdx.x];
+    const KvSplits split = splits[blockIdx.x];
     if (blockIdx.x >= count) return;
     const QueryTile &query_tile = split.queries;
     const uint32_t kv_head = blockIdx.y;
     const int pairs = query_tile.tokens * queries.group;
-    const uint32_t first = split.split * (TILE << query_tile.split_shift),
+    const uint32_t first = split.first * (TILE << query_tile.split_shift),
                    last = query_tile.position + query_tile.tokens - 1;
     // The last split ends at the last token.
-    const int tiles = min(1u << query_tile.split_shift, (last - first) / TILE + 1);
+    const int tiles = min(split.splits << query_tile.split_shift, (last - first) / TILE + 1);
+    const int split_tiles = 1 << query_tile.split_shift;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     KvPipeline<Cache> pipeline{
         {kv, tables + query_tile.table, kv_head, first, last}, addresses, shared, tiles};
     pipeline.prefetch();
     __syncthreads();
 
+    // Earlier steps have written this tile, so its copies need not wait for the step's own keys.
+    if (split.is_first_tile_old) pipeline.load_tile(0);
     wait_for_previous_kernel();
     launch_next_kernel();
-    pipeline.load_tile(0);
+    if (!split.is_first_tile_old) pipeline.load_tile(0);
     load_queries<Cache>(query_rows, queries, query_tile, kv_head, pairs, 16);
     __syncthreads();
     uint32_t query[DIM / 16][4];
@@ -133,18 +137,20 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
         }
         // The next round overwrites this stage, the weights and the warps' maxima.
         __syncthreads();
-    }
 
+        if ((tile + 1) % split_tiles != 0 && tile + 1 != tiles) continue;
+        results.end_split(split, tile / split_tiles, queries, kv_head, softmax, weight_sum, sums);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        int pair = lane / 4 + 8 * half;
-        if (pair >= pairs) continue;
-        size_t number = split.partial + pair / queries.group;
-        size_t index = number * queries.heads + kv_head * queries.group + pair % queries.group;
-        if (warp == 0 && lane % 4 == 0)
-            partial_weights[index] = make_float2(softmax[half].largest, weight_sum[2 * half]);
-        Cache::store_sums(partial_sums + index * DIM, sums, half, warp, lane);
+        for (int half = 0; half < 2; half++) softmax[half] = OnlineSoftmax();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            weight_sum[i] = 0.0f;
+#pragma unroll
+            for (int n = 0; n < COLS; n++) sums[n][i] = 0.0f;
+        }
     }
+    // The stages are free.
+    results.finish(query_tile, queries, kv_head, reinterpret_cast<float *>(shared));
 }
 
 }  // namespace
@@ -159,9 +165,17 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
 #define SPLIT_KV_KERNEL(DIM, CACHE)                                                                       \
     extern "C" __global__ void __launch_bounds__(THREADS, SPLIT_KV_BLOCKS(DIM)) attention_split_kv_##DIM( \
         const __grid_constant__ KvLayerAddress kv, const __grid_constant__ AttentionQueries queries,      \
-        const uint32_t *tables, const KvSplit *splits, const uint32_t *split_count, int stage_count,      \
+        const uint32_t *tables, const KvSplits *splits, const uint32_t *split_count, int stage_count,     \
         float *partial_sums, float2 *partial_weights) {                                                   \
-        attention_split_kv<CACHE>(kv, queries, tables, splits, split_count, stage_count, partial_sums,    \
-                                  partial_weights);                                                       \
+        attention_split_kv<CACHE>(kv, queries, tables, splits, split_count, stage_count,                  \
+                                  PartialResults<CACHE>{partial_sums, partial_weights});                  \
     }                                                                                                     \
-    CHECK_SIGNATURE(attention_split_kv_##DIM, AttentionSplitKv);
+    CHECK_SIGNATURE(attention_split_kv_##DIM, AttentionSplitKv);                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS) attention_merged_kv_##DIM(                      \
+        const __grid_constant__ KvLayerAddress kv, const __grid_constant__ AttentionQueries queries,      \
+        const uint32_t *tables, const KvSplits *splits, const uint32_t *split_count, int stage_count,     \
+        float *out, int quantizer, const __grid_constant__ QuantizedRows quantized) {                     \
+        attention_split_kv<CACHE>(kv, queries, tables, splits, split_count, stage_count,                  \
+                                  MergedResults<CACHE>{out, quantizer, quantized});                       \
+    }                                                                                                     \
+    CHECK_SIGNATURE(attention_merged_kv_##DIM, AttentionMergedKv);

@@ -8,9 +8,10 @@ use quant::layout::TILE_COLS;
 
 use super::abi::attention::{
     ATTENTION_PAD, ATTENTION_PAD_BYTES, ATTENTION_STAGES, ATTENTION_TILE, ATTENTION_WARPS, AttentionMerge,
-    AttentionMergeQuantized, AttentionPrefill, AttentionQueries, AttentionScalar, AttentionSplitKv,
-    PREFILL_PAIRS, SPLIT_KV_PAIRS,
+    AttentionMergeQuantized, AttentionMergedKv, AttentionPrefill, AttentionQueries, AttentionScalar,
+    AttentionSplitKv, PREFILL_PAIRS, SPLIT_KV_PAIRS,
 };
+use super::abi::tiles::QuantizedRows;
 use super::kv_write::{KvLayerAddress, q8_scale_bytes};
 use super::launch::{KernelName, kernel_name, launch_kernel};
 use super::module::image;
@@ -41,9 +42,12 @@ pub struct AttentionPlanAddress {
     pub splits_max: u32,
     pub merges_max: u32,
     pub prefill_tiles_max: u32,
-    /// Whether any split has more than one tile of keys.
-    pub has_multi_tile_splits: bool,
-    /// Whether the merge kernel writes all rows of the step.
+    /// Whether any block of the split-KV kernel has more than one tile of keys.
+    pub has_multi_tile_blocks: bool,
+    /// Whether the split-KV kernel's blocks merge the splits of their rows. Otherwise, a merge
+    /// kernel does.
+    pub merges_in_blocks: bool,
+    /// Whether the plan merges the splits of all rows of the step.
     pub merges_all_rows: bool,
     pub partial_sums: u64,
     pub partial_weights: u64,
@@ -124,13 +128,13 @@ impl AttentionKernels {
         }
     }
 
-    /// Whether the merge kernel can also quantize its output. To do so, it must write all rows of
-    /// the plan.
+    /// Whether the kernel that merges can also quantize its output. To do so, it must write all
+    /// rows of the plan, and its blocks whole column tiles.
     pub(super) fn can_quantize(spec: &AttentionSpec, plan: &AttentionPlanAddress) -> bool {
-        let width = spec.heads * spec.head_dim;
+        let heads = if plan.merges_in_blocks { spec.heads / spec.kv_heads.max(1) } else { spec.heads };
         plan.merges_all_rows
             && TILE_COLS.is_multiple_of(spec.head_dim.max(1))
-            && width.is_multiple_of(TILE_COLS)
+            && (heads * spec.head_dim).is_multiple_of(TILE_COLS)
     }
 
     /// Computes all rows of a plan on the tensor cores.
@@ -152,8 +156,12 @@ impl AttentionKernels {
         if plan.splits_max > 0 {
             // SAFETY: this function's contract.
             unsafe {
-                self.split_kv(stream, inputs, plan)?;
-                self.merge(stream, inputs.spec, plan, out, quantized.as_ref())?;
+                if plan.merges_in_blocks {
+                    self.merged_kv(stream, inputs, plan, out, quantized.as_ref())?;
+                } else {
+                    self.split_kv(stream, inputs, plan)?;
+                    self.merge(stream, inputs.spec, plan, out, quantized.as_ref())?;
+                }
             }
         } else if quantized.is_some() {
             ensure_length("quantized rows that no kernel merges", 1, 0)?;
@@ -174,25 +182,58 @@ impl AttentionKernels {
         plan: &AttentionPlanAddress,
     ) -> Result<(), CudaError> {
         let AttentionInputs { layer, kind, spec, .. } = *inputs;
-        let stages = if plan.has_multi_tile_splits { ATTENTION_STAGES } else { 1 };
-        let queries_and_weights =
-            SPLIT_KV_PAIRS * (row_pitch_bytes(spec.head_dim) + row_pitch_bytes(ATTENTION_TILE));
-        let shared_bytes = stages * KvStageBytes::of(kind, spec.head_dim).stage + queries_and_weights;
+        let (stage_count, launch) = split_launch(kind, spec, plan);
         let arguments = AttentionSplitKv {
             kv: layer,
             queries: query_params(inputs),
             tables: inputs.tables.address(),
             splits: plan.splits,
             split_count: plan.counts,
-            stage_count: stages as i32,
+            stage_count,
             partial_sums: plan.partial_sums,
             partial_weights: plan.partial_weights,
         };
-        let launch = launch_shape((plan.splits_max, spec.kv_heads as u32, 1), shared_bytes);
         // SAFETY: the arguments are valid by this function's contract. The kernel divides shared
-        // memory as `shared_bytes` counts it.
+        // memory as `split_launch` counts it.
         unsafe {
             launch_kernel(self.family(kind), split_kv_name(kind, spec.head_dim), stream, launch, &arguments)
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::paged`].
+    unsafe fn merged_kv(
+        &self,
+        stream: &Stream,
+        inputs: &AttentionInputs<'_>,
+        plan: &AttentionPlanAddress,
+        out: &mut DeviceViewMut<'_, f32>,
+        quantized: Option<&QuantizedOutput<'_>>,
+    ) -> Result<(), CudaError> {
+        let AttentionInputs { layer, kind, spec, .. } = *inputs;
+        let width = spec.heads * spec.head_dim;
+        let rows = out.len() / width.max(1);
+        ensure_quantizable(&spec, plan, quantized)?;
+        let (quantizer, quantized) = match quantized {
+            Some(quantized) => (quantized.number() as i32, quantized.rows(rows, width)?),
+            None => (0, QuantizedRows { act_tiles: 0, f16_units: 0, f16_sums: 0, f16_groups: 0 }),
+        };
+        let (stage_count, launch) = split_launch(kind, spec, plan);
+        let arguments = AttentionMergedKv {
+            kv: layer,
+            queries: query_params(inputs),
+            tables: inputs.tables.address(),
+            splits: plan.splits,
+            split_count: plan.counts,
+            stage_count,
+            out: out.address(),
+            quantizer,
+            quantized,
+        };
+        // SAFETY: as in `split_kv`. A stage has room for 16 merged heads. If there are activation
+        // tiles, the heads of a KV head are whole column tiles.
+        unsafe {
+            launch_kernel(self.family(kind), merged_kv_name(kind, spec.head_dim), stream, launch, &arguments)
         }
     }
 
@@ -220,11 +261,7 @@ impl AttentionKernels {
             // this function's contract.
             return unsafe { launch_kernel(&self.floats, name, stream, launch, &arguments) };
         };
-        ensure_length(
-            "quantized rows that no kernel merges",
-            usize::from(!Self::can_quantize(&spec, plan)),
-            0,
-        )?;
+        ensure_quantizable(&spec, plan, Some(quantized))?;
         let rows = quantized.rows(rows, width)?;
         let arguments = AttentionMergeQuantized {
             partial_sums,
@@ -345,6 +382,10 @@ fn split_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionSplitKv> 
     by_head_dim!("attention_split_kv", kind, head_dim)
 }
 
+fn merged_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionMergedKv> {
+    by_head_dim!("attention_merged_kv", kind, head_dim)
+}
+
 fn prefill_name(kind: KvType, head_dim: usize) -> KernelName<AttentionPrefill> {
     by_head_dim!("attention_prefill", kind, head_dim)
 }
@@ -352,6 +393,24 @@ fn prefill_name(kind: KvType, head_dim: usize) -> KernelName<AttentionPrefill> {
 /// Bytes between two rows of `cols` 16-bit values in shared memory.
 fn row_pitch_bytes(cols: usize) -> usize {
     (cols + ATTENTION_PAD) * HALF_BYTES
+}
+
+/// The stages of a block of the split-KV kernels, and their launch.
+fn split_launch(kind: KvType, spec: AttentionSpec, plan: &AttentionPlanAddress) -> (i32, LaunchConfig) {
+    let stages = if plan.has_multi_tile_blocks { ATTENTION_STAGES } else { 1 };
+    let queries_and_weights =
+        SPLIT_KV_PAIRS * (row_pitch_bytes(spec.head_dim) + row_pitch_bytes(ATTENTION_TILE));
+    let shared_bytes = stages * KvStageBytes::of(kind, spec.head_dim).stage + queries_and_weights;
+    (stages as i32, launch_shape((plan.splits_max, spec.kv_heads as u32, 1), shared_bytes))
+}
+
+fn ensure_quantizable(
+    spec: &AttentionSpec,
+    plan: &AttentionPlanAddress,
+    quantized: Option<&QuantizedOutput<'_>>,
+) -> Result<(), CudaError> {
+    let is_refused = quantized.is_some() && !AttentionKernels::can_quantize(spec, plan);
+    ensure_length("quantized rows that no kernel merges", usize::from(is_refused), 0)
 }
 
 fn ensure_length(what: &'static str, found: usize, expected: usize) -> Result<(), CudaError> {

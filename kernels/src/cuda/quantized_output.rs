@@ -46,16 +46,21 @@ impl QuantizedOutput<'_> {
         Ok(self.layout.rows(self.act_tiles.address(), rows, cols))
     }
 
-    /// Selects the kernel for the format from `names`, those of Q8_0, Q8_1, Q8_K, F16 and BF16.
-    /// [`Self::rows`] has already refused other formats.
-    pub(super) fn select<A>(&self, names: [KernelName<A>; 5]) -> KernelName<A> {
+    /// The number of the format among Q8_0, Q8_1, Q8_K, F16 and BF16, as in ActivationFormat of
+    /// linear/tile.cuh. [`Self::rows`] has already refused other formats.
+    pub(super) fn number(&self) -> usize {
         match self.layout.format {
-            DType::Q8_0 => names[0],
-            DType::Q8_1 => names[1],
-            DType::Q8_K => names[2],
-            DType::F16 => names[3],
-            _ => names[4],
+            DType::Q8_0 => 0,
+            DType::Q8_1 => 1,
+            DType::Q8_K => 2,
+            DType::F16 => 3,
+            _ => 4,
         }
+    }
+
+    /// Selects the kernel for the format from `names`, those of Q8_0, Q8_1, Q8_K, F16 and BF16.
+    pub(super) fn select<A>(&self, names: [KernelName<A>; 5]) -> KernelName<A> {
+        names[self.number()]
     }
 
     /// As [`Self::select`], for kernels that round to quants alone: Q8_0, Q8_1 and Q8_K. None for

@@ -3,15 +3,15 @@
 //! The names of all tests and benches.
 
 use super::{
-    TestGpu, around, attention, checksum, exact, experts, f32_linear, fused, kv_write, linear, linear_bench,
-    linear_sizes, loading, memory, models, ops, quantize, real_sizes, repack, routing, shortlist, states,
-    throughput, wgmma,
+    TestGpu, around, attention, attention_bench, checksum, exact, experts, f32_linear, fused, kv_write,
+    linear, linear_bench, linear_sizes, loading, memory, models, ops, quantize, real_sizes, repack, routing,
+    shortlist, states, throughput, wgmma,
 };
 
 type TestFn = fn(&TestGpu) -> anyhow::Result<()>;
 
 pub(crate) const BENCHES: &[(&str, TestFn)] = &[
-    ("attention", attention::bench),
+    ("attention", attention_bench::bench),
     ("throughput", throughput::bench),
     ("floats", throughput::floats),
     ("sampled", throughput::sampled),
@@ -57,6 +57,10 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ("attention: it is that of the reference", attention::it_is_that_of_the_reference),
     ("attention: long contexts, extreme scores", attention::it_survives_long_contexts_and_extreme_scores),
     ("attention: long contexts match the naive kernel", attention::long_contexts_match_the_naive_kernel),
+    (
+        "attention: rows that fill the device",
+        attention::rows_that_fill_the_device_have_the_bits_of_single_rows,
+    ),
     ("attention: the range of each type", attention::it_has_the_range_of_its_type),
     (
         "attention: chunks, batch neighbours and blocks change nothing",

@@ -213,12 +213,46 @@ struct AttentionBlock {
 }
 
 const BLOCK_TOKENS: usize = 16;
-/// Tokens of the sequences before the first step. From position 2,048 on, a split of attention has
-/// more than one tile.
-const BEFORE: [usize; 2] = [2_100, 3];
-/// Decode rows, then short runs, then a run for the prefill kernel.
-const STEPS: [&[(usize, Range<usize>)]; 3] =
-    [&[(0, 2_100..2_101), (1, 3..4)], &[(0, 2_101..2_104), (1, 4..40)], &[(1, 40..110)]];
+/// Steps over sequences of known lengths.
+struct AttentionSteps {
+    /// Tokens of each sequence before the first step.
+    before: Vec<usize>,
+    steps: Vec<Vec<(usize, Range<usize>)>>,
+}
+
+impl AttentionSteps {
+    /// Decode rows, then short runs, then a run for the prefill kernel. From position 2,048 on, a
+    /// split of attention has more than one tile.
+    fn of_few_sequences() -> Self {
+        let steps =
+            vec![vec![(0, 2_100..2_101), (1, 3..4)], vec![(0, 2_101..2_104), (1, 4..40)], vec![(1, 40..110)]];
+        Self { before: vec![2_100, 3], steps }
+    }
+
+    /// Two steps of so many sequences that blocks of attention merge the splits of their rows.
+    fn of_many_sequences() -> Self {
+        let before: Vec<usize> = (0..80).map(|sequence| 120 + sequence % 40).collect();
+        let step = |from: usize, tokens: usize| {
+            let part = |(sequence, &len): (usize, &usize)| (sequence, len + from..len + from + tokens);
+            before.iter().enumerate().map(part).collect()
+        };
+        let steps = vec![step(0, 1), step(1, 2)];
+        Self { before, steps }
+    }
+
+    /// Block tables with falling block ids, and the number of blocks of the cache.
+    fn tables(&self) -> (Vec<Vec<u32>>, usize) {
+        let mut ends = self.before.clone();
+        self.steps.iter().flatten().for_each(|(sequence, range)| ends[*sequence] = range.end);
+        let mut next = 1;
+        let tables = ends.iter().map(|&end| {
+            let first = next;
+            next += end.div_ceil(BLOCK_TOKENS) as u32;
+            (first..next).rev().collect()
+        });
+        (tables.collect(), next as usize)
+    }
+}
 
 /// Norms and rotations of heads with the write to the cache, and attention whose rows are
 /// quantized.
@@ -239,14 +273,31 @@ pub(crate) fn attention_blocks_are_those_of_single_ops(gpu: &TestGpu) -> Result<
             // The scales of Q8_0 each cover 32 values.
             if kind != KvType::Q8_0 || head_dim % 32 == 0 {
                 let what = format!("{heads} heads on {kv_heads} of {head_dim}, {kind:?}, {dtype}");
-                compare(&mut pair, &what, |ops| attention_block(ops, &block))?;
+                let steps = AttentionSteps::of_few_sequences();
+                compare(&mut pair, &what, |ops| attention_block(ops, &block, &steps))?;
             }
+        }
+        // The heads of a KV head are whole column tiles, but not in the last shape.
+        for (heads, kv_heads, head_dim, dtype) in [
+            (8, 4, 128, DType::Q4_K),
+            (16, 4, 64, DType::Q8_0),
+            (8, 4, 128, DType::Q5_1),
+            (16, 2, 128, DType::F16),
+            (8, 4, 128, DType::BF16),
+            (8, 8, 128, DType::Q4_K),
+        ] {
+            let spec = AttentionSpec { heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt() };
+            let (pairing, pairs) = (RopePairing::Halves, head_dim / 2);
+            let block = AttentionBlock { spec, kind, norms: true, pairing, pairs, dtype };
+            let what = format!("80 rows, {heads} heads on {kv_heads} of {head_dim}, {kind:?}, {dtype}");
+            let steps = AttentionSteps::of_many_sequences();
+            compare(&mut pair, &what, |ops| attention_block(ops, &block, &steps))?;
         }
     }
     Ok(())
 }
 
-fn attention_block(ops: &mut OpRunner, block: &AttentionBlock) -> Result<()> {
+fn attention_block(ops: &mut OpRunner, block: &AttentionBlock, steps: &AttentionSteps) -> Result<()> {
     let AttentionSpec { heads, kv_heads, head_dim, .. } = block.spec;
     let (width, kv_width) = (heads * head_dim, kv_heads * head_dim);
     let (query_norm, key_norm) = (ops.vector(head_dim), ops.vector(head_dim));
@@ -256,16 +307,16 @@ fn attention_block(ops: &mut OpRunner, block: &AttentionBlock) -> Result<()> {
     let rope =
         ops.cuda.rope_table(&RopeSpec { pairing: block.pairing, inverse_frequencies, magnitude: 1.25 })?;
     let layer = KvLayer { kv_heads, head_dim, kind: block.kind, span: AttentionSpan::Full };
-    let mut kv = ops.cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks: 160, layers: vec![layer] })?;
-    let tables: [Vec<u32>; 2] = [(10..150).rev().collect(), (1..9).collect()];
+    let (tables, blocks) = steps.tables();
+    let mut kv = ops.cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers: vec![layer] })?;
     let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
 
-    let before: Vec<_> = BEFORE.map(|len| 0..len).into_iter().enumerate().collect();
+    let before: Vec<_> = steps.before.iter().map(|&len| 0..len).enumerate().collect();
     let rows = begin(&mut ops.cuda, BLOCK_TOKENS, &tables, &before)?;
     let (keys, contents) = (ops.tensor(rows, kv_width)?, ops.tensor(rows, kv_width)?);
     ops.cuda.kv_write(&mut kv, 0, &keys, &contents, rows)?;
 
-    for parts in STEPS {
+    for parts in &steps.steps {
         let rows = begin(&mut ops.cuda, BLOCK_TOKENS, &tables, parts)?;
         let (mut queries, mut keys) = (ops.tensor(rows, width)?, ops.tensor(rows, kv_width)?);
         let contents = ops.tensor(rows, kv_width)?;

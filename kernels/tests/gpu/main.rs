@@ -16,6 +16,7 @@
 mod around;
 #[cfg(feature = "cuda")]
 mod attention;
+mod attention_bench;
 #[cfg(feature = "cuda")]
 mod bench;
 #[cfg(feature = "cuda")]

@@ -43,15 +43,19 @@ abi! {
             split_shift: u32,
         }
 
-        /// One split of the keys of a query tile.
+        /// Consecutive splits of the keys of a query tile. A block computes one after the other.
         #[derive(Debug, PartialEq, Eq)]
-        struct KvSplit [32 bytes, align 16] {
+        struct KvSplits [48 bytes, align 16] {
             queries: QueryTile,
-            split: u32,
-            /// Index of the first token's partial result. The results of the other tokens follow
-            /// it.
+            /// The number of the first split.
+            first: u32,
+            splits: u32,
+            /// Index of the partial result of the first split and token. The results of the other
+            /// tokens follow it, then those of the next split.
             partial: u32,
-            unused: u32,
+            /// 1 if no row of the step writes keys of the first tile.
+            is_first_tile_old: u32,
+            unused: [u32; 3],
         }
 
         /// One row whose partial results are merged.
@@ -79,11 +83,25 @@ abi! {
             kv: KvLayerAddress,
             queries: AttentionQueries,
             tables: u64 as "const uint32_t *",
-            splits: u64 as "const KvSplit *",
+            splits: u64 as "const KvSplits *",
             split_count: u64 as "const uint32_t *",
             stage_count: i32,
             partial_sums: u64 as "float *",
             partial_weights: u64 as "float2 *",
+        );
+        /// Like AttentionSplitKv, for entries with all splits of their rows, which the kernel
+        /// merges. It also quantizes the rows, unless `quantized.act_tiles` is null. `quantizer` is
+        /// an ActivationFormat.
+        kernel AttentionMergedKv(
+            kv: KvLayerAddress,
+            queries: AttentionQueries,
+            tables: u64 as "const uint32_t *",
+            splits: u64 as "const KvSplits *",
+            split_count: u64 as "const uint32_t *",
+            stage_count: i32,
+            out: u64 as "float *",
+            quantizer: i32,
+            quantized: QuantizedRows,
         );
         kernel AttentionMerge(
             partial_sums: u64 as "const float *",

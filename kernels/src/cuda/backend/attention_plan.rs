@@ -7,7 +7,9 @@
 
 use ops::OpError;
 
-use super::plan::{AttentionPlan, AttentionPlanLimits, KvSplit, PARTIALS_MAX, PartialMerge, QueryTile};
+use super::plan::{
+    AttentionPlan, AttentionPlanLimits, KvSplits, PARTIALS_MAX, PartialMerge, PlannedRows, QueryTile,
+};
 use super::step::StepRows;
 use super::upload::StepUpload;
 use super::usage::allocated;
@@ -25,7 +27,9 @@ pub(super) struct AttentionPlanShape {
     pub(super) split_tokens: usize,
     pub(super) prefill_tokens: usize,
     pub(super) heads: usize,
+    pub(super) kv_heads: usize,
     pub(super) head_dim: usize,
+    pub(super) block_tokens: usize,
 }
 
 pub(super) struct DeviceAttentionPlan {
@@ -82,14 +86,28 @@ impl DeviceAttentionPlan {
     }
 
     fn build(&mut self, stream: &Stream, rows: &StepRows) -> Result<(), OpError> {
-        let AttentionPlanShape { split_tokens, prefill_tokens, .. } = self.shape;
-        let limits = AttentionPlanLimits { split_tokens, prefill_tokens, partials_max: PARTIALS_MAX };
+        let AttentionPlanShape { split_tokens, prefill_tokens, kv_heads, block_tokens, .. } = self.shape;
+        let limits = AttentionPlanLimits {
+            split_tokens,
+            prefill_tokens,
+            partials_max: PARTIALS_MAX,
+            kv_heads: kv_heads as u32,
+            multiprocessors: stream.device().multiprocessors(),
+        };
+        let written = rows.blocks_written(block_tokens);
+        let planned = PlannedRows {
+            positions: &rows.positions,
+            table_starts: &rows.table_starts,
+            blocks: &rows.blocks,
+            block_tokens,
+            written: &written,
+        };
         let (mut count, mut row) = (0, 0);
         while row < rows.len() {
             if count == self.plans.len() {
                 self.plans.push(AttentionPlan::default());
             }
-            row = self.plans[count].build(row, &rows.positions, &rows.table_starts, limits);
+            row = self.plans[count].build(row, planned, limits);
             count += 1;
         }
         let plans = &self.plans[..count];
@@ -111,7 +129,8 @@ impl DeviceAttentionPlan {
             splits_max: launch_bound(plan.splits.len()) as u32,
             merges_max: launch_bound(plan.merges.len()) as u32,
             prefill_tiles_max: launch_bound(plan.prefill_tiles.len()) as u32,
-            has_multi_tile_splits: plan.has_multi_tile_splits,
+            has_multi_tile_blocks: plan.has_multi_tile_blocks,
+            merges_in_blocks: plan.merges_in_blocks,
             merges_all_rows: count == 1 && plan.prefill_tiles.is_empty(),
             partial_sums: self.sums.view().address(),
             partial_weights: self.weights.view().address(),
@@ -141,7 +160,7 @@ impl PlanSections {
         };
         Self {
             counts: take(HEADER_WORDS, size_of::<u32>()),
-            splits: take(launch_bound(plan.splits.len()), size_of::<KvSplit>()),
+            splits: take(launch_bound(plan.splits.len()), size_of::<KvSplits>()),
             merges: take(launch_bound(plan.merges.len()), size_of::<PartialMerge>()),
             // A query tile has five words. Rounding their number up to a multiple of 4 keeps the
             // next plan's sections aligned for the largest struct.

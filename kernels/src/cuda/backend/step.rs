@@ -158,6 +158,13 @@ impl StepRows {
         Ok(&self.read.insert((of, read)).1)
     }
 
+    /// The blocks that the rows of this step write in a cache with blocks of `block_tokens`.
+    pub(super) fn blocks_written(&self, block_tokens: usize) -> BlockSet {
+        let mut written = BlockSet::default();
+        self.kv_slots.iter().for_each(|&slot| written.insert(slot as usize / block_tokens));
+        written
+    }
+
     fn collect_blocks_read(&self, op: &'static str, of: KvBlocks) -> Result<BlockSet, OpError> {
         let mut read = BlockSet::default();
         for (table, &keys) in self.tables.iter().zip(&self.keys) {

@@ -316,8 +316,16 @@ impl Backend for Cuda {
         };
         match AttentionMethod::of(spec, shape.kind) {
             AttentionMethod::TensorCores { split_tokens, prefill_tokens } => {
-                let (heads, head_dim) = (spec.heads, spec.head_dim);
-                let shape = AttentionPlanShape { split_tokens, prefill_tokens, heads, head_dim };
+                let AttentionSpec { heads, kv_heads, head_dim, .. } = *spec;
+                let block_tokens = kv.blocks().tokens;
+                let shape = AttentionPlanShape {
+                    split_tokens,
+                    prefill_tokens,
+                    heads,
+                    kv_heads,
+                    head_dim,
+                    block_tokens,
+                };
                 for plan in self.plan_attention(shape)? {
                     self.push(KernelCommand::AttentionPaged { operands, plan });
                 }
