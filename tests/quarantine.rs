@@ -5,10 +5,13 @@
 
 use crate::harness::api::{Continuation, TestRequest, generate, generate_all, runtime};
 use crate::harness::http::HttpClient;
-use crate::harness::{ServedFleet, demo_7m, eventually, preload_library, serve};
+use crate::harness::{ServedFleet, demo_7m, eventually, preload_library, proc, serve};
+use crate::routing::placed_streams;
 use serde_json::{Value, json};
+use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 /// Grammars and cache salts reach a worker as the client wrote them.
 const CRASH_ON: &str = "crash-this-worker";
@@ -89,7 +92,16 @@ fn tokens(results: &[Result<Continuation, tonic::Status>]) -> Vec<&[u32]> {
     results.iter().map(|result| &result.as_ref().unwrap().tokens[..]).collect()
 }
 
-/// Sends `poison` again and again while neighbours generate. It kills two workers and no more.
+/// The first loss may happen to any request. The second one comes within a second of it, so one
+/// cause may have killed both workers. The third one is conclusive. On a slow machine, the second
+/// one comes later and is conclusive already.
+fn check_lost_workers(fleet: &CrashingFleet) {
+    fleet.wait_until_restarted(2);
+    let lost = fleet.restarts();
+    assert!((2..=3).contains(&lost), "{lost} workers were lost, more than identify the request");
+}
+
+/// Sends `poison` again and again while neighbours generate. It kills three workers and no more.
 fn check_quarantine(poison: &Value) {
     let fleet = CrashingFleet::start();
     let http = HttpClient::connect(&fleet.fleet);
@@ -107,8 +119,7 @@ fn check_quarantine(poison: &Value) {
         }
     }));
     assert_eq!(tokens(&expected), tokens(&found), "the neighbours' streams are whole");
-    fleet.wait_until_restarted(2);
-    assert_eq!(fleet.restarts(), 2, "the request killed other workers than the two that identify it");
+    check_lost_workers(&fleet);
     assert_eq!(fleet.fleet.processes_by_role("worker").len(), WORKERS);
 
     let harmless = json!({"prompt": "import ", "max_tokens": 4, "guided_regex": "[a-z]{1,4}"});
@@ -122,12 +133,12 @@ fn check_quarantine(poison: &Value) {
 }
 
 #[test]
-fn a_request_that_crashes_workers_before_it_is_admitted_costs_two_of_them() {
+fn a_request_that_crashes_workers_before_it_is_admitted_costs_three_of_them() {
     check_quarantine(&json!({"prompt": "import ", "max_tokens": 50, "cache_salt": CRASH_ON}));
 }
 
 #[test]
-fn a_grammar_that_crashes_workers_costs_two_of_them() {
+fn a_grammar_that_crashes_workers_costs_three_of_them() {
     check_quarantine(&json!({"prompt": "import ", "max_tokens": 50, "guided_regex": CRASH_ON}));
 }
 
@@ -149,8 +160,8 @@ fn a_quarantined_request_is_refused_over_grpc_with_a_status_that_is_not_retried(
         assert_eq!(refused.code(), tonic::Code::FailedPrecondition, "{refused}");
         answers.push(refused.message().to_owned());
     }
-    fleet.wait_until_restarted(2);
-    assert_eq!(fleet.restarts(), 2, "{answers:?}");
+    assert!(answers.iter().all(|answer| answer.contains("are refused")), "{answers:?}");
+    check_lost_workers(&fleet);
     fleet.fleet.stop();
 }
 
@@ -180,6 +191,18 @@ fn i6_a_worker_that_crashes_in_the_middle_of_a_frame_cuts_no_stream_and_blames_n
     fleet.fleet.stop();
 }
 
+fn worker_pids(fleet: &ServedFleet) -> Vec<u32> {
+    fleet.processes_by_role("worker").into_iter().map(|worker| worker.pid).collect()
+}
+
+fn wait_for_successors(fleet: &ServedFleet, killed: &[u32]) {
+    eventually("all workers are back", || {
+        let next = fleet.try_processes()?.into_iter().filter(|next| next.role == "worker");
+        let back = next.filter(|next| next.state == "ready" && !killed.contains(&next.pid)).count();
+        (back == killed.len()).then_some(())
+    });
+}
+
 /// As when their GPU fails: the stream is sent to the next worker before that one is known to be
 /// dead.
 #[test]
@@ -189,19 +212,53 @@ fn i6_a_stream_whose_workers_are_killed_together_is_not_blamed() {
         let prompt = (5..60).map(|token| token + round).collect();
         let requests = [TestRequest { prompt, max_tokens: 900, ..TestRequest::default() }];
         let expected = runtime().block_on(generate_all(&fleet.grpc, &requests));
-        let workers: Vec<u32> =
-            fleet.processes_by_role("worker").into_iter().map(|worker| worker.pid).collect();
+        let workers = worker_pids(&fleet);
         let found = runtime().block_on(fleet.generate_during_fault(&requests, || {
             // One process, so that there are no milliseconds between them.
             let killed = Command::new("kill").arg("-KILL").args(workers.iter().map(u32::to_string)).status();
             assert!(killed.unwrap().success());
         }));
         assert_eq!(tokens(&found), tokens(&expected), "round {round}");
-        eventually("all workers are back", || {
-            let next = fleet.try_processes()?.into_iter().filter(|next| next.role == "worker");
-            let back = next.filter(|next| next.state == "ready" && !workers.contains(&next.pid)).count();
-            (back == workers.len()).then_some(())
-        });
+        wait_for_successors(&fleet, &workers);
+    }
+    let quarantined = HttpClient::connect(&fleet).metric("ballast:requests_quarantined_total");
+    assert_eq!(quarantined.unwrap_or(0.0), 0.0);
+    fleet.stop();
+}
+
+/// As when memory runs out: the next worker has admitted the stream, and is killed some
+/// milliseconds after the first one. Its prefill of the long prompt takes longer.
+#[test]
+fn i6_streams_whose_workers_are_killed_milliseconds_apart_are_not_blamed() {
+    let arguments = ["--workers", "4", "--threads", "1", "--routing", "least-loaded"];
+    let fleet = ServedFleet::start(&demo_7m(), &arguments);
+    for (round, gap_ms) in (0..).zip([5, 10, 20]) {
+        // Each runs alone on its worker.
+        let request = |number: u32| TestRequest {
+            prompt: (0..1500).map(|at| 5 + (at * 7 + number * 131 + round * 17) % 900).collect(),
+            max_tokens: 600,
+            ..TestRequest::default()
+        };
+        let requests = [request(0), request(1)];
+        let workers = worker_pids(&fleet);
+        let found = runtime().block_on(fleet.generate_during_fault(&requests, || {
+            let placed = placed_streams(&fleet);
+            let mut order: Vec<_> = workers.iter().zip(placed).collect();
+            // Those with streams die first.
+            order.sort_by_key(|&(_, streams)| Reverse(streams));
+            for (&worker, _) in order {
+                proc::send_signal(worker, "KILL");
+                std::thread::sleep(Duration::from_millis(gap_ms));
+            }
+        }));
+        wait_for_successors(&fleet, &workers);
+        let expected = runtime().block_on(generate_all(&fleet.grpc, &requests));
+        for (found, expected) in found.iter().zip(expected) {
+            let found = found.as_ref().unwrap_or_else(|error| panic!("{gap_ms} ms apart: {error}"));
+            let resumes = found.resumes;
+            assert!(resumes > 0, "the stream ended before its worker was killed");
+            assert_eq!(*found, Continuation { resumes, ..expected.unwrap() }, "{gap_ms} ms apart");
+        }
     }
     let quarantined = HttpClient::connect(&fleet).metric("ballast:requests_quarantined_total");
     assert_eq!(quarantined.unwrap_or(0.0), 0.0);

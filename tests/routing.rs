@@ -28,7 +28,7 @@ fn fleet(arguments: &[&str]) -> ServedFleet {
 }
 
 /// The number of streams that the router has placed on each worker.
-fn placed_streams(fleet: &ServedFleet) -> Vec<usize> {
+pub(crate) fn placed_streams(fleet: &ServedFleet) -> Vec<usize> {
     let client = HttpClient::connect(fleet);
     let streams = |index: usize| {
         let line = format!("engine=\"worker-{index}\"");

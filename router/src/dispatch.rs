@@ -14,7 +14,7 @@ use traces::Span;
 use crate::failover::{ChoiceError, ChoiceProgress};
 use crate::opening::{CallOutcome, OpeningStep, RETRY_AFTER, RefusalCollector, Reopening, RequestRefusal};
 use crate::params::RequestGrammar;
-use crate::quarantine::LossVerdict;
+use crate::quarantine::{KILLED_TOGETHER, LossVerdict};
 use crate::quarantine_control::{QuarantineController, StreamStay};
 use crate::registry::{PlacedStream, WorkerHandle, WorkerRegistry};
 use crate::request_trace::LoggedRequest;
@@ -39,9 +39,6 @@ pub(crate) struct OpenStream {
     pub(crate) span: Span,
 }
 
-/// Workers of one device or machine die within this time of each other.
-const KILLED_TOGETHER: Duration = Duration::from_secs(1);
-
 /// How a choice has lost its worker in mid-stream.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LostStream<'a> {
@@ -53,9 +50,10 @@ pub(crate) struct LostStream<'a> {
 impl LostStream<'_> {
     /// Whether the next worker may have died of what the last one died of. A choice that ends
     /// workers in mid-stream ends the next one in a step, after it was admitted. So one that is
-    /// sent to the next worker at once, and is not admitted there, has not ended that one.
+    /// sent to the next worker at once, and is not admitted there, has not ended that one. If the
+    /// quarantine heard of this loss, the choice would have to wait before it tries a third worker.
     fn is_recent(&self) -> bool {
-        self.at.elapsed() <= KILLED_TOGETHER
+        self.at.elapsed() < KILLED_TOGETHER
     }
 }
 

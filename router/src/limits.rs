@@ -25,7 +25,7 @@ pub struct RouterLimits {
     /// How long streams may continue after the router is told to stop.
     #[serde(with = "service::duration")]
     pub drain: Duration,
-    /// How long the router refuses a request that crashed two workers.
+    /// How long the router refuses a request that crashes workers ([`crate::quarantine`]).
     #[serde(with = "service::duration")]
     pub quarantine: Duration,
     /// Maximum length of a request body.

@@ -77,7 +77,8 @@ impl QuarantineController {
         self.changed.notified()
     }
 
-    /// Time after which a blocked stream should try again even if no trial ends.
+    /// Time after which a blocked stream should try again even if no trial ends. Then a trial has
+    /// taken too long, or the wait of a content is over.
     pub(crate) fn retry_in(&self) -> Duration {
         let now = self.now();
         self.lock().next_change(now)

@@ -26,7 +26,7 @@ const REST: Micros = 40 * SECOND;
 /// A router gives up a connection whose pings stay without an answer.
 const LINK_TIMEOUT: Micros = 6 * SECOND;
 /// Workers that a content may end before it is refused (docs/decisions/0026).
-const POISON_DEATHS_MAX: usize = 3;
+const POISON_DEATHS_MAX: usize = 4;
 
 #[derive(Debug)]
 pub(crate) struct FaultPlan {

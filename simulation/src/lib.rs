@@ -36,7 +36,7 @@
 //!    ends with an error, or with the connection of a router that died.
 //! 5. I7: the router's requests and the FD store stay within their bounds.
 //! 6. A load is answered with the file that was asked for.
-//! 7. A request that crashes workers ends at most three of them.
+//! 7. A request that crashes workers ends at most four of them.
 //!
 //! Then the faults stop. After 90 s, in which no process may stay given up:
 //! 8. Every request succeeds, and has ended at the end of the simulation.

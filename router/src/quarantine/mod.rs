@@ -25,8 +25,12 @@
 //!    for a bounded time. Contents that were on dead workers wait until the router forces them in
 //!    ([`crate::opening::IsolationWait`]).
 //!
-//! Only a stream that entered its worker after the last loss counts: workers that are killed
-//! together say no more about a content than one of them.
+//! Workers that are killed together say no more about a content than one of them:
+//! 1. Only a stream that entered its worker after the last loss counts.
+//! 2. A loss within [`KILLED_TOGETHER`] of the last counted loss is not counted. A second worker
+//!    may have admitted the stream before it was killed too.
+//! 3. After such a loss, the content enters no worker until that time is over. So a request that
+//!    crashes workers at once takes two of them in that time, and is blamed for the third.
 //!
 //! A loss in the middle of the output has many candidates. Those are resumed together the first
 //! time, because a killed process is a more likely cause than one of them.
@@ -46,4 +50,4 @@ mod tests;
 mod worker_trials;
 
 pub use content::{ContentHasher, ContentKey};
-pub use policy::{Blocked, LossVerdict, QuarantineEntry, QuarantinePolicy, StreamId};
+pub use policy::{Blocked, KILLED_TOGETHER, LossVerdict, QuarantineEntry, QuarantinePolicy, StreamId};

@@ -2,18 +2,22 @@
 
 //! The state of the quarantine.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::num::NonZeroU32;
+use std::ops::Bound;
 use std::time::Duration;
 
 use super::content::ContentKey;
-use super::worker_trials::{ContentStanding, WorkerTrials};
+use super::worker_trials::{ContentStanding, TrialLoss, WorkerTrials};
 use crate::admission::Uptime;
 use crate::routing::WorkerId;
 
 /// Losses after which a content is quarantined, if it was the only candidate the last time. One
-/// loss happens to any request whose worker is killed.
+/// loss happens to any request whose worker is killed, or whose workers are killed together.
 const LOSSES_MAX: u32 = 2;
+/// Workers that one cause kills, like a device that fails or memory that runs out, die within this
+/// time of each other. So two losses of a content within it count as one.
+pub const KILLED_TOGETHER: Duration = Duration::from_secs(1);
 /// Workers that died with a content after which it is quarantined although its output grew from
 /// one to the next, if no other content on the last of them was on as many. Fewer may be kills from
 /// outside.
@@ -66,8 +70,12 @@ struct LossRecord {
     is_cleared: bool,
     /// The next trial is alone.
     is_suspect: bool,
-    /// The last stream that entered a worker before the last loss.
+    /// The last stream that entered a worker before the last loss, counted or not.
     last_stream: StreamId,
+    /// When the last loss was counted.
+    last_loss: Option<Uptime>,
+    /// Until then, streams of the content enter no worker.
+    waits_until: Option<Uptime>,
     expires: Uptime,
     is_quarantined: bool,
 }
@@ -76,6 +84,26 @@ impl LossRecord {
     fn counts(&self, now: Uptime) -> bool {
         self.expires > now && !self.is_cleared
     }
+
+    /// The content is a candidate for the death of a worker that a stream of it entered after the
+    /// last loss.
+    fn add_loss(&mut self, loss: &TrialLoss, now: Uptime, expires: Uptime) {
+        let together_until = self.last_loss.map(|at| at + KILLED_TOGETHER);
+        match together_until.filter(|&until| now < until) {
+            // One cause may have killed both workers. If the content did, it would take further
+            // workers within this time, so it waits.
+            Some(until) => self.waits_until = Some(until),
+            None => {
+                self.losses += 1;
+                self.last_loss = Some(now);
+                self.waits_until = None;
+                self.expires = expires;
+                // A content without a trial of its own may be blamed for what a neighbour did.
+                self.is_quarantined |= self.is_suspect && loss.is_only && self.losses >= LOSSES_MAX;
+            }
+        }
+        self.is_suspect = loss.was_on_trial || loss.is_only || self.losses >= LOSSES_MAX;
+    }
 }
 
 #[derive(Debug)]
@@ -83,13 +111,21 @@ pub struct QuarantinePolicy {
     quarantine_for: Duration,
     records: HashMap<ContentKey, LossRecord>,
     workers: BTreeMap<WorkerId, WorkerTrials>,
+    /// When contents may enter workers again ([`LossRecord::waits_until`]).
+    wait_ends: BTreeSet<Uptime>,
     last_id: u64,
 }
 
 impl QuarantinePolicy {
     /// `quarantine_for` is also the time for which losses are remembered.
     pub fn new(quarantine_for: Duration) -> Self {
-        Self { quarantine_for, records: HashMap::new(), workers: BTreeMap::new(), last_id: 0 }
+        Self {
+            quarantine_for,
+            records: HashMap::new(),
+            workers: BTreeMap::new(),
+            wait_ends: BTreeSet::new(),
+            last_id: 0,
+        }
     }
 
     /// `Some` if the content is in quarantine.
@@ -98,7 +134,8 @@ impl QuarantinePolicy {
         Some(QuarantineEntry { losses: record.losses, remaining: record.expires - now })
     }
 
-    /// Puts a stream of the content on trial at a worker. `force` ignores other trials.
+    /// Puts a stream of the content on trial at a worker. `force` ignores other trials and the wait
+    /// of the content.
     pub fn enter(
         &mut self,
         worker: WorkerId,
@@ -106,11 +143,15 @@ impl QuarantinePolicy {
         now: Uptime,
         force: bool,
     ) -> Result<StreamId, Blocked> {
-        let standing =
-            self.record(content, now).map_or(ContentStanding::Clean, |record| match record.is_suspect {
-                true => ContentStanding::Suspect,
-                false => ContentStanding::Recorded,
-            });
+        let record = self.record(content, now);
+        let waits_until = record.and_then(|record| record.waits_until);
+        if waits_until.is_some_and(|until| now < until) && !force {
+            return Err(Blocked);
+        }
+        let standing = record.map_or(ContentStanding::Clean, |record| match record.is_suspect {
+            true => ContentStanding::Suspect,
+            false => ContentStanding::Recorded,
+        });
         let is_suspect = standing == ContentStanding::Suspect;
         let mut others = self.workers.iter().filter(|(id, _)| **id != worker);
         let is_elsewhere = is_suspect && others.any(|(_, trials)| trials.has_trial(content, now));
@@ -191,6 +232,8 @@ impl QuarantinePolicy {
             is_cleared: false,
             is_suspect: false,
             last_stream: StreamId(0),
+            last_loss: None,
+            waits_until: None,
             expires: now + self.quarantine_for,
             is_quarantined: false,
         });
@@ -203,12 +246,11 @@ impl QuarantinePolicy {
         record.output_tokens = record.output_tokens.max(output_tokens);
         // Otherwise others are blamed, or another stream of the content was counted.
         if let Some(loss) = loss.filter(|loss| loss.is_candidate && is_new_trial) {
-            record.losses += 1;
-            // A content without a trial of its own may be blamed for what a neighbour did.
-            record.is_quarantined |= record.is_suspect && loss.is_only && record.losses >= LOSSES_MAX;
-            record.is_suspect = loss.was_on_trial || loss.is_only || record.losses >= LOSSES_MAX;
+            record.add_loss(&loss, now, now + self.quarantine_for);
             record.last_stream = StreamId(self.last_id);
-            record.expires = now + self.quarantine_for;
+            // Those that are over are removed.
+            self.wait_ends = self.wait_ends.split_off(&now);
+            self.wait_ends.extend(record.waits_until);
         }
         if is_repeated {
             record.losses = record.losses.max(deaths);
@@ -245,6 +287,8 @@ impl QuarantinePolicy {
     /// Time after which a blocked content should try again even if nothing else happens.
     pub fn next_change(&self, now: Uptime) -> Duration {
         let changes = self.workers.values().filter_map(|trials| trials.next_change(now));
+        let wait_ends = self.wait_ends.range((Bound::Excluded(now), Bound::Unbounded));
+        let changes = changes.chain(wait_ends.map(|&end| end - now).next());
         changes.min().unwrap_or(TRIAL_MAX)
     }
 

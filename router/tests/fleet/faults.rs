@@ -145,7 +145,7 @@ async fn a_request_that_kills_its_workers_is_not_resumed_again() {
         events.last().unwrap()["error"]["message"].as_str().unwrap().contains("not resumed again"),
         "{events:?}"
     );
-    assert!(fleet.worker_count().await >= 2, "the request killed at most two workers");
+    assert!(fleet.worker_count().await >= 1, "the request killed at most three workers");
 }
 
 #[tokio::test(flavor = "multi_thread")]
