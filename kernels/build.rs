@@ -7,6 +7,9 @@
 //! load it. The default is what the development machines need. A release sets
 //! what kernels/release-archs has. Bulk copies need at least 9.0.
 //!
+//! With BALLAST_CUDA_DELAYS=1, warps wait for random times where kernels overlap
+//! (cuda/stream_order.cuh), so that tests find what one of them reads too early.
+//!
 //! Before nvcc runs, build.rs writes the tables of src/cuda/abi as headers to $OUT_DIR/abi.
 //! Afterwards it lists the kernels of each image in $OUT_DIR/compiled_kernels.rs. With this list
 //! the crate refuses to launch a kernel that does not exist.
@@ -40,7 +43,7 @@ fn main() {
     if std::env::var_os("CARGO_FEATURE_CUDA").is_none() {
         return;
     }
-    for name in ["BALLAST_CUDA_ARCHS", "CUDA_HOME"] {
+    for name in ["BALLAST_CUDA_ARCHS", "BALLAST_CUDA_DELAYS", "CUDA_HOME"] {
         println!("cargo:rerun-if-env-changed={name}");
     }
     println!("cargo:rerun-if-changed=cuda");
@@ -56,6 +59,7 @@ struct Compiler {
     nvcc: PathBuf,
     /// The values of `-gencode`.
     targets: Vec<String>,
+    has_delays: bool,
     out: PathBuf,
 }
 
@@ -65,7 +69,12 @@ fn compile_all() -> Result<(), String> {
     println!("cargo:rustc-env=BALLAST_CUDA_ARCHS={archs}");
     let out = PathBuf::from(std::env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
     write_headers(&out.join("abi"))?;
-    let compiler = Compiler { nvcc: find_nvcc()?, targets, out };
+    let has_delays = match std::env::var("BALLAST_CUDA_DELAYS").as_deref() {
+        Err(std::env::VarError::NotPresent) => false,
+        Ok("1") => true,
+        other => return Err(format!("BALLAST_CUDA_DELAYS: expected 1, found {other:?}")),
+    };
+    let compiler = Compiler { nvcc: find_nvcc()?, targets, has_delays, out };
     let mut sources: Vec<PathBuf> = std::fs::read_dir("cuda")
         .map_err(|error| format!("kernels/cuda cannot be listed: {error}"))?
         .filter_map(|entry| Some(entry.ok()?.path()))
@@ -163,6 +172,7 @@ impl Compiler {
             "-Icuda",
         ];
         arguments.extend(self.targets.iter().flat_map(|target| ["-gencode", target]));
+        arguments.extend(self.has_delays.then_some("-DBALLAST_DELAYS"));
         arguments
     }
 
