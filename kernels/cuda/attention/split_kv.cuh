@@ -5,7 +5,8 @@
 // warps divide the 16 x 64 scores by keys, and the output by dimensions, so that no sum is divided
 // between warps.
 //
-//   grid: (entries of the plan, KV heads)
+//   grid: (KV heads, entries of the plan), so that the heads of a row, which are neighbours in the
+//   cache, run at the same time
 //
 // split_results.cuh says what becomes of the results of a split.
 
@@ -34,10 +35,10 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
     // The host sent plans and tables before the step's first kernel, so this kernel may read them
     // before the previous one has ended.
     const uint32_t count = *split_count;
-    const KvSplits split = splits[blockIdx.x];
-    if (blockIdx.x >= count) return;
+    const KvSplits split = splits[blockIdx.y];
+    if (blockIdx.y >= count) return;
     const QueryTile &query_tile = split.queries;
-    const uint32_t kv_head = blockIdx.y;
+    const uint32_t kv_head = blockIdx.x;
     const int pairs = query_tile.tokens * queries.group;
     const uint32_t first = split.first * (TILE << query_tile.split_shift),
                    last = query_tile.position + query_tile.tokens - 1;

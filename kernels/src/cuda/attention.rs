@@ -401,7 +401,7 @@ fn split_launch(kind: KvType, spec: AttentionSpec, plan: &AttentionPlanAddress) 
     let queries_and_weights =
         SPLIT_KV_PAIRS * (row_pitch_bytes(spec.head_dim) + row_pitch_bytes(ATTENTION_TILE));
     let shared_bytes = stages * KvStageBytes::of(kind, spec.head_dim).stage + queries_and_weights;
-    (stages as i32, launch_shape((plan.splits_max, spec.kv_heads as u32, 1), shared_bytes))
+    (stages as i32, launch_shape((spec.kv_heads as u32, plan.splits_max, 1), shared_bytes))
 }
 
 fn ensure_quantizable(
