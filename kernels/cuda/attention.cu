@@ -28,7 +28,8 @@
 //   +-------+-------+-------+-------+           +-------+-------+-------+-------+
 //   maxima over warps by shared memory          no sum crosses a warp
 //
-//   KV pipeline (attention/kv_pipeline.cuh), two stages of one tile of keys and values each
+//   KV pipeline (attention/kv_pipeline.cuh), two stages of one tile of keys and values each. Blocks
+//   that merge so many rows that two stages each do not fit at once have one stage.
 //     cp.async     tile 0 -> stage 0 | tile 1 -> stage 1 | tile 2 -> stage 0 | ...
 //     MMA                            | tile 0            | tile 1            | tile 2
 //     addresses    of tiles 0 and 1  | of tile 2         | of tile 3         | of tile 4
@@ -62,7 +63,7 @@
 //
 // Limit: decode, bytes of the cache; prefill, tensor cores and the f32 work between two products.
 // Measured on an H200 with 32 query heads on 8 KV heads of 128: one row at 16,000 keys 2.9 TB/s, 64
-// rows 4.2 (of 4.3), 64 rows at 512 keys 3.4; a chunk of 2,048 at 16,384 240 TFLOP/s.
+// rows 4.2 (of 4.3), 64 rows at 512 keys 3.7; a chunk of 2,048 at 16,384 240 TFLOP/s.
 
 #include "attention/prefill.cuh"
 #include "attention/kv_16bit.cuh"

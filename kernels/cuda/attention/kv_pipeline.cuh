@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // The KV pipeline. It copies tiles of keys and values to shared memory by cp.async, through two
-// stages, one tile ahead of the products. attention.cu has a drawing.
+// stages, one tile ahead of the products. attention.cu has a drawing. With one stage, a tile is
+// copied after the products of the tile before: then more blocks share a multiprocessor, and they
+// hide each other's copies.
 
 #pragma once
 
@@ -44,9 +46,9 @@ struct KvPipeline {
 
     const KeyAddresses<Cache> keys;
     AddressBuffer &addresses;
-    // Shared memory of STAGES stages, or of one if a thread block never has more than one tile.
+    // Shared memory of `stage_count` stages.
     uint8_t *stages;
-    int tiles;
+    int stage_count, tiles;
     // This thread's block in the first tile that has no addresses yet.
     uint32_t block;
 
@@ -61,12 +63,12 @@ struct KvPipeline {
         for (int tile = 0; tile < STAGES; tile++) keys.store(addresses[tile], tile, blocks[tile]);
     }
 
-    // Waits for the copies of `tile`, starts those of the next tile, and returns the stage. The
-    // next tile overwrites the stage of the tile before, so a barrier must have followed the last
-    // use of that tile.
+    // Waits for the copies of `tile`, starts those of the next tile if there are two stages, and
+    // returns the stage. The next tile overwrites the stage of the tile before, so a barrier must
+    // have followed the last use of that tile.
     __device__ __forceinline__ const uint8_t *wait(int tile) {
         const int next = tile + 1;
-        if (next < tiles) {
+        if (next < tiles && stage_count > 1) {
             load_tile(next);
             wait_copies<1>();
         } else {
@@ -77,14 +79,23 @@ struct KvPipeline {
             keys.store(addresses[tile % STAGES], next + 1, block);
             block = keys.block(next + 2);
         }
-        return stages + tile % STAGES * Cache::STAGE_BYTES;
+        return stage(tile);
+    }
+
+    // Starts the copies of the tile after `tile` if there is one stage. A barrier must have
+    // followed the last use of `tile`.
+    __device__ __forceinline__ void release(int tile) {
+        if (stage_count == 1 && tile + 1 < tiles) load_tile(tile + 1);
     }
 
     // Starts the copies of a tile.
     __device__ __forceinline__ void load_tile(int tile) {
-        Cache::load(stages + tile % STAGES * Cache::STAGE_BYTES, addresses[tile % STAGES], keys.kv.head_bytes,
-                    keys.valid(tile));
+        Cache::load(stage(tile), addresses[tile % STAGES], keys.kv.head_bytes, keys.valid(tile));
         commit_copies();
+    }
+
+    __device__ __forceinline__ uint8_t *stage(int tile) const {
+        return stages + (stage_count > 1 ? tile % STAGES * Cache::STAGE_BYTES : 0);
     }
 };
 

@@ -39,7 +39,8 @@ __device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueri
     const int tiles = last / TILE + 1;
     const int split_tiles = 1 << query_tile.split_shift;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    KvPipeline<Cache> pipeline{{kv, tables + query_tile.table, kv_head, 0, last}, addresses, shared, tiles};
+    KvPipeline<Cache> pipeline{
+        {kv, tables + query_tile.table, kv_head, 0, last}, addresses, shared, ATTENTION_STAGES, tiles};
     pipeline.prefetch();
     __syncthreads();
 

@@ -47,7 +47,7 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
     const int split_tiles = 1 << query_tile.split_shift;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     KvPipeline<Cache> pipeline{
-        {kv, tables + query_tile.table, kv_head, first, last}, addresses, shared, tiles};
+        {kv, tables + query_tile.table, kv_head, first, last}, addresses, shared, stage_count, tiles};
     pipeline.prefetch();
     __syncthreads();
 
@@ -138,6 +138,7 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
         }
         // The next round overwrites this stage, the weights and the warps' maxima.
         __syncthreads();
+        pipeline.release(tile);
 
         if ((tile + 1) % split_tiles != 0 && tile + 1 != tiles) continue;
         results.end_split(split, tile / split_tiles, queries, kv_head, softmax, weight_sum, sums);

@@ -20,6 +20,8 @@ use super::quantized_output::QuantizedOutput;
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
 const HALF_BYTES: usize = 2;
+/// Threads of a block.
+const BLOCK: u32 = 32 * ATTENTION_WARPS as u32;
 
 /// One image per KV cache type. A kernel has the same name in every image.
 pub struct AttentionKernels {
@@ -182,14 +184,15 @@ impl AttentionKernels {
         plan: &AttentionPlanAddress,
     ) -> Result<(), CudaError> {
         let AttentionInputs { layer, kind, spec, .. } = *inputs;
-        let (stage_count, launch) = split_launch(kind, spec, plan);
+        let stages = stages_of(plan);
+        let launch = split_launch(kind, spec, plan, stages);
         let arguments = AttentionSplitKv {
             kv: layer,
             queries: query_params(inputs),
             tables: inputs.tables.address(),
             splits: plan.splits,
             split_count: plan.counts,
-            stage_count,
+            stage_count: stages as i32,
             partial_sums: plan.partial_sums,
             partial_weights: plan.partial_weights,
         };
@@ -218,23 +221,32 @@ impl AttentionKernels {
             Some(quantized) => (quantized.number() as i32, quantized.rows(rows, width)?),
             None => (0, QuantizedRows { act_tiles: 0, f16_units: 0, f16_sums: 0, f16_groups: 0 }),
         };
-        let (stage_count, launch) = split_launch(kind, spec, plan);
+        let name = merged_kv_name(kind, spec.head_dim);
+        let mut stages = stages_of(plan);
+        let mut launch = split_launch(kind, spec, plan, stages);
+        // With one stage each, more blocks run at once. This beats two rounds of blocks with two
+        // stages: 36.7 us instead of 38.7 for 64 rows at 512 keys of an 8B model (H200).
+        let kernel = self.family(kind).kernel(name.as_c_str())?;
+        let places =
+            kernel.blocks_per_multiprocessor(BLOCK, launch.shared_bytes)? * stream.device().multiprocessors();
+        if launch.grid.0 * launch.grid.1 > places {
+            stages = 1;
+            launch = split_launch(kind, spec, plan, stages);
+        }
         let arguments = AttentionMergedKv {
             kv: layer,
             queries: query_params(inputs),
             tables: inputs.tables.address(),
             splits: plan.splits,
             split_count: plan.counts,
-            stage_count,
+            stage_count: stages as i32,
             out: out.address(),
             quantizer,
             quantized,
         };
         // SAFETY: as in `split_kv`. A stage has room for 16 merged heads. If there are activation
         // tiles, the heads of a KV head are whole column tiles.
-        unsafe {
-            launch_kernel(self.family(kind), merged_kv_name(kind, spec.head_dim), stream, launch, &arguments)
-        }
+        unsafe { launch_kernel(self.family(kind), name, stream, launch, &arguments) }
     }
 
     /// # Safety
@@ -395,13 +407,23 @@ fn row_pitch_bytes(cols: usize) -> usize {
     (cols + ATTENTION_PAD) * HALF_BYTES
 }
 
-/// The stages of a block of the split-KV kernels, and their launch.
-fn split_launch(kind: KvType, spec: AttentionSpec, plan: &AttentionPlanAddress) -> (i32, LaunchConfig) {
-    let stages = if plan.has_multi_tile_blocks { ATTENTION_STAGES } else { 1 };
+/// Stages of a block of the split-KV kernels, so that a tile is copied while the one before it is
+/// multiplied.
+fn stages_of(plan: &AttentionPlanAddress) -> usize {
+    if plan.has_multi_tile_blocks { ATTENTION_STAGES } else { 1 }
+}
+
+/// The launch of a split-KV kernel.
+fn split_launch(
+    kind: KvType,
+    spec: AttentionSpec,
+    plan: &AttentionPlanAddress,
+    stages: usize,
+) -> LaunchConfig {
     let queries_and_weights =
         SPLIT_KV_PAIRS * (row_pitch_bytes(spec.head_dim) + row_pitch_bytes(ATTENTION_TILE));
     let shared_bytes = stages * KvStageBytes::of(kind, spec.head_dim).stage + queries_and_weights;
-    (stages as i32, launch_shape((spec.kv_heads as u32, plan.splits_max, 1), shared_bytes))
+    launch_shape((spec.kv_heads as u32, plan.splits_max, 1), shared_bytes)
 }
 
 fn ensure_quantizable(
@@ -433,6 +455,5 @@ fn query_params(inputs: &AttentionInputs<'_>) -> AttentionQueries {
 }
 
 fn launch_shape(grid: (u32, u32, u32), shared_bytes: usize) -> LaunchConfig {
-    let block = 32 * ATTENTION_WARPS as u32;
-    LaunchConfig { grid, block, shared_bytes: shared_bytes as u32, overlaps_predecessor: true }
+    LaunchConfig { grid, block: BLOCK, shared_bytes: shared_bytes as u32, overlaps_predecessor: true }
 }

@@ -16,7 +16,7 @@ abi! {
         const ATTENTION_TILE: usize = 64;
         /// Warps of a block.
         const ATTENTION_WARPS: usize = 4;
-        /// Stages of the KV pipeline, if a block has more than one tile.
+        /// Stages of the KV pipeline, if tiles are copied while others are multiplied.
         const ATTENTION_STAGES: usize = 2;
         /// Padding between rows in shared memory, in 16-bit values. With it, the 16-byte vectors of
         /// a column are in different banks.
