@@ -16,6 +16,7 @@
 mod around;
 #[cfg(feature = "cuda")]
 mod attention;
+#[cfg(feature = "cuda")]
 mod attention_bench;
 #[cfg(feature = "cuda")]
 mod bench;
