@@ -101,7 +101,7 @@ fn check_lost_workers(fleet: &CrashingFleet) {
     assert!((2..=3).contains(&lost), "{lost} workers were lost, more than identify the request");
 }
 
-/// Sends `poison` again and again while neighbours generate. It kills three workers and no more.
+/// Sends `poison` again and again while neighbours generate. It kills at most three workers.
 fn check_quarantine(poison: &Value) {
     let fleet = CrashingFleet::start();
     let http = HttpClient::connect(&fleet.fleet);
@@ -133,12 +133,12 @@ fn check_quarantine(poison: &Value) {
 }
 
 #[test]
-fn a_request_that_crashes_workers_before_it_is_admitted_costs_three_of_them() {
+fn a_request_that_crashes_workers_before_it_is_admitted_costs_at_most_three_of_them() {
     check_quarantine(&json!({"prompt": "import ", "max_tokens": 50, "cache_salt": CRASH_ON}));
 }
 
 #[test]
-fn a_grammar_that_crashes_workers_costs_three_of_them() {
+fn a_grammar_that_crashes_workers_costs_at_most_three_of_them() {
     check_quarantine(&json!({"prompt": "import ", "max_tokens": 50, "guided_regex": CRASH_ON}));
 }
 

@@ -28,8 +28,8 @@
 //   +-------+-------+-------+-------+           +-------+-------+-------+-------+
 //   maxima over warps by shared memory          no sum crosses a warp
 //
-//   KV pipeline (attention/kv_pipeline.cuh), two stages of one tile of keys and values each. Blocks
-//   that merge so many rows that two stages each do not fit at once have one stage.
+//   KV pipeline (attention/kv_pipeline.cuh), two stages of one tile of keys and values each. If the
+//   blocks of attention_merged_kv would not all be resident with two stages, they have one.
 //     cp.async     tile 0 -> stage 0 | tile 1 -> stage 1 | tile 2 -> stage 0 | ...
 //     MMA                            | tile 0            | tile 1            | tile 2
 //     addresses    of tiles 0 and 1  | of tile 2         | of tile 3         | of tile 4

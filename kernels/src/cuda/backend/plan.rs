@@ -19,9 +19,9 @@ pub(super) use crate::cuda::abi::attention::{KvSplits, PartialMerge, QueryTile};
 
 /// Keys of a tile. A tile is the smallest split.
 const TILE: u32 = 64;
-/// Partial results of a plan: 32 decode rows of 32 splits, or 64 rows at 1,024 keys. Further rows
-/// get another plan. With 512, 64 rows at 512 keys of an 8B model needed a second plan for the last
-/// rows, which cost 14 us of 57 us a layer (H200). These results take 16.3 MiB.
+/// Partial results of a plan: 32 decode rows of 32 splits. Further rows get another plan, which
+/// costs 14 us a layer of an 8B model (H200). So many rows fill most devices and need no partial
+/// results, unless one of them is much longer than the others. These results take 16.3 MiB.
 pub(super) const PARTIALS_MAX: u32 = 1024;
 /// The largest number of splits of a row. The length of a split grows with the position.
 pub(super) const SPLITS_MAX: u32 = 32;
@@ -86,8 +86,8 @@ pub(super) struct PlannedRows<'a> {
 }
 
 impl PlannedRows<'_> {
-    /// Whether the step writes no key of the tile that begins at `position`. All its keys are
-    /// before those of the query tile.
+    /// Whether earlier steps have written all keys of the tile that begins at `position`, and this
+    /// step writes none of their blocks.
     fn is_old(&self, queries: &QueryTile, position: u32) -> bool {
         let end = position + TILE;
         let entries = position as usize / self.block_tokens..(end as usize).div_ceil(self.block_tokens);
@@ -121,10 +121,10 @@ impl AttentionPlan {
         end
     }
 
-    /// Whether the blocks of all query tiles keep the device busy as long as the longest of them
-    /// runs. Two blocks at a time fill a multiprocessor. From two fifths of this on, they are
-    /// faster than a block for each split (H200: 8 rows at 512 keys of an 8B model take 9.8 us with
-    /// splits and 11.9 us without, 16 rows 16.7 and 13.7).
+    /// Whether there is work for two fifths of the device while the longest block runs, if each
+    /// block computes all splits of a query tile. Two blocks fill a multiprocessor. With less work,
+    /// a block for each split is faster: on an H200, 8 rows at 512 keys of an 8B model take 9.8 us
+    /// with a block for each split and 11.9 us without, 16 rows take 16.7 and 13.7 us.
     fn fills_device(&self, limits: AttentionPlanLimits) -> bool {
         let tiles = || self.split_tiles.iter().map(|all| u64::from(all.splits << all.queries.split_shift));
         let longest = tiles().max().unwrap_or(0);
