@@ -65,7 +65,7 @@ pub(crate) struct WorkerArguments {
     /// q8_0,0-1=f16
     #[arg(long, value_name = "TYPE", default_value_t = KvTypes::default())]
     kv_type: KvTypes,
-    /// Token budget of one step of a worker
+    /// Token budget of one step of a worker. Default: 2048 on a GPU, 512 on the host
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     step_tokens: Option<u32>,
     /// Speculative decoding: source of draft tokens, either prompt lookup or a smaller model with

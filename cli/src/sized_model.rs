@@ -181,11 +181,9 @@ fn worker_config(config: &FleetModelConfig, kv_bytes: ByteSize, threads: usize) 
     worker.sampling = config.sampling.clone();
     worker.kv_type = config.kv_type.clone();
     worker.context_tokens = config.ctx_size.map(|tokens| tokens as usize);
-    if let Some(tokens) = config.step_tokens {
-        worker.step_tokens = tokens as usize;
-        // Every running sequence needs at least one row in every step.
-        worker.running_max = worker.running_max.min(worker.step_tokens);
-    }
+    worker.step_tokens = config.step_tokens.map(|tokens| tokens as usize);
+    // Every running sequence needs at least one row in every step.
+    worker.running_max = worker.running_max.min(worker.step_tokens.unwrap_or(engine::STEP_TOKENS));
     worker.running_max = config.running_max.map_or(worker.running_max, |sequences| sequences as usize);
     worker.queue_max = config.queue_max.map_or(worker.queue_max, |requests| requests as usize);
     worker.pooling = config.pooling;

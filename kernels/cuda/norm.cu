@@ -5,12 +5,14 @@
 //   rms_norm              one thread block per row
 //   add_rms_norm          x += y first: the residual sum and the norm of the next layer in one pass
 //   *_q8_0, _q8_1, _q8_k, also quantize the row into activation tiles while its values are in
-//   *_f16, _bf16          registers
+//   *_f16, _bf16          registers; `out` may then be null
+//   *_short*              rows of at most NORM_SHORT_COLS_MAX values, in whole vectors
 //   rms_norm_heads        one warp per head, in place
 //   add_residual          x += y alone
 //
 // norm_rows.cuh has the order of sums; the number of rows does not change it. Limit: bytes, 8 to 16
-// per value. At one row it is the latency of a load, a reduction and a store, some 2 us.
+// per value. At one row it is the latency of a load, a reduction and a store, some 2 us. With many
+// rows it is the number of rows in flight, so short rows have kernels with fewer registers.
 
 #include "abi/elementwise.cuh"
 #include "linear/quantize.cuh"
@@ -22,9 +24,10 @@ namespace {
 using namespace norm_rows;
 
 constexpr int THREADS = NORM_THREADS;
-// Vectors that a thread keeps in registers between its two passes: rows of up to 16,384 values.
-constexpr int VECTORS_PER_THREAD = 4;
-static_assert(VECTOR * VECTORS_PER_THREAD * THREADS == NORM_QUANTIZED_COLS_MAX);
+// Vectors that a thread keeps in registers between its two passes.
+constexpr int LONG_VECTORS = 4, SHORT_VECTORS = 1;
+static_assert(VECTOR * LONG_VECTORS * THREADS == NORM_QUANTIZED_COLS_MAX);
+static_assert(VECTOR * SHORT_VECTORS * THREADS == NORM_SHORT_COLS_MAX);
 
 __device__ float block_sum(float x) {
     __shared__ float sums[WARPS];
@@ -44,9 +47,9 @@ struct WithQuantizer : Quantizer {
     static constexpr bool QUANTIZES = true;
 };
 
-// If `Quantizer` quantizes, norm.rs launches the kernel only for rows that consist of whole vectors
-// and that the registers of a block can hold.
-template <bool ADD, class Quantizer>
+// If `Quantizer` quantizes, or rows are short, norm.rs launches the kernel only for rows that
+// consist of whole vectors and that the registers of a block can hold.
+template <bool ADD, class Quantizer, int VECTORS_PER_THREAD>
 __device__ void normalize_row(float *x, const float *y, const float *weight, float eps, float *out, int cols,
                               QuantizedRows quantized) {
     const int vectors = cols / VECTOR;
@@ -63,10 +66,12 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
     wait_for_previous_kernel();
     launch_next_kernel();
     size_t row = size_t(blockIdx.x) * cols;
-    x += row, out += row;
+    x += row;
+    if (out != nullptr) out += row;
     if (ADD) y += row;
     float squares = 0.0f;
-    if (Quantizer::QUANTIZES || (cols % VECTOR == 0 && cols <= VECTOR * VECTORS_PER_THREAD * THREADS)) {
+    constexpr bool FITS = Quantizer::QUANTIZES || VECTORS_PER_THREAD == SHORT_VECTORS;
+    if (FITS || (cols % VECTOR == 0 && cols <= VECTOR * VECTORS_PER_THREAD * THREADS)) {
         float kept[VECTORS_PER_THREAD][VECTOR];
 #pragma unroll
         for (int k = 0; k < VECTORS_PER_THREAD; k++) {
@@ -94,7 +99,7 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
             if (vector < vectors) {
 #pragma unroll
                 for (int i = 0; i < VECTOR; i++) normalized[i] = kept[k][i] * factor * weights[k][i];
-                store(out + vector * VECTOR, normalized);
+                if (!Quantizer::QUANTIZES || out != nullptr) store(out + vector * VECTOR, normalized);
             }
             if constexpr (Quantizer::QUANTIZES) {
                 int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
@@ -104,7 +109,7 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
         }
         return;
     }
-    if constexpr (!Quantizer::QUANTIZES) {
+    if constexpr (!FITS) {
         for (int i = threadIdx.x; i < cols; i += THREADS) {
             float v = x[i];
             if (ADD) x[i] = v = v + y[i];
@@ -117,18 +122,21 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
 
 }  // namespace
 
-#define NORM_KERNELS(SUFFIX, QUANTIZER)                                                                      \
+#define NORM_KERNELS_OF(SUFFIX, QUANTIZER, VECTORS)                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm##SUFFIX(                                  \
         float *x, const float *weight, float eps, float *out, int cols, QuantizedRows quantized) {           \
-        normalize_row<false, QUANTIZER>(x, nullptr, weight, eps, out, cols, quantized);                      \
+        normalize_row<false, QUANTIZER, VECTORS>(x, nullptr, weight, eps, out, cols, quantized);             \
     }                                                                                                        \
     CHECK_SIGNATURE(rms_norm##SUFFIX, RmsNorm);                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                    \
         add_rms_norm##SUFFIX(float *x, const float *y, const float *weight, float eps, float *out, int cols, \
                              QuantizedRows quantized) {                                                      \
-        normalize_row<true, QUANTIZER>(x, y, weight, eps, out, cols, quantized);                             \
+        normalize_row<true, QUANTIZER, VECTORS>(x, y, weight, eps, out, cols, quantized);                    \
     }                                                                                                        \
     CHECK_SIGNATURE(add_rms_norm##SUFFIX, AddRmsNorm);
+#define NORM_KERNELS(SUFFIX, QUANTIZER)              \
+    NORM_KERNELS_OF(SUFFIX, QUANTIZER, LONG_VECTORS) \
+    NORM_KERNELS_OF(_short##SUFFIX, QUANTIZER, SHORT_VECTORS)
 NORM_KERNELS(, NoQuantizer)
 NORM_KERNELS(_q8_0, WithQuantizer<QuantizePer32<ActivationFormat::Q8_0>>)
 NORM_KERNELS(_q8_1, WithQuantizer<QuantizePer32<ActivationFormat::Q8_1>>)

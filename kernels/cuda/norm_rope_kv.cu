@@ -6,9 +6,10 @@
 //   key head     norm (if the model has one) -> rotation -> in place, and to the KV cache
 //   value head                                              to the KV cache
 //
-// The bits are those of norm.cu, rope.cu and kv_write.cu one after the other. A warp has one head;
-// a block has eight heads of one row. The block computes the row's angles while the previous kernel
-// ends. Limit: bytes; at few rows the latency of a load and a store, some 2 us.
+// The bits are those of norm.cu, rope.cu and kv_write.cu one after the other. A warp has one head
+// at a time; a block has eight heads of one row. With many rows, a block has all heads of its row,
+// eight at a time, so that the row's angles are computed once. It computes them while the previous
+// kernel ends. Limit: bytes; at few rows the latency of a load and a store, some 2 us.
 
 #include <cuda_fp16.h>
 
@@ -46,31 +47,61 @@ struct KvWriterQ8_0 {
 };
 
 template <class KvWriter>
-__device__ __forceinline__ void norm_rope_kv_write(const KvLayerAddress &kv, const NormRopeKvParams &p) {
-    __shared__ float cosines[HEAD_DIM_MAX / 2], sines[HEAD_DIM_MAX / 2];
-    __shared__ float rotated[WARPS][HEAD_DIM_MAX];
-    const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // The host sent positions, slots and frequencies before the step's first kernel, so this kernel
-    // may read them before the previous one has ended.
-    for (int pair = threadIdx.x; pair < p.pairs; pair += 32 * WARPS) {
-        rope_angle(p.positions[row], p.inverse_frequencies[pair], p.magnitude, &cosines[pair], &sines[pair]);
-    }
-    const uint32_t slot = p.slots[row], block = slot / kv.block_tokens, token = slot % kv.block_tokens;
-    __syncthreads();
-    wait_for_previous_kernel();
-    launch_next_kernel();
+__device__ __forceinline__ void store_head(const KvLayerAddress &kv, const float *values, int head,
+                                           bool is_value, uint32_t block, uint32_t token, int head_dim) {
+    uint8_t *to = head_keys(kv, block, head) + (is_value ? kv.head_bytes : 0);
+    KvWriter::store_head(values, kv, to, token, head_dim);
+}
 
-    int head = blockIdx.y * WARPS + warp;
-    if (head >= p.heads + 2 * p.kv_heads) return;
+// Normalises a head of 128 values, and rotates pairs of which one is in each half. Lane l has
+// values l, l + 32, l + 64 and l + 96, so both values of a pair. The operations are those of
+// write_head, without memory between them: 2,048 rows of 40 heads take 26 us instead of 39 (H200).
+__device__ __forceinline__ void turn_halves(float (&v)[4], const float *weight, float eps,
+                                            const float *cosines, const float *sines) {
+    const int lane = threadIdx.x % 32;
+    if (weight != nullptr) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; i++) squares = fmaf(v[i], v[i], squares);
+        float mean = __fdiv_rn(warp_sum(squares), 128.0f);
+        float factor = __frcp_rn(__fsqrt_rn(mean + eps));
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = v[i] * factor * weight[lane + 32 * i];
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) rotate_pair(v[i], v[i + 2], cosines[lane + 32 * i], sines[lane + 32 * i]);
+}
+
+// Computes one of the row's heads: of the query heads, then the key heads, then the value heads.
+// Called by a whole warp.
+template <class KvWriter>
+__device__ __forceinline__ void write_head(const KvLayerAddress &kv, const NormRopeKvParams &p, int head,
+                                           uint32_t block, uint32_t token, float *values,
+                                           const float *cosines, const float *sines) {
+    const int row = blockIdx.x, lane = threadIdx.x % 32;
     const bool is_query = head < p.heads, is_value = head >= p.heads + p.kv_heads;
     if (!is_query) head = (head - p.heads) % p.kv_heads;
     const size_t at = (size_t(row) * (is_query ? p.heads : p.kv_heads) + head) * p.head_dim;
-    float *values = rotated[warp];
     if (is_value) {
         for (int i = lane; i < p.head_dim; i += 32) values[i] = p.values[at + i];
     } else {
         float *x = (is_query ? p.queries : p.keys) + at;
         const float *weight = is_query ? p.query_weight : p.key_weight;
+        if (p.head_dim == 128 && p.pairs == 64 && !p.adjacent) {
+            float v[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[i] = x[lane + 32 * i];
+            turn_halves(v, weight, p.eps, cosines, sines);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                x[lane + 32 * i] = v[i];
+                values[lane + 32 * i] = v[i];
+            }
+            if (is_query) return;
+            __syncwarp();
+            store_head<KvWriter>(kv, values, head, false, block, token, p.head_dim);
+            return;
+        }
         if (weight != nullptr) {
             float squares = 0.0f;
             for (int i = lane; i < p.head_dim; i += 32) {
@@ -93,8 +124,30 @@ __device__ __forceinline__ void norm_rope_kv_write(const KvLayerAddress &kv, con
         for (int i = lane; i < p.head_dim; i += 32) x[i] = values[i];
         if (is_query) return;
     }
-    KvWriter::store_head(values, kv, head_keys(kv, block, head) + (is_value ? kv.head_bytes : 0), token,
-                         p.head_dim);
+    store_head<KvWriter>(kv, values, head, is_value, block, token, p.head_dim);
+}
+
+template <class KvWriter>
+__device__ __forceinline__ void norm_rope_kv_write(const KvLayerAddress &kv, const NormRopeKvParams &p) {
+    __shared__ float cosines[HEAD_DIM_MAX / 2], sines[HEAD_DIM_MAX / 2];
+    __shared__ float rotated[WARPS][HEAD_DIM_MAX];
+    const int row = blockIdx.x, warp = threadIdx.x / 32;
+    // The host sent positions, slots and frequencies before the step's first kernel, so this kernel
+    // may read them before the previous one has ended.
+    for (int pair = threadIdx.x; pair < p.pairs; pair += 32 * WARPS) {
+        rope_angle(p.positions[row], p.inverse_frequencies[pair], p.magnitude, &cosines[pair], &sines[pair]);
+    }
+    const uint32_t slot = p.slots[row], block = slot / kv.block_tokens, token = slot % kv.block_tokens;
+    __syncthreads();
+    wait_for_previous_kernel();
+    launch_next_kernel();
+
+    const int heads = p.heads + 2 * p.kv_heads;
+    for (int head = blockIdx.y * WARPS + warp; head < heads; head += gridDim.y * WARPS) {
+        write_head<KvWriter>(kv, p, head, block, token, rotated[warp], cosines, sines);
+        // All lanes have read the values of this head.
+        __syncwarp();
+    }
 }
 
 }  // namespace

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out = gate / (1 + exp(-gate)) * up, value by value.
+// gate = gate / (1 + exp(-gate)) * up, value by value, in place.
 //
 //   silu_and_mul           four values per thread
 //   silu_and_mul_scalar    one value per thread, if their number is no multiple of four
 //   *_q8_0, _q8_1, _q8_k,  also quantize the rows into activation tiles, as quantize.cu does, while
-//   *_f16, _bf16           the values are in registers; a warp per token and 256 columns
+//   *_f16, _bf16           the values are in registers; a warp per token and 256 columns. Unless
+//                          `needs_values`, the values themselves are not written
 //
 // Limit: bytes, 12 per value.
 
@@ -26,7 +27,7 @@ __device__ float4 silu(float4 g, float4 u) {
 
 // A warp computes one token's values of one tile of columns.
 template <class Quantizer>
-__device__ void silu_and_mul_rows(const float *gate, const float *up, float *out, int tokens, int cols,
+__device__ void silu_and_mul_rows(float *gate, const float *up, int tokens, int cols, bool needs_values,
                                   QuantizedRows quantized) {
     wait_for_previous_kernel();
     launch_next_kernel();
@@ -37,13 +38,12 @@ __device__ void silu_and_mul_rows(const float *gate, const float *up, float *out
     float v[8] = {};
     if (col < cols) {
         size_t first = (size_t(token) * cols + col) / 4;
-        const float4 *g = reinterpret_cast<const float4 *>(gate) + first,
-                     *u = reinterpret_cast<const float4 *>(up) + first;
+        float4 *g = reinterpret_cast<float4 *>(gate) + first;
+        const float4 *u = reinterpret_cast<const float4 *>(up) + first;
         // All loads come before the first use.
         float4 g0 = g[0], u0 = u[0], g1 = g[1], u1 = u[1];
         float4 a = silu(g0, u0), b = silu(g1, u1);
-        reinterpret_cast<float4 *>(out)[first] = a;
-        reinterpret_cast<float4 *>(out)[first + 1] = b;
+        if (needs_values) g[0] = a, g[1] = b;
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
     }
     Quantizer::store(v,
@@ -54,28 +54,28 @@ __device__ void silu_and_mul_rows(const float *gate, const float *up, float *out
 
 // `vectors` counts vectors of four values.
 extern "C" __global__ void __launch_bounds__(SILU_THREADS)
-    silu_and_mul(const float4 *gate, const float4 *up, float4 *out, uint64_t vectors) {
+    silu_and_mul(float4 *gate, const float4 *up, uint64_t vectors) {
     wait_for_previous_kernel();
     launch_next_kernel();
     uint64_t i = blockIdx.x * uint64_t(SILU_THREADS) + threadIdx.x;
-    if (i < vectors) out[i] = silu(gate[i], up[i]);
+    if (i < vectors) gate[i] = silu(gate[i], up[i]);
 }
 CHECK_SIGNATURE(silu_and_mul, SiluAndMul);
 
 // For a number of values that is no multiple of four.
 extern "C" __global__ void __launch_bounds__(SILU_THREADS)
-    silu_and_mul_scalar(const float *gate, const float *up, float *out, uint64_t values) {
+    silu_and_mul_scalar(float *gate, const float *up, uint64_t values) {
     wait_for_previous_kernel();
     launch_next_kernel();
     uint64_t i = blockIdx.x * uint64_t(SILU_THREADS) + threadIdx.x;
-    if (i < values) out[i] = silu(gate[i], up[i]);
+    if (i < values) gate[i] = silu(gate[i], up[i]);
 }
 CHECK_SIGNATURE(silu_and_mul_scalar, SiluAndMulScalar);
 
 #define SILU_KERNEL(SUFFIX, QUANTIZER)                                                                   \
     extern "C" __global__ void __launch_bounds__(32 * WARPS) silu_and_mul##SUFFIX(                       \
-        const float *gate, const float *up, float *out, int tokens, int cols, QuantizedRows quantized) { \
-        silu_and_mul_rows<QUANTIZER>(gate, up, out, tokens, cols, quantized);                            \
+        float *gate, const float *up, int tokens, int cols, int needs_values, QuantizedRows quantized) { \
+        silu_and_mul_rows<QUANTIZER>(gate, up, tokens, cols, needs_values != 0, quantized);              \
     }                                                                                                    \
     CHECK_SIGNATURE(silu_and_mul##SUFFIX, SiluAndMulQuantized);
 SILU_KERNEL(_q8_0, QuantizePer32<ActivationFormat::Q8_0>)

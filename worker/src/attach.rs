@@ -131,7 +131,7 @@ pub(crate) fn build_engine<R: DeviceRuntime>(
             let share = draft.manifest.tensor_bytes() as f64 / manifest.tensor_bytes().max(1) as f64;
             timeline.mark("draft");
             tracing::info!(draft = %name, share, "attached the draft model");
-            Some(Box::new(DraftModel::new(draft_model, config.step_tokens, share)))
+            Some(Box::new(DraftModel::new(draft_model, config.step_tokens(), share)))
         }
     };
     let (context_length, vocab_size) = (model.context_length(), model.vocab_size());

@@ -72,9 +72,10 @@ pub struct WorkerConfig {
     /// Limits the model's context length.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub context_tokens: Option<usize>,
-    /// Token budget of a step: longer prompts are computed by chunked prefill.
-    #[serde(default = "step_tokens")]
-    pub step_tokens: usize,
+    /// Token budget of a step: longer prompts are computed by chunked prefill. Absent: the default
+    /// of the device, [`Self::step_tokens`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step_tokens: Option<usize>,
     /// Sequences that run at once.
     #[serde(default = "running_max")]
     pub running_max: usize,
@@ -233,7 +234,7 @@ impl WorkerConfig {
             workspace_bytes: None,
             threads,
             context_tokens: None,
-            step_tokens: step_tokens(),
+            step_tokens: None,
             running_max: running_max(),
             queue_max: queue_max(),
             draft: DraftSource::default(),
@@ -252,6 +253,14 @@ impl WorkerConfig {
         }
     }
 
+    /// The token budget of a step.
+    pub fn step_tokens(&self) -> usize {
+        self.step_tokens.unwrap_or(match self.device {
+            ComputeDevice::Host | ComputeDevice::HostNode(_) => engine::STEP_TOKENS,
+            ComputeDevice::Gpu(_) => GPU_STEP_TOKENS,
+        })
+    }
+
     /// The longest time that one step may take.
     pub fn step_timeout(&self) -> Duration {
         self.step_timeout.unwrap_or(match self.device {
@@ -264,10 +273,6 @@ impl WorkerConfig {
     pub fn served_model(&self) -> &str {
         self.served_model.as_deref().unwrap_or(&self.model)
     }
-}
-
-fn step_tokens() -> usize {
-    engine::STEP_TOKENS
 }
 
 fn running_max() -> usize {
@@ -288,6 +293,8 @@ pub fn draft_depth() -> usize {
 const HOST_STEP_TIMEOUT: Duration = Duration::from_secs(180);
 /// The slowest step of an 8B model on an H200 takes 0.1 s, and up to 16 workers take turns.
 const GPU_STEP_TIMEOUT: Duration = Duration::from_secs(10);
+/// Token budget of a step on a GPU. Larger steps fill it better (decision 0006).
+const GPU_STEP_TOKENS: usize = 2048;
 
 /// Shorter than the time that the supervisor gives a stopping worker.
 fn drain() -> Duration {

@@ -54,7 +54,7 @@ pub(crate) fn workspace(limits: ForwardLimits, model: &ModelDescription, dtypes:
         feed_forward: model.feed_forward,
         experts: model.experts,
         experts_used: model.experts_used,
-        rows_at_once: limits.rows_at_once(),
+        rows_at_once: limits.rows_at_once(model.experts),
         tensors: model.workspace_tensors(limits).collect(),
         dtypes: dtypes.to_vec(),
     };

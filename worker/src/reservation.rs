@@ -20,7 +20,7 @@ const DRAFT_WORKSPACE_BYTES: u64 = 32 << 20;
 
 /// GPU workspace without a model to compute it from: a model of 8B parameters and steps of 2,048
 /// tokens.
-pub(crate) const GPU_WORKSPACE_BYTES: u64 = 192 << 20;
+pub(crate) const GPU_WORKSPACE_BYTES: u64 = 288 << 20;
 
 impl WorkerConfig {
     /// Bytes reserved for the CUDA context before it exists and can be measured.
@@ -43,13 +43,13 @@ impl WorkerConfig {
 
     /// Limits of a step of the draft model.
     pub(crate) fn draft_limits(&self) -> ForwardLimits {
-        ForwardLimits { rows_max: self.step_tokens, outputs_max: self.running_max }
+        ForwardLimits { rows_max: self.step_tokens(), outputs_max: self.running_max }
     }
 
     pub(crate) fn engine_config(&self) -> EngineConfig {
         EngineConfig {
             kv_types: self.kv_type.clone(),
-            step_tokens: self.step_tokens,
+            step_tokens: self.step_tokens(),
             running_max: self.running_max,
             queue_max: self.queue_max,
             context_tokens: self.context_tokens,

@@ -188,8 +188,9 @@ impl<B: Backend> Decoder<B> {
             Some(rope) => Some(backend.rope_table(&rope.spec(None))?),
             None => None,
         };
-        let (rows_at_once, outputs_at_once) =
-            (limits.rows_at_once(), limits.outputs_at_once(config.vocab_size));
+        let experts = config.experts.map_or(0, |experts| experts.count);
+        let rows_at_once = limits.rows_at_once(experts);
+        let outputs_at_once = limits.outputs_at_once(config.vocab_size, experts);
         let scratch = DecoderScratch::new(&config, rows_at_once, outputs_at_once, |rows, cols| {
             backend.tensor(rows, cols)
         })?;

@@ -54,13 +54,10 @@ impl<B: Backend> FeedForward<B> {
         rows: usize,
     ) -> Result<(), OpError> {
         match (self, scratch) {
-            (
-                Self::Dense { gate, up, down },
-                FeedForwardTensors::Dense { gate: gated, up: raised, product },
-            ) => {
+            (Self::Dense { gate, up, down }, FeedForwardTensors::Dense { gate: gated, up: raised }) => {
                 backend.linears(normed, &mut [(gate, gated), (up, raised)], rows)?;
-                backend.gated(activation, gated, raised, product, rows)?;
-                backend.linear(down, product, delta, rows)
+                backend.gated(activation, gated, raised, rows)?;
+                backend.linear(down, gated, delta, rows)
             }
             (Self::Experts { router, experts }, FeedForwardTensors::Experts { router: logits }) => {
                 backend.linear(router, normed, logits, rows)?;

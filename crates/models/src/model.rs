@@ -8,9 +8,15 @@ use crate::{ModelConfigError, WeightError};
 use ops::{AttentionSpan, Backend, KvLayer, KvTypes, OpError, Step};
 use std::ops::Range;
 
-/// Least and most rows that pass through the model together. Fewer rows do not fill a large GPU;
-/// more rows need memory and are not faster.
-const ROWS_AT_ONCE: (usize, usize) = (128, 512);
+/// Least and most rows of a small step that pass through the model together. Fewer rows do not fill
+/// a large GPU.
+const SMALL_STEP_ROWS: (usize, usize) = (128, 512);
+/// Steps of at least this many rows shall be fast; smaller steps shall need little memory.
+const LARGE_STEP_MIN: usize = 2048;
+/// Most rows of a large step that pass through the model together. In a mixture of experts, each
+/// expert gets a part of the rows, so more rows fill the device better (decision 0006).
+const LARGE_STEP_ROWS: usize = 1024;
+const LARGE_STEP_ROWS_OF_EXPERTS: usize = 2048;
 /// Bytes of logits computed together. This is the bound of a small workspace.
 const LOGITS_BYTES_MIN: usize = 10 << 20;
 /// A workspace for 512 rows has room for the logits of a decode batch of 64 with a vocabulary of
@@ -32,21 +38,28 @@ pub struct ForwardLimits {
 }
 
 impl ForwardLimits {
-    /// Rows of a step that pass through the model together. A step of more rows is computed in
-    /// several passes. A quarter of the largest step, so that activations take a quarter of the
-    /// memory.
-    pub fn rows_at_once(self) -> usize {
-        let (least, most) = ROWS_AT_ONCE;
-        (self.rows_max / 4).clamp(least, most).min(self.rows_max)
+    /// Rows of a step that pass through a model with this number of experts together. A step of
+    /// more rows is computed in several passes. A quarter of a small step, so that activations take
+    /// a quarter of the memory.
+    pub fn rows_at_once(self, experts: usize) -> usize {
+        let rows = match (self.rows_max, experts) {
+            (..LARGE_STEP_MIN, _) => {
+                let (least, most) = SMALL_STEP_ROWS;
+                (self.rows_max / 4).clamp(least, most)
+            }
+            (_, 0) => LARGE_STEP_ROWS,
+            _ => LARGE_STEP_ROWS_OF_EXPERTS,
+        };
+        rows.min(self.rows_max)
     }
 
     /// Rows whose logits are computed together.
-    pub fn outputs_at_once(self, vocab_size: usize) -> usize {
+    pub fn outputs_at_once(self, vocab_size: usize, experts: usize) -> usize {
         let rows_in = |bytes: usize| bytes / (size_of::<f32>() * vocab_size.max(1));
-        let fit = rows_in(LOGITS_BYTES_PER_ROW * self.rows_at_once()).min(LOGITS_ROWS);
+        let fit = rows_in(LOGITS_BYTES_PER_ROW * self.rows_at_once(experts)).min(LOGITS_ROWS);
         let fit = fit.max(rows_in(LOGITS_BYTES_MIN));
         let whole = if fit > ROWS_TOGETHER { fit - fit % ROWS_TOGETHER } else { fit.max(1) };
-        whole.min(self.outputs_max).min(self.rows_at_once())
+        whole.min(self.outputs_max).min(self.rows_at_once(experts))
     }
 }
 
@@ -140,14 +153,15 @@ impl ModelDescription {
             let bytes = move |&width: &usize| (width * rows * size_of::<f32>()) as u64;
             widths.iter().map(bytes).collect::<Vec<_>>()
         };
-        let rows = of(&self.workspace_row_widths, limits.rows_at_once());
-        let outputs = of(&self.workspace_output_widths, limits.outputs_at_once(self.vocab_size));
+        let rows = of(&self.workspace_row_widths, limits.rows_at_once(self.experts));
+        let outputs =
+            of(&self.workspace_output_widths, limits.outputs_at_once(self.vocab_size, self.experts));
         rows.into_iter().chain(outputs)
     }
 
     /// Bytes of the logits tensor, which is part of the workspace.
     pub fn logits_bytes(&self, limits: ForwardLimits) -> u64 {
-        (limits.outputs_at_once(self.vocab_size) * self.vocab_size * size_of::<f32>()) as u64
+        (limits.outputs_at_once(self.vocab_size, self.experts) * self.vocab_size * size_of::<f32>()) as u64
     }
 }
 
@@ -175,4 +189,18 @@ pub enum BuildModelError {
     RopeFactor { index: usize, value: f32 },
     #[error("backend cannot hold the model")]
     Backend(#[from] OpError),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn large_steps_are_computed_in_few_passes_and_small_ones_in_little_memory() {
+        let at_once = |rows_max, experts| ForwardLimits { rows_max, outputs_max: 80 }.rows_at_once(experts);
+        let of_steps =
+            |experts| [1, 100, 300, 512, 1024, 2047, 2048, 8192].map(|rows| at_once(rows, experts));
+        assert_eq!(of_steps(0), [1, 100, 128, 128, 256, 511, 1024, 1024]);
+        assert_eq!(of_steps(128), [1, 100, 128, 128, 256, 511, 2048, 2048]);
+    }
 }

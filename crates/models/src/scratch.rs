@@ -31,14 +31,12 @@ pub(crate) struct AttentionTensors<T> {
 
 pub(crate) enum FeedForwardTensors<T> {
     Dense {
+        /// Also the product of both.
         gate: T,
         up: T,
-        product: T,
     },
     /// Router logits. The backend allocates what the experts need.
-    Experts {
-        router: T,
-    },
+    Experts { router: T },
 }
 
 impl<T> DecoderScratch<T> {
@@ -65,7 +63,6 @@ impl<T> DecoderScratch<T> {
                 None => FeedForwardTensors::Dense {
                     gate: tensor(rows, config.feed_forward)?,
                     up: tensor(rows, config.feed_forward)?,
-                    product: tensor(rows, config.feed_forward)?,
                 },
                 Some(experts) => FeedForwardTensors::Experts { router: tensor(rows, experts.count)? },
             },

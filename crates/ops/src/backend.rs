@@ -223,13 +223,12 @@ pub trait Backend: Sized + Send + 'static {
         rows: usize,
     ) -> Result<(), OpError>;
 
-    /// `out[r] = activation(gate[r]) * up[r]`.
+    /// `gate[r] = activation(gate[r]) * up[r]`.
     fn gated(
         &mut self,
         activation: Activation,
-        gate: &Self::Tensor,
+        gate: &mut Self::Tensor,
         up: &Self::Tensor,
-        out: &mut Self::Tensor,
         rows: usize,
     ) -> Result<(), OpError>;
 

@@ -57,7 +57,6 @@ pub(crate) fn by_expert<B: Backend>(
     let mut batch = backend.tensor(rows, n_in)?;
     let mut gate = backend.tensor(rows, hidden)?;
     let mut up = backend.tensor(rows, hidden)?;
-    let mut product = backend.tensor(rows, hidden)?;
     let mut result = backend.tensor(rows, n_in)?;
     // Row `r * used + j` is the output of row `r`'s expert of rank `j`.
     let mut contributions = vec![0.0; rows * used * n_in];
@@ -74,8 +73,8 @@ pub(crate) fn by_expert<B: Backend>(
         let up_layer = plain(backend.expert(&layer.up, expert)?);
         let down_layer = plain(backend.expert(&layer.down, expert)?);
         backend.linears(&batch, &mut [(&gate_layer, &mut gate), (&up_layer, &mut up)], slots.len())?;
-        backend.gated(activation, &gate, &up, &mut product, slots.len())?;
-        backend.linear(&down_layer, &product, &mut result, slots.len())?;
+        backend.gated(activation, &mut gate, &up, slots.len())?;
+        backend.linear(&down_layer, &gate, &mut result, slots.len())?;
         let mut made = vec![0.0; slots.len() * n_in];
         backend.read(&result, slots.len(), &mut made)?;
         for (&slot, row) in slots.iter().zip(made.chunks_exact(n_in)) {

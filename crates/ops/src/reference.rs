@@ -280,24 +280,21 @@ impl Backend for Reference {
     fn gated(
         &mut self,
         activation: Activation,
-        gate: &HostTensor,
+        gate: &mut HostTensor,
         up: &HostTensor,
-        out: &mut HostTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "gated";
-        for (what, tensor) in [("columns of gate", gate), ("columns of up", up)] {
-            tensor.check(OP, what, rows, out.cols())?;
-        }
-        out.check(OP, "columns of out", rows, gate.cols())?;
+        up.check(OP, "columns of up", rows, gate.cols())?;
+        gate.check(OP, "columns of gate", rows, up.cols())?;
         for r in 0..rows {
-            for ((out, &gate), &up) in out.row_mut(r).iter_mut().zip(gate.row(r)).zip(up.row(r)) {
-                let gate = f64::from(gate);
+            for (value, &up) in gate.row_mut(r).iter_mut().zip(up.row(r)) {
+                let gate = f64::from(*value);
                 let exponent = match activation {
                     Activation::Silu => gate,
                     Activation::GeluTanh => gate * (GELU_LINEAR + GELU_CUBIC * gate * gate),
                 };
-                *out = (gate / (1.0 + (-exponent).exp()) * f64::from(up)) as f32;
+                *value = (gate / (1.0 + (-exponent).exp()) * f64::from(up)) as f32;
             }
         }
         Ok(())

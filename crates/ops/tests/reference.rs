@@ -87,10 +87,10 @@ fn add_rms_norm_updates_the_residual_stream_too() {
 fn gates_are_the_textbook_ones() {
     let gated = |activation, gate: &[f32]| {
         let mut backend = Reference::new();
-        let (x, up) = (tensor(&mut backend, gate.len(), gate), tensor(&mut backend, gate.len(), &[2.0; 4]));
-        let mut out = backend.tensor(1, gate.len()).unwrap();
-        backend.gated(activation, &x, &up, &mut out, 1).unwrap();
-        values(&mut backend, &out, 1, gate.len())
+        let (mut x, up) =
+            (tensor(&mut backend, gate.len(), gate), tensor(&mut backend, gate.len(), &[2.0; 4]));
+        backend.gated(activation, &mut x, &up, 1).unwrap();
+        values(&mut backend, &x, 1, gate.len())
     };
     let x = [-3.0, -0.25, 0.0, 1.5];
     let tanh =

@@ -339,24 +339,21 @@ impl Backend for Cpu {
     fn gated(
         &mut self,
         activation: Activation,
-        gate: &CpuTensor,
+        gate: &mut CpuTensor,
         up: &CpuTensor,
-        out: &mut CpuTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "gated";
-        for (what, tensor) in [("columns of gate", gate), ("columns of up", up)] {
-            tensor.check(OP, what, rows, out.cols())?;
-        }
-        out.check(OP, "columns of out", rows, gate.cols())?;
+        up.check(OP, "columns of up", rows, gate.cols())?;
+        gate.check(OP, "columns of gate", rows, up.cols())?;
         let (isa, cols) = (self.isa, gate.cols());
-        let shared = SharedRows::new(out.rows_mut(rows), cols);
+        let shared = SharedRows::new(gate.rows_mut(rows), cols);
         self.each_row(rows, cols, |r| {
-            // SAFETY: `out` is borrowed by this function, and each call takes a different row.
-            let out = unsafe { shared.part(r, 0, cols) };
+            // SAFETY: `gate` is borrowed by this function, and each call takes a different row.
+            let gate = unsafe { shared.part(r, 0, cols) };
             match activation {
-                Activation::Silu => isa.run(Silu { gate: gate.row(r), up: up.row(r), out }),
-                Activation::GeluTanh => isa.run(Gelu { gate: gate.row(r), up: up.row(r), out }),
+                Activation::Silu => isa.run(Silu { gate, up: up.row(r) }),
+                Activation::GeluTanh => isa.run(Gelu { gate, up: up.row(r) }),
             }
         });
         Ok(())

@@ -99,11 +99,10 @@ impl SimdKernel for Add<'_> {
     }
 }
 
-/// `out = gate / (1 + exp(-gate)) * up`.
+/// `gate = gate / (1 + exp(-gate)) * up`.
 pub(super) struct Silu<'a> {
-    pub(super) gate: &'a [f32],
+    pub(super) gate: &'a mut [f32],
     pub(super) up: &'a [f32],
-    pub(super) out: &'a mut [f32],
 }
 
 impl SimdKernel for Silu<'_> {
@@ -111,20 +110,19 @@ impl SimdKernel for Silu<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        for ((gate, up), out) in self.gate.chunks(16).zip(self.up.chunks(16)).zip(self.out.chunks_mut(16)) {
-            let gate = s.load_partial(gate);
+        for (values, up) in self.gate.chunks_mut(16).zip(self.up.chunks(16)) {
+            let gate = s.load_partial(values);
             let exp = math::exp(s, s.sub(s.splat(0.0), gate));
             let silu = s.div(gate, s.add(s.splat(1.0), exp));
-            s.store_partial(s.mul(silu, s.load_partial(up)), out);
+            s.store_partial(s.mul(silu, s.load_partial(up)), values);
         }
     }
 }
 
-/// `out = gate / (1 + exp(-gate * (GELU_LINEAR + GELU_CUBIC * gate^2))) * up`.
+/// `gate = gate / (1 + exp(-gate * (GELU_LINEAR + GELU_CUBIC * gate^2))) * up`.
 pub(super) struct Gelu<'a> {
-    pub(super) gate: &'a [f32],
+    pub(super) gate: &'a mut [f32],
     pub(super) up: &'a [f32],
-    pub(super) out: &'a mut [f32],
 }
 
 impl SimdKernel for Gelu<'_> {
@@ -133,11 +131,11 @@ impl SimdKernel for Gelu<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let (linear, cubic) = (s.splat(-ops::GELU_LINEAR as f32), s.splat(-ops::GELU_CUBIC as f32));
-        for ((gate, up), out) in self.gate.chunks(16).zip(self.up.chunks(16)).zip(self.out.chunks_mut(16)) {
-            let gate = s.load_partial(gate);
+        for (values, up) in self.gate.chunks_mut(16).zip(self.up.chunks(16)) {
+            let gate = s.load_partial(values);
             let exponent = s.mul(gate, s.fma(s.mul(gate, gate), cubic, linear));
             let gelu = s.div(gate, s.add(s.splat(1.0), math::exp(s, exponent)));
-            s.store_partial(s.mul(gelu, s.load_partial(up)), out);
+            s.store_partial(s.mul(gelu, s.load_partial(up)), values);
         }
     }
 }

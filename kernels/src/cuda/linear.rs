@@ -13,9 +13,9 @@ use quant::layout::{TILE_COLS, TILE_ROWS, Tiles};
 
 use super::abi::float_linear::FloatMatmul;
 use super::abi::linear::{
-    LINEAR_F32_TOKENS, LINEAR_F32_WARPS, LinearF32, LinearMatmul, LinearMatvec, LinearNormMatvec,
-    LinearParams, LinearSkinny, LinearWgmma, MATVEC_TILES_PER_STAGE, MATVEC_WARPS, SkinnyPipeline,
-    WGMMA_PRODUCT_SHARED_BYTES,
+    LINEAR_F32_TILE_ROWS, LINEAR_F32_TILE_TOKENS, LINEAR_F32_TILE_WARPS, LINEAR_F32_TOKENS, LINEAR_F32_WARPS,
+    LinearF32, LinearMatmul, LinearMatvec, LinearNormMatvec, LinearParams, LinearSkinny, LinearWgmma,
+    MATVEC_TILES_PER_STAGE, MATVEC_WARPS, SkinnyPipeline, WGMMA_PRODUCT_SHARED_BYTES,
 };
 pub use super::abi::linear::{MATRICES_MAX, MatmulShape};
 use super::error::device_error;
@@ -417,6 +417,9 @@ fn is_float16(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
 }
 
+/// From this number of tokens on, linear_f32_tiles has enough blocks for a large GPU.
+const F32_TILE_TOKENS_MIN: usize = 256;
+
 fn launch_scalar(
     family: &LazyModule,
     stream: &Stream,
@@ -427,9 +430,24 @@ fn launch_scalar(
     if rows == 0 {
         return Ok(());
     }
-    let grid = (rows.div_ceil(LINEAR_F32_WARPS) as u32, x.tokens.div_ceil(LINEAR_F32_TOKENS) as u32, 1);
-    let block = 32 * LINEAR_F32_WARPS as u32;
-    let launch = LaunchConfig { grid, block, shared_bytes: 0, overlaps_predecessor: true };
+    // An offset in the activations must fit 32 bits.
+    let in_tiles = x.tokens >= F32_TILE_TOKENS_MIN
+        && x.cols.is_multiple_of(4)
+        && x.tokens.max(rows).saturating_mul(x.cols) <= i32::MAX as usize;
+    let (name, block_rows, block_tokens, warps) = if in_tiles {
+        let name = kernel_name!("linear_f32", "linear_f32_tiles");
+        let along = LINEAR_F32_TILE_WARPS;
+        (name, along * LINEAR_F32_TILE_ROWS, along * LINEAR_F32_TILE_TOKENS, along * along)
+    } else {
+        let name = kernel_name!("linear_f32", "linear_f32");
+        (name, LINEAR_F32_WARPS, LINEAR_F32_TOKENS, LINEAR_F32_WARPS)
+    };
+    let launch = LaunchConfig {
+        grid: (rows.div_ceil(block_rows) as u32, x.tokens.div_ceil(block_tokens) as u32, 1),
+        block: 32 * warps as u32,
+        shared_bytes: 0,
+        overlaps_predecessor: true,
+    };
     let arguments = LinearF32 {
         weights: product.tiles.address(),
         x: x.data.address(),
@@ -439,10 +457,9 @@ fn launch_scalar(
         rows: rows as i32,
         tokens: x.tokens as i32,
     };
-    // SAFETY: a warp reads one row and four tokens and writes four values, inside lengths that
+    // SAFETY: a warp reads rows and tokens and writes their products, inside lengths that
     // `check_products` compared.
-    unsafe { launch_kernel(family, kernel_name!("linear_f32", "linear_f32"), stream, launch, &arguments) }
-        .map_err(device_error(OP))
+    unsafe { launch_kernel(family, name, stream, launch, &arguments) }.map_err(device_error(OP))
 }
 
 /// Bytes of one token's row of an activation tile in shared memory, equal to act_row_bytes in

@@ -3,16 +3,37 @@
 //! Launcher of norm.cu: RMS norms of rows and of heads, and the residual sum.
 
 use super::abi::elementwise::{
-    ADD_THREADS, AddResidual, AddRmsNorm, NORM_HEADS, NORM_QUANTIZED_COLS_MAX, NORM_THREADS, RmsNorm,
-    RmsNormHeads,
+    ADD_THREADS, AddResidual, AddRmsNorm, NORM_HEADS, NORM_QUANTIZED_COLS_MAX, NORM_SHORT_COLS_MAX,
+    NORM_THREADS, RmsNorm, RmsNormHeads,
 };
 use super::abi::tiles::QuantizedRows;
-use super::launch::{kernel_name, launch_kernel};
+use super::launch::{KernelName, kernel_name, launch_kernel};
 use super::module::image;
 use super::quantized_output::QuantizedOutput;
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
+/// Values of a vector, which one thread loads.
+const VECTOR: usize = 8;
+
 pub struct NormKernels(LazyModule);
+
+/// The kernels of a norm: [for long rows, for short ones], each [without quantized rows, then as in
+/// [`QuantizedOutput::select`]].
+macro_rules! names {
+    ($name:literal) => {
+        [names!(@of $name ""), names!(@of $name "_short")]
+    };
+    (@of $name:literal $length:literal) => {
+        [
+            kernel_name!("norm", concat!($name, $length)),
+            kernel_name!("norm", concat!($name, $length, "_q8_0")),
+            kernel_name!("norm", concat!($name, $length, "_q8_1")),
+            kernel_name!("norm", concat!($name, $length, "_q8_k")),
+            kernel_name!("norm", concat!($name, $length, "_f16")),
+            kernel_name!("norm", concat!($name, $length, "_bf16")),
+        ]
+    };
+}
 
 impl NormKernels {
     pub fn new(device: &Device) -> Self {
@@ -44,20 +65,11 @@ impl NormKernels {
             x: x.address(),
             weight: weight.address(),
             eps,
-            out: out.address(),
+            out: address_of_values(quantized.as_ref(), out),
             cols: weight.len() as i32,
             quantized: rounded,
         };
-        let name = match quantized {
-            None => kernel_name!("norm", "rms_norm"),
-            Some(quantized) => quantized.select([
-                kernel_name!("norm", "rms_norm_q8_0"),
-                kernel_name!("norm", "rms_norm_q8_1"),
-                kernel_name!("norm", "rms_norm_q8_k"),
-                kernel_name!("norm", "rms_norm_f16"),
-                kernel_name!("norm", "rms_norm_bf16"),
-            ]),
-        };
+        let name = kernel_for(quantized.as_ref(), weight.len(), names!("rms_norm"));
         // SAFETY: block r reads and writes `cols` values at r * cols, inside `x` and `out` by the
         // checks above. It also writes its token's part of the activation tiles. The kernel does
         // not write `x`.
@@ -88,20 +100,11 @@ impl NormKernels {
             y: y.address(),
             weight: weight.address(),
             eps,
-            out: out.address(),
+            out: address_of_values(quantized.as_ref(), out),
             cols: weight.len() as i32,
             quantized: rounded,
         };
-        let name = match quantized {
-            None => kernel_name!("norm", "add_rms_norm"),
-            Some(quantized) => quantized.select([
-                kernel_name!("norm", "add_rms_norm_q8_0"),
-                kernel_name!("norm", "add_rms_norm_q8_1"),
-                kernel_name!("norm", "add_rms_norm_q8_k"),
-                kernel_name!("norm", "add_rms_norm_f16"),
-                kernel_name!("norm", "add_rms_norm_bf16"),
-            ]),
-        };
+        let name = kernel_for(quantized.as_ref(), weight.len(), names!("add_rms_norm"));
         // SAFETY: as for `rows`, except that the kernel also writes `x`.
         unsafe { launch_kernel(&self.0, name, stream, one_block_per_row(rows), &arguments) }
     }
@@ -156,6 +159,22 @@ impl NormKernels {
         // SAFETY: a thread reads and writes one value below `values`.
         unsafe { launch_kernel(&self.0, kernel_name!("norm", "add_residual"), stream, launch, &arguments) }
     }
+}
+
+/// Selects the kernel for rows of `cols` values.
+fn kernel_for<A: Copy>(
+    quantized: Option<&QuantizedOutput<'_>>,
+    cols: usize,
+    [long, short]: [[KernelName<A>; 6]; 2],
+) -> KernelName<A> {
+    let is_short = cols <= NORM_SHORT_COLS_MAX && cols.is_multiple_of(VECTOR);
+    let [plain, quantizing @ ..] = if is_short { short } else { long };
+    quantized.map_or(plain, |quantized| quantized.select(quantizing))
+}
+
+/// Where a kernel writes its values. 0 if it quantizes them and nothing reads the values.
+fn address_of_values(quantized: Option<&QuantizedOutput<'_>>, out: &DeviceViewMut<'_, f32>) -> u64 {
+    if quantized.is_none_or(|quantized| quantized.needs_values) { out.address() } else { 0 }
 }
 
 /// The addresses of the activation tiles, or zeros if there are none.

@@ -13,6 +13,10 @@ use super::norm::ensure_same_len;
 use super::rope::RopeAngles;
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
+/// From this number of rows on, a block has a whole row: then there are enough blocks for every
+/// multiprocessor of a large GPU.
+const WHOLE_ROWS_MIN: usize = 512;
+
 pub struct NormRopeKvKernels(LazyModule);
 
 /// The query, key and value heads of a step.
@@ -85,8 +89,10 @@ impl NormRopeKvKernels {
             pairs: pairs as i32,
             adjacent: i32::from(angles.pairing == ops::RopePairing::Adjacent),
         };
+        let blocks_of_row =
+            if rows < WHOLE_ROWS_MIN { (heads + 2 * kv_heads).div_ceil(NORM_ROPE_WARPS) as u32 } else { 1 };
         let launch = LaunchConfig {
-            grid: (rows as u32, (heads + 2 * kv_heads).div_ceil(NORM_ROPE_WARPS) as u32, 1),
+            grid: (rows as u32, blocks_of_row, 1),
             block: 32 * NORM_ROPE_WARPS as u32,
             shared_bytes: 0,
             overlaps_predecessor: true,

@@ -15,6 +15,8 @@ pub struct QuantizedOutput<'a> {
     /// The format is Q8_0, Q8_1, Q8_K, F16 or BF16.
     pub layout: ActivationLayout,
     pub act_tiles: DeviceViewMut<'a, u8>,
+    /// Whether anything reads the values themselves. If not, a kernel need not write them.
+    pub needs_values: bool,
 }
 
 /// A row of quants consists of whole blocks of this many values.

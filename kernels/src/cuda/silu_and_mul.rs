@@ -21,16 +21,14 @@ impl SiluKernels {
         Self(LazyModule::new(device, "silu_and_mul", image!("silu_and_mul")))
     }
 
-    /// Computes `out = silu(gate) * up`.
+    /// Computes `gate = silu(gate) * up`.
     pub fn silu(
         &self,
         stream: &Stream,
-        gate: DeviceView<'_, f32>,
+        gate: &mut DeviceViewMut<'_, f32>,
         up: DeviceView<'_, f32>,
-        out: &mut DeviceViewMut<'_, f32>,
     ) -> Result<(), CudaError> {
         ensure_same_len("up of a gate", up.len(), gate.len())?;
-        ensure_same_len("output of a gate", out.len(), gate.len())?;
         if gate.is_empty() {
             return Ok(());
         }
@@ -41,34 +39,33 @@ impl SiluKernels {
             overlaps_predecessor: true,
         };
         let values = gate.len();
-        let (gate, up, out) = (gate.address(), up.address(), out.address());
+        let (gate, up) = (gate.address(), up.address());
         if values.is_multiple_of(VECTOR) {
             let vectors = values / VECTOR;
-            let arguments = SiluAndMul { gate, up, out, vectors: vectors as u64 };
+            let arguments = SiluAndMul { gate, up, vectors: vectors as u64 };
             let name = kernel_name!("silu_and_mul", "silu_and_mul");
             // SAFETY: a thread reads and writes one vector below `vectors`. Tensors begin at
             // multiples of 256 bytes.
             unsafe { launch_kernel(&self.0, name, stream, launch(vectors), &arguments) }
         } else {
-            let arguments = SiluAndMulScalar { gate, up, out, values: values as u64 };
+            let arguments = SiluAndMulScalar { gate, up, values: values as u64 };
             let name = kernel_name!("silu_and_mul", "silu_and_mul_scalar");
             // SAFETY: a thread reads and writes one value below `values`.
             unsafe { launch_kernel(&self.0, name, stream, launch(values), &arguments) }
         }
     }
 
-    /// Computes [`Self::silu`] over rows of `cols` values, and also quantizes the rows.
+    /// Computes [`Self::silu`] over rows of `cols` values, and also quantizes the rows. Values that
+    /// `quantized` does not need are not written.
     pub fn silu_quantized(
         &self,
         stream: &Stream,
-        gate: DeviceView<'_, f32>,
+        gate: &mut DeviceViewMut<'_, f32>,
         up: DeviceView<'_, f32>,
         cols: usize,
-        out: &mut DeviceViewMut<'_, f32>,
         quantized: &QuantizedOutput<'_>,
     ) -> Result<(), CudaError> {
         ensure_same_len("up of a gate", up.len(), gate.len())?;
-        ensure_same_len("output of a gate", out.len(), gate.len())?;
         let tokens = count_rows("rows of a gate", gate.len(), cols)?;
         let rows = quantized.rows(tokens, cols)?;
         if gate.is_empty() {
@@ -84,7 +81,7 @@ impl SiluKernels {
         let arguments = SiluAndMulQuantized {
             gate: gate.address(),
             up: up.address(),
-            out: out.address(),
+            needs_values: i32::from(quantized.needs_values),
             tokens: tokens as i32,
             cols: cols as i32,
             quantized: rows,

@@ -104,10 +104,9 @@ fn gate<B: Backend<Data = Bytes>>(
     x: &[f32],
     y: &[f32],
 ) -> Vec<f32> {
-    let (x, y) = (filled(b, rows, cols, x), filled(b, rows, cols, y));
-    let mut out = b.tensor(rows, cols).unwrap();
-    b.gated(activation, &x, &y, &mut out, rows).unwrap();
-    values(b, &out, rows * cols, rows)
+    let (mut x, y) = (filled(b, rows, cols, x), filled(b, rows, cols, y));
+    b.gated(activation, &mut x, &y, rows).unwrap();
+    values(b, &x, rows * cols, rows)
 }
 
 #[test]

@@ -76,7 +76,8 @@ fn of_rows(gpu: &TestGpu, rows: usize) -> Result<()> {
     for format in [DType::Q8_K, DType::Q8_0] {
         let mut act_tiles = act_tiles(gpu, format, rows, EMBEDDING)?;
         line(gpu, &format!("sum and norm, rounded to {format}"), rows, 4 * row + EMBEDDING, |_| {
-            let rounded = Some(QuantizedOutput { layout: format.into(), act_tiles: act_tiles.view_mut() });
+            let act_tiles = act_tiles.view_mut();
+            let rounded = Some(QuantizedOutput { layout: format.into(), act_tiles, needs_values: true });
             Ok(norms.add_rows(
                 stream,
                 &mut x.view_mut(),
@@ -92,16 +93,16 @@ fn of_rows(gpu: &TestGpu, rows: usize) -> Result<()> {
             Ok(())
         })?;
     }
-    let gate = floats(gpu, &mut random, rows * HIDDEN)?;
+    let mut gate = floats(gpu, &mut random, rows * HIDDEN)?;
     let up = floats(gpu, &mut random, rows * HIDDEN)?;
-    let mut gated = Buffer::<f32>::new(&gpu.device, rows * HIDDEN)?;
     line(gpu, "gate", rows, 3 * HIDDEN * size_of::<f32>(), |_| {
-        Ok(gates.silu(stream, gate.view(), up.view(), &mut gated.view_mut())?)
+        Ok(gates.silu(stream, &mut gate.view_mut(), up.view())?)
     })?;
     let mut rounded = act_tiles(gpu, DType::Q8_K, rows, HIDDEN)?;
     line(gpu, "gate, rounded to q8_k", rows, 3 * HIDDEN * size_of::<f32>() + HIDDEN, |_| {
-        let rounded = QuantizedOutput { layout: DType::Q8_K.into(), act_tiles: rounded.view_mut() };
-        Ok(gates.silu_quantized(stream, gate.view(), up.view(), HIDDEN, &mut gated.view_mut(), &rounded)?)
+        let act_tiles = rounded.view_mut();
+        let rounded = QuantizedOutput { layout: DType::Q8_K.into(), act_tiles, needs_values: true };
+        Ok(gates.silu_quantized(stream, &mut gate.view_mut(), up.view(), HIDDEN, &rounded)?)
     })?;
     let picked: Vec<u32> = (0..rows as u32).rev().collect();
     let picked = Buffer::from_host(stream, &picked)?;

@@ -118,8 +118,8 @@ pub(crate) fn rounded_rows_are_those_of_single_ops(gpu: &TestGpu) -> Result<()> 
 fn rounded_rows(ops: &mut OpRunner, dtype: DType, rows: usize, cols: usize) -> Result<()> {
     let (mut x, y) = (ops.tensor(rows, cols)?, ops.tensor(rows, cols)?);
     let (norm, matrix, other) = (ops.vector(cols), ops.matrix(dtype, cols)?, ops.matrix(dtype, cols)?);
-    let (mut normed, mut sum, mut gated) =
-        (ops.cuda.tensor(rows, cols)?, ops.cuda.tensor(rows, cols)?, ops.cuda.tensor(rows, cols)?);
+    let (mut normed, mut sum) = (ops.cuda.tensor(rows, cols)?, ops.cuda.tensor(rows, cols)?);
+    let mut gated = ops.tensor(rows, cols)?;
     let mut products = Vec::new();
     for _ in 0..4 {
         products.push(ops.cuda.tensor(rows, OUT)?);
@@ -136,7 +136,7 @@ fn rounded_rows(ops: &mut OpRunner, dtype: DType, rows: usize, cols: usize) -> R
     ops.end()?;
     ops.cuda.linears(&sum, &mut [(&matrix, of_sum), (&other, other_of_sum)], rows)?;
     ops.end()?;
-    ops.cuda.gated(Activation::Silu, &normed, &sum, &mut gated, rows)?;
+    ops.cuda.gated(Activation::Silu, &mut gated, &sum, rows)?;
     ops.end()?;
     ops.cuda.linear(&matrix, &gated, of_gate, rows)?;
 
@@ -221,11 +221,15 @@ struct AttentionSteps {
 }
 
 impl AttentionSteps {
-    /// Decode rows, then short runs, then a run for the prefill kernel. From position 2,048 on, a
-    /// split of attention has more than one tile.
+    /// Decode rows, then short runs, then runs for the prefill kernel. From position 2,048 on, a
+    /// split of attention has more than one tile. In the last run, a block rotates a whole row.
     fn of_few_sequences() -> Self {
-        let steps =
-            vec![vec![(0, 2_100..2_101), (1, 3..4)], vec![(0, 2_101..2_104), (1, 4..40)], vec![(1, 40..110)]];
+        let steps = vec![
+            vec![(0, 2_100..2_101), (1, 3..4)],
+            vec![(0, 2_101..2_104), (1, 4..40)],
+            vec![(1, 40..110)],
+            vec![(1, 110..630)],
+        ];
         Self { before: vec![2_100, 3], steps }
     }
 
@@ -262,6 +266,8 @@ pub(crate) fn attention_blocks_are_those_of_single_ops(gpu: &TestGpu) -> Result<
         for (heads, kv_heads, head_dim, norms, pairing, pairs, dtype) in [
             (4, 2, 64, true, RopePairing::Halves, 32, DType::Q4_K),
             (6, 2, 128, false, RopePairing::Adjacent, 64, DType::Q8_0),
+            (6, 2, 128, true, RopePairing::Halves, 64, DType::Q4_K),
+            (6, 2, 128, false, RopePairing::Halves, 64, DType::Q8_0),
             (12, 1, 64, false, RopePairing::Halves, 20, DType::Q5_1),
             (3, 1, 96, true, RopePairing::Adjacent, 48, DType::Q8_0),
             (2, 2, 256, true, RopePairing::Halves, 64, DType::Q4_K),

@@ -110,7 +110,7 @@ fn shape(preset: &ModelPreset, mix: QuantMix, limits: ForwardLimits) -> Result<C
         feed_forward: model.feed_forward,
         experts: model.experts,
         experts_used: model.experts_used,
-        rows_at_once: limits.rows_at_once(),
+        rows_at_once: limits.rows_at_once(model.experts),
         tensors: model.workspace_tensors(limits).collect(),
         dtypes,
     })

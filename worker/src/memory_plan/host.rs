@@ -56,7 +56,7 @@ pub(super) fn model_workspace(
 ) -> WorkspaceBytes {
     let shape = CpuWorkerShape {
         threads: config.threads,
-        rows_at_once: limits.rows_at_once(),
+        rows_at_once: limits.rows_at_once(model.experts),
         context_tokens: config
             .context_tokens
             .map_or(model.context_length, |limit| limit.min(model.context_length)),

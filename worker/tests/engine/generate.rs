@@ -83,7 +83,7 @@ async fn sampled_tokens_do_not_depend_on_batch_neighbours_or_chunked_prefill() {
     }
     assert!(expected.iter().any(|e| e.tokens != expected[0].tokens), "seeds matter");
     let (_directory, _weight_server, batched) = fleet_with(|config| {
-        (config.step_tokens, config.running_max, config.threads) = (7, 3, 1);
+        (config.step_tokens, config.running_max, config.threads) = (Some(7), 3, 1);
     })
     .await;
     let all = (0..6).map(|seed| {

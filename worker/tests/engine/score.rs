@@ -85,7 +85,7 @@ async fn scored_logits_equal_the_models_bit_by_bit() {
     let expected = logits(&TOKENS);
     for step_tokens in [512, 64] {
         let narrow = |config: &mut worker::WorkerConfig| {
-            config.step_tokens = step_tokens;
+            config.step_tokens = Some(step_tokens);
             config.running_max = config.running_max.min(step_tokens);
         };
         let (_directory, _weight_server, mut worker) = fleet_with(narrow).await;

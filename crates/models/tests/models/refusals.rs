@@ -57,13 +57,13 @@ fn a_description_tells_what_a_worker_must_reserve() {
     assert_eq!(layers[0].token_bytes(), 2 * 64 * 2);
     assert_eq!(description.unread_tensors, Vec::<String>::new());
     // Widths per row: residual, normed and delta 256; queries and mixed 256; keys and values 64;
-    // three tensors of the feed-forward block 256. Widths per output: selected rows 256, logits
+    // two tensors of the feed-forward block 256. Widths per output: selected rows 256, logits
     // 256.
-    assert_eq!(description.workspace_row_widths, [256, 256, 256, 256, 64, 64, 256, 256, 256, 256]);
+    assert_eq!(description.workspace_row_widths, [256, 256, 256, 256, 64, 64, 256, 256, 256]);
     assert_eq!(description.workspace_output_widths, [256, 256]);
     let limits = ForwardLimits { rows_max: 10, outputs_max: 2 };
     let bytes: u64 = description.workspace_tensors(limits).sum();
-    assert_eq!(bytes, 4 * (10 * 2176 + 2 * 512));
+    assert_eq!(bytes, 4 * (10 * 1920 + 2 * 512));
 }
 
 #[test]

@@ -13,6 +13,8 @@ abi! {
         const NORM_THREADS: u32 = 512;
         /// The longest row that norm.cu can also quantize. A block keeps the row in registers.
         const NORM_QUANTIZED_COLS_MAX: usize = 16_384;
+        /// The longest row of the kernels for short rows. A thread keeps eight values.
+        const NORM_SHORT_COLS_MAX: usize = 4_096;
         /// Heads of a block of rms_norm_heads. Each has one warp.
         const NORM_HEADS: usize = 4;
         const ADD_THREADS: u32 = 256;
@@ -58,23 +60,21 @@ abi! {
         );
         kernel AddResidual(x: u64 as "float *", y: u64 as "const float *", values: u64);
         kernel SiluAndMul(
-            gate: u64 as "const float4 *",
+            gate: u64 as "float4 *",
             up: u64 as "const float4 *",
-            out: u64 as "float4 *",
             vectors: u64,
         );
         kernel SiluAndMulScalar(
-            gate: u64 as "const float *",
+            gate: u64 as "float *",
             up: u64 as "const float *",
-            out: u64 as "float *",
             values: u64,
         );
         kernel SiluAndMulQuantized(
-            gate: u64 as "const float *",
+            gate: u64 as "float *",
             up: u64 as "const float *",
-            out: u64 as "float *",
             tokens: i32,
             cols: i32,
+            needs_values: i32,
             quantized: QuantizedRows,
         );
         kernel Rope(

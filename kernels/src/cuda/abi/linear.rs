@@ -25,6 +25,11 @@ abi! {
         const LINEAR_F32_WARPS: usize = 8;
         /// Tokens of a block of linear_f32.cu.
         const LINEAR_F32_TOKENS: usize = 4;
+        /// Rows and tokens of a warp of the kernel for many tokens.
+        const LINEAR_F32_TILE_ROWS: usize = 8;
+        const LINEAR_F32_TILE_TOKENS: usize = 8;
+        /// Warps of its block along the rows, and along the tokens.
+        const LINEAR_F32_TILE_WARPS: usize = 4;
         /// Warps of a block of linear/skinny_matmul.cuh, at most.
         const SKINNY_WARPS_MAX: usize = 16;
         /// A block of linear/wgmma_product.cuh: its tokens (at most), and its bytes of shared

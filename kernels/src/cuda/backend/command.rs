@@ -77,10 +77,10 @@ pub(super) enum KernelCommand {
         table_starts: WordRange,
         positions: WordRange,
     },
+    /// In place.
     Gated {
         gate: FloatRange,
         up: FloatRange,
-        out: FloatRange,
     },
     Gather {
         x: FloatRange,

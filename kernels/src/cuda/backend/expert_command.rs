@@ -4,7 +4,7 @@
 
 use ops::OpError;
 
-use super::operand::{ActivationTiles, FloatRange, WeightMatrix};
+use super::operand::{ActivationTiles, ByteRange, FloatRange, WeightMatrix};
 use super::step::WordRange;
 use crate::cuda::Stream;
 use crate::cuda::experts::{ExpertKernels, ExpertRouting, ExpertWeights, GroupedPairs, PairGrouping};
@@ -96,7 +96,7 @@ impl ExpertCommand {
                     )
                 }
                 Self::Quantize { x, pairs_per_token, groups, activation_tiles } => {
-                    let quantized = activation_tiles.quantized_output();
+                    let quantized = activation_tiles.quantized_output(true);
                     let (cols, per_token) = (activation_tiles.cols as usize, pairs_per_token as usize);
                     kernels.quantize(stream, x.view(), cols, per_token, groups.grouped(), &quantized)
                 }
@@ -128,6 +128,31 @@ impl ExpertCommand {
                 ),
             }
         }
+    }
+}
+
+impl ExpertCommand {
+    /// Calls `each` for the values and activation tiles that the command reads.
+    pub(super) fn for_each_input(&self, mut each: impl FnMut(ByteRange)) {
+        match *self {
+            Self::Route { logits, .. } => each(logits.bytes()),
+            Self::Matvec { activation_tiles, .. } | Self::Matmul { activation_tiles, .. } => {
+                each(activation_tiles.range);
+            }
+            Self::Quantize { x, .. } | Self::Floats { x, .. } => each(x.bytes()),
+            Self::Combine { contributions, pair_weights, .. } => {
+                each(contributions.bytes());
+                each(pair_weights.bytes());
+            }
+        }
+    }
+
+    /// Whether all of `values` that is ever read afterwards has been written by this command. Slots
+    /// without a pair keep their old values, but nothing reads those.
+    pub(super) fn overwrites(&self, values: FloatRange) -> bool {
+        let Self::Matmul { first: (_, first), second, .. } = *self else { return false };
+        let covers = |out: FloatRange| out.bytes().covers(values.bytes());
+        covers(first) || second.is_some_and(|(_, out)| covers(out))
     }
 }
 

@@ -23,7 +23,7 @@ const OP: &str = "experts";
 /// The number of (row, rank) pairs computed at once. It bounds the scratch memory and does not
 /// change results. With 8 experts for each row, this covers the largest number of rows that a model
 /// computes at once. Half as many pairs would read the weights of 128 experts twice as often.
-pub(super) const PAIRS_MAX: usize = 4096;
+pub(super) const PAIRS_MAX: usize = 16_384;
 /// Parts of the scratch memory begin at multiples of this.
 const ALIGN: usize = 256;
 
@@ -105,8 +105,8 @@ impl Cuda {
                 self.expert_products(input, n_in, of_rows, &[(gate, scratch.gate)])?;
                 self.expert_products(input, n_in, of_rows, &[(up, scratch.up)])?;
             }
-            // Works in place. Slots without a pair keep their old contents.
-            self.push(KernelCommand::Gated { gate: scratch.gate, up: scratch.up, out: scratch.gate });
+            // Slots without a pair keep their old contents.
+            self.push(KernelCommand::Gated { gate: scratch.gate, up: scratch.up });
             let of_pairs = ProductInputs { side: ProductSide::Out, ..of_rows };
             self.expert_products(scratch.gate, hidden, of_pairs, &[(down, contributions)])?;
             let combine = ExpertCommand::Combine {

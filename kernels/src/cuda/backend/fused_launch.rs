@@ -8,11 +8,13 @@ use ops::OpError;
 use super::command::{CommandList, KernelCommand};
 use super::fusion::{count_fusible, divide_sums};
 use super::kernel_set::{KernelSet, matrix_product, rope_angles};
+use super::liveness::are_overwritten_unread;
 use super::operand::{ActivationTiles, FloatRange};
 use crate::cuda::attention::AttentionPlanAddress;
 use crate::cuda::error::device_error;
 use crate::cuda::fused_linear::NormInput;
 use crate::cuda::norm_rope_kv::NormRopeKvOperands;
+use crate::cuda::quantized_output::QuantizedOutput;
 use crate::cuda::{DeviceView, Stream};
 
 impl KernelSet {
@@ -31,7 +33,7 @@ impl KernelSet {
             let taken = count_fusible(rest, &commands.plans);
             let (these, behind) = rest.split_at(taken);
             // SAFETY: this function's contract.
-            unsafe { self.enqueue_fused(stream, these, &commands.plans)? };
+            unsafe { self.enqueue_fused(stream, these, behind, &commands.plans)? };
             rest = behind;
         }
         Ok(())
@@ -46,6 +48,7 @@ impl KernelSet {
         &self,
         stream: &Stream,
         commands: &[KernelCommand],
+        behind: &[KernelCommand],
         plans: &[AttentionPlanAddress],
     ) -> Result<(), OpError> {
         // SAFETY: for all calls and views below, this function's contract.
@@ -64,8 +67,9 @@ impl KernelSet {
                     ..,
                 ] => self.enqueue_normed_products(stream, norm, *activation_tiles, &commands[2..], plans),
                 [one] => self.enqueue_one(stream, one, plans),
-                [first, KernelCommand::Quantize { activation_tiles, .. }] => {
-                    self.enqueue_quantized(stream, first, *activation_tiles, plans)
+                [first, KernelCommand::Quantize { x, activation_tiles }] => {
+                    let output = activation_tiles.quantized_output(!are_overwritten_unread(*x, behind));
+                    self.enqueue_quantized(stream, first, activation_tiles.cols, output, plans)
                 }
                 [
                     KernelCommand::NormHeads { weight: query, eps, .. },
@@ -128,7 +132,8 @@ impl KernelSet {
                 products.iter().map(|product| matrix_product(product)).collect::<Result<Vec<_>, _>>()?;
             let input = activation_tiles.activations();
             if !self.linear.launch_normed(stream, &mut rows, input, &matrices)? {
-                self.enqueue_quantized(stream, norm, activation_tiles, plans)?;
+                let output = activation_tiles.quantized_output(true);
+                self.enqueue_quantized(stream, norm, activation_tiles.cols, output, plans)?;
                 self.enqueue_products(stream, activation_tiles, products)?;
             }
         }
@@ -141,23 +146,16 @@ impl KernelSet {
         &self,
         stream: &Stream,
         command: &KernelCommand,
-        activation_tiles: ActivationTiles,
+        cols: u32,
+        quantized: QuantizedOutput<'_>,
         plans: &[AttentionPlanAddress],
     ) -> Result<(), OpError> {
         // SAFETY: for all calls and views below, this function's contract.
         unsafe {
-            let quantized = activation_tiles.quantized_output();
             match *command {
-                KernelCommand::Gated { gate, up, out } => self
+                KernelCommand::Gated { gate, up } => self
                     .gates
-                    .silu_quantized(
-                        stream,
-                        gate.view(),
-                        up.view(),
-                        activation_tiles.cols as usize,
-                        &mut out.view_mut(),
-                        &quantized,
-                    )
+                    .silu_quantized(stream, &mut gate.view_mut(), up.view(), cols as usize, &quantized)
                     .map_err(device_error("gated")),
                 _ => self.enqueue_quantizable(stream, command, plans, Some(quantized)),
             }

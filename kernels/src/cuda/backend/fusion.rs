@@ -11,9 +11,9 @@
 //! product, sum with the residual stream, likewise     linear/matvec.cuh adds its output
 //! ```
 //!
-//! A fused launch writes the same bits to the same places as its commands would one by one.
-//! [`count_fusible`] decides what is fused. `KernelSet::enqueue` must handle every combination that
-//! it returns.
+//! A fused launch writes the same bits to the same places as its commands would one by one, except
+//! values that nothing reads (`liveness`). [`count_fusible`] decides what is fused.
+//! `KernelSet::enqueue` must handle every combination that it returns.
 
 use super::command::KernelCommand;
 use super::operand::FloatRange;
@@ -102,7 +102,7 @@ pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddres
             KernelCommand::Norm { out, .. } | KernelCommand::AddNorm { out, .. } => {
                 NormKernels::can_quantize(cols).then_some(out)
             }
-            KernelCommand::Gated { out, .. } => Some(out),
+            KernelCommand::Gated { gate, .. } => Some(gate),
             KernelCommand::AttentionPaged { operands, plan } => {
                 let plan = &plans[plan as usize];
                 AttentionKernels::can_quantize(&operands.shape.spec(), plan).then_some(operands.out)

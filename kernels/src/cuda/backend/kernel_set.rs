@@ -120,10 +120,9 @@ impl KernelSet {
                 KernelCommand::Rope { .. }
                 | KernelCommand::KvWrite { .. }
                 | KernelCommand::AttentionScalar { .. } => self.enqueue_attention_part(stream, command),
-                KernelCommand::Gated { gate, up, out } => self
-                    .gates
-                    .silu(stream, gate.view(), up.view(), &mut out.view_mut())
-                    .map_err(device_error("gated")),
+                KernelCommand::Gated { gate, up } => {
+                    self.gates.silu(stream, &mut gate.view_mut(), up.view()).map_err(device_error("gated"))
+                }
                 KernelCommand::Experts(command) => command.enqueue(&self.experts, stream),
                 KernelCommand::Gather { x, rows, cols, out } => self
                     .gathers

@@ -21,6 +21,7 @@ mod fused_launch;
 mod fusion;
 mod kernel_set;
 mod kv;
+mod liveness;
 mod operand;
 mod plan;
 mod readback;

@@ -113,11 +113,14 @@ impl ActivationTiles {
         }
     }
 
+    /// `needs_values` says whether anything reads the values that a kernel quantizes.
+    ///
     /// # Safety
     /// As `KernelSet::enqueue`.
-    pub(super) unsafe fn quantized_output<'a>(&self) -> QuantizedOutput<'a> {
+    pub(super) unsafe fn quantized_output<'a>(&self, needs_values: bool) -> QuantizedOutput<'a> {
         // SAFETY: the caller's contract.
-        QuantizedOutput { layout: self.layout, act_tiles: unsafe { self.range.view_mut() } }
+        let act_tiles = unsafe { self.range.view_mut() };
+        QuantizedOutput { layout: self.layout, act_tiles, needs_values }
     }
 }
 
@@ -138,6 +141,18 @@ impl AttentionOperands {
 }
 
 impl ByteRange {
+    fn end(self) -> u64 {
+        self.address + self.len as u64
+    }
+
+    pub(super) fn overlaps(self, other: Self) -> bool {
+        self.address < other.end() && other.address < self.end()
+    }
+
+    pub(super) fn covers(self, other: Self) -> bool {
+        self.address <= other.address && other.end() <= self.end()
+    }
+
     /// # Safety
     /// As [`DeviceView::from_raw`].
     pub(super) unsafe fn view<'a>(self) -> DeviceView<'a, u8> {
@@ -170,6 +185,10 @@ impl FloatRange {
 }
 
 impl FloatRange {
+    pub(super) fn bytes(self) -> ByteRange {
+        ByteRange { address: self.address, len: self.len * size_of::<f32>() }
+    }
+
     /// The `len` values from `start` on. They lie inside the range.
     pub(super) fn part(self, start: usize, len: usize) -> Self {
         debug_assert!(start + len <= self.len);

@@ -342,20 +342,16 @@ impl Backend for Cuda {
     fn gated(
         &mut self,
         activation: Activation,
-        gate: &CudaTensor,
+        gate: &mut CudaTensor,
         up: &CudaTensor,
-        out: &mut CudaTensor,
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "gated";
-        for (what, tensor) in [("columns of gate", gate), ("columns of up", up)] {
-            tensor.check(OP, what, rows, out.cols())?;
-        }
-        out.check(OP, "columns of out", rows, gate.cols())?;
+        up.check(OP, "columns of up", rows, gate.cols())?;
+        gate.check(OP, "columns of gate", rows, up.cols())?;
         silu_only(OP, activation)?;
-        let (gate, up, out) =
-            (self.use_tensor(gate, rows), self.use_tensor(up, rows), self.use_tensor(out, rows));
-        self.push(KernelCommand::Gated { gate, up, out });
+        let (gate, up) = (self.use_tensor(gate, rows), self.use_tensor(up, rows));
+        self.push(KernelCommand::Gated { gate, up });
         Ok(())
     }
 
