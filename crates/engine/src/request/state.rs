@@ -13,7 +13,7 @@ use crate::sample::draw::SampleContext;
 use crate::sample::error::SampleError;
 use crate::sample::history::History;
 use crate::sample::logprobs::LogProbs;
-use crate::sample::output_rows::RowOutput;
+use crate::sample::output_rows::{DeviceDraw, RowOutput};
 use crate::sample::params::SamplingParams;
 use crate::sample::sampler::Sampler;
 use models::OutputKind;
@@ -97,10 +97,9 @@ impl ActiveRequest {
         matches!(&self.work, RequestWork::Generate(generation) if generation.constraint.is_none())
     }
 
-    /// How to sample the token after `position` on the device, if only the token is needed. None if
-    /// the host needs the logits. `drafted`: the row follows draft tokens, which the history does
-    /// not have yet.
-    pub(crate) fn draw(&self, position: usize, drafted: bool) -> Option<(SampleContext<'_>, &History)> {
+    /// How to sample the token after `position` on the device. None if the host needs the logits.
+    /// `drafted`: the row follows draft tokens, which the history does not have yet.
+    pub(crate) fn draw(&self, position: usize, drafted: bool) -> Option<DeviceDraw<'_>> {
         match &self.work {
             RequestWork::Generate(generation) => generation.next_draw(&self.usage, position + 1, drafted),
             RequestWork::Score(_) | RequestWork::Embed(_) | RequestWork::Beam => None,
@@ -149,17 +148,12 @@ impl ActiveRequest {
 }
 
 impl GenerationState {
-    fn next_draw(
-        &self,
-        usage: &TokenUsage,
-        position: usize,
-        drafted: bool,
-    ) -> Option<(SampleContext<'_>, &History)> {
+    fn next_draw(&self, usage: &TokenUsage, position: usize, drafted: bool) -> Option<DeviceDraw<'_>> {
         let forbidden: &[u32] = if self.is_below_min_tokens(usage) { &self.stop.stop_tokens } else { &[] };
         let Self { sampling: params, choice, history, .. } = self;
-        let draw = SampleContext { params, choice: *choice, position, forbidden, allowed: None };
-        let alone = self.logprobs.is_none() && self.constraint.is_none();
-        (alone && (!drafted || draw.uses_raw_logits(history))).then_some((draw, history))
+        let context = SampleContext { params, choice: *choice, position, forbidden, allowed: None };
+        let is_possible = self.constraint.is_none() && (!drafted || context.uses_raw_logits(history));
+        is_possible.then_some(DeviceDraw { context, history, logprobs: self.logprobs })
     }
 
     /// Whether stop tokens are forbidden.
@@ -192,7 +186,7 @@ impl GenerationState {
             SampleContext { params: &self.sampling, choice: self.choice, position, forbidden, allowed };
         let token = match row {
             RowOutput::Logits(logits) => sampler.sample(logits, &draw, &mut self.history)?,
-            RowOutput::Token(token) => {
+            RowOutput::Token(token, _) => {
                 self.history.push(token);
                 token
             }
@@ -201,13 +195,13 @@ impl GenerationState {
         if self.stop.stop_tokens.contains(&token) {
             return Ok(SampleOutcome::Finished(FinishReason::Stop(token)));
         }
-        let (logprob, top) = match (self.logprobs, row) {
-            (Some(count), RowOutput::Logits(logits)) => {
-                let row = LogProbs::new(logits)?;
-                (Some(row.of(token)), row.top(usize::from(count)))
-            }
-            _ => (None, Vec::new()),
+        let logprobs = match (self.logprobs, row) {
+            (Some(top), RowOutput::Logits(logits)) => Some(LogProbs::new(logits)?.of_token(token, top)),
+            (_, RowOutput::Token(_, logprobs)) => logprobs.cloned(),
+            _ => None,
         };
+        let (logprob, top) =
+            logprobs.map_or((None, Vec::new()), |logprobs| (Some(logprobs.logprob), logprobs.top));
         let sampler_state = self.history.state();
         out.push(EngineOutput::Token(TokenOutput { id, token, position, logprob, top, sampler_state }));
         usage.output_tokens += 1;

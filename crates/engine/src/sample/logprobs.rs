@@ -4,9 +4,41 @@
 //!
 //! Raw means before bias, penalties, filters and temperature: the model's own distribution.
 
+use crate::request::input::TOP_LOGPROBS_MAX;
 use crate::sample::error::{SampleError, check};
 use ops::rank::{self, RankedLogit};
-use ops::softmax;
+use ops::{SHORTLIST_LEN, Shortlist, softmax};
+
+/// What a client gets about one token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenLogProbs {
+    pub logprob: f32,
+    /// The most probable tokens in descending order.
+    pub top: Vec<(u32, f32)>,
+}
+
+impl TokenLogProbs {
+    /// Those of `token` with the `top` best tokens, to the bit as from the row, if the list has the
+    /// token. The list's weights are those of temperature 1.
+    pub fn of_list(list: &Shortlist, token: u32, top: u8) -> Option<Self> {
+        const { assert!(TOP_LOGPROBS_MAX as usize <= SHORTLIST_LEN) };
+        let best = list.best();
+        let normalizer = normalizer(best.first()?.logit(), list.total());
+        let of = |listed: &RankedLogit| log_prob(listed.logit(), normalizer);
+        let logprob = of(best.iter().find(|listed| listed.id() == token)?);
+        let top = best.iter().take(usize::from(top)).map(|listed| (listed.id(), of(listed))).collect();
+        Some(Self { logprob, top })
+    }
+}
+
+/// `ln(sum of e^logit)`, from the sum of `e^(logit - max)`.
+fn normalizer(max: f32, exp_sum: f64) -> f64 {
+    f64::from(max) + exp_sum.ln()
+}
+
+fn log_prob(logit: f32, normalizer: f64) -> f32 {
+    (f64::from(logit) - normalizer) as f32
+}
 
 /// The log-softmax of one row.
 #[derive(Debug)]
@@ -23,11 +55,15 @@ impl<'a> LogProbs<'a> {
         if max == f32::NEG_INFINITY {
             return Err(SampleError::NothingLeft);
         }
-        Ok(Self { logits, normalizer: f64::from(max) + softmax::exp_sum(logits, max).ln() })
+        Ok(Self { logits, normalizer: normalizer(max, softmax::exp_sum(logits, max)) })
     }
 
     pub fn of(&self, token: u32) -> f32 {
-        (f64::from(self.logits[token as usize]) - self.normalizer) as f32
+        log_prob(self.logits[token as usize], self.normalizer)
+    }
+
+    pub fn of_token(&self, token: u32, top: u8) -> TokenLogProbs {
+        TokenLogProbs { logprob: self.of(token), top: self.top(usize::from(top)) }
     }
 
     /// The `count` most probable tokens in descending order.

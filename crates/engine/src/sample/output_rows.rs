@@ -8,9 +8,49 @@
 
 use crate::sample::draw::SampleContext;
 use crate::sample::history::History;
+use crate::sample::logprobs::TokenLogProbs;
 use crate::sample::sampler::Sampler;
 use ops::{Backend, DrawParams, NO_ARGMAX, OpError, Shortlist};
 use std::ops::Range;
+
+/// A token that the device may choose.
+#[derive(Clone, Copy)]
+pub(crate) struct DeviceDraw<'a> {
+    pub(crate) context: SampleContext<'a>,
+    pub(crate) history: &'a History,
+    /// Alternatives whose log-probabilities are wanted, with that of the token.
+    pub(crate) logprobs: Option<u8>,
+}
+
+impl DeviceDraw<'_> {
+    /// Whether the token is the one of the highest logit, and nothing else is wanted.
+    fn is_argmax(&self) -> bool {
+        let is_greedy = self.context.params.temperature == 0.0;
+        is_greedy && self.logprobs.is_none() && self.context.uses_raw_logits(self.history)
+    }
+
+    /// How the device must compute the shortlist. None if a shortlist does not suffice.
+    fn shortlist_params(&self, vocab_size: usize) -> Option<DrawParams> {
+        let params = self.context.shortlist_params(vocab_size, self.history)?;
+        // The sum of weights of another temperature says nothing about log-probabilities.
+        (self.logprobs.is_none() || params.temperature == 1.0).then_some(params)
+    }
+
+    /// The token and what is reported about it, if the list determines both.
+    fn take(
+        &self,
+        sampler: &mut Sampler,
+        list: &Shortlist,
+        vocab_size: usize,
+    ) -> Option<(u32, Option<TokenLogProbs>)> {
+        self.shortlist_params(vocab_size)?;
+        let token = sampler.sample_shortlist(list, vocab_size, &self.context, self.history)?;
+        match self.logprobs {
+            None => Some((token, None)),
+            Some(top) => Some((token, Some(TokenLogProbs::of_list(list, token, top)?))),
+        }
+    }
+}
 
 /// Tokens and logits of one step, in the order of its outputs. Buffers are kept between steps until
 /// `release_memory`.
@@ -18,6 +58,8 @@ use std::ops::Range;
 pub(crate) struct OutputRows {
     /// By output: the token, or [`NO_ARGMAX`] if the row is in `logits`.
     drawn: Vec<u32>,
+    /// By output: the log-probabilities of a token in `drawn`, if they are wanted.
+    logprobs: Vec<Option<TokenLogProbs>>,
     /// Reaches to the last row that the host needs.
     logits: Vec<f32>,
     draw_params: Vec<DrawParams>,
@@ -32,6 +74,8 @@ impl OutputRows {
     pub(crate) fn start(&mut self, outputs: usize) {
         self.drawn.clear();
         self.drawn.resize(outputs, NO_ARGMAX);
+        self.logprobs.clear();
+        self.logprobs.resize(outputs, None);
         self.states.clear();
         self.state_ranges.clear();
     }
@@ -50,31 +94,25 @@ impl OutputRows {
         vocab_size: usize,
         run: Range<usize>,
         logits: &B::Tensor,
-        draws: impl Iterator<Item = Option<(SampleContext<'a>, &'a History)>> + Clone,
+        draws: impl Iterator<Item = Option<DeviceDraw<'a>>> + Clone,
     ) -> Result<(), OpError> {
         let drawn = &mut self.drawn[run.clone()];
-        let is_greedy = |draw: Option<(SampleContext<'_>, &History)>| {
-            draw.is_some_and(|(draw, history)| {
-                draw.params.temperature == 0.0 && draw.uses_raw_logits(history)
-            })
-        };
-        if draws.clone().all(is_greedy) {
+        let params_of =
+            |draw: Option<DeviceDraw<'a>>| draw.and_then(|draw| draw.shortlist_params(vocab_size));
+        if draws.clone().all(|draw| draw.is_some_and(|draw| draw.is_argmax())) {
             backend.argmax(logits, run.len(), vocab_size, drawn)?;
-        } else if B::PREFERS_SHORTLISTS
-            && draws.clone().any(|draw| shortlist_params(vocab_size, draw).is_some())
-        {
+        } else if B::PREFERS_SHORTLISTS && draws.clone().any(|draw| params_of(draw).is_some()) {
             self.draw_params.clear();
-            self.draw_params
-                .extend(draws.clone().map(|draw| shortlist_params(vocab_size, draw).unwrap_or_default()));
+            self.draw_params.extend(draws.clone().map(|draw| params_of(draw).unwrap_or_default()));
             if self.lists.len() < run.len() {
                 self.lists.resize(run.len(), Shortlist::default());
             }
             let lists = &mut self.lists[..run.len()];
             backend.shortlists(logits, vocab_size, &self.draw_params, lists)?;
-            for ((drawn, list), draw) in drawn.iter_mut().zip(lists).zip(draws) {
-                let token = draw
-                    .and_then(|(draw, history)| sampler.sample_shortlist(list, vocab_size, &draw, history));
-                *drawn = token.unwrap_or(NO_ARGMAX);
+            let logprobs = &mut self.logprobs[run.clone()];
+            for (((drawn, logprobs), list), draw) in drawn.iter_mut().zip(logprobs).zip(lists).zip(draws) {
+                let taken = draw.and_then(|draw| draw.take(sampler, list, vocab_size));
+                (*drawn, *logprobs) = taken.unwrap_or((NO_ARGMAX, None));
             }
         }
         self.read(backend, vocab_size, run, logits)
@@ -126,21 +164,18 @@ impl OutputRows {
         }
         match self.drawn[output] {
             NO_ARGMAX => RowOutput::Logits(&self.logits[output * vocab_size..][..vocab_size]),
-            token => RowOutput::Token(token),
+            token => RowOutput::Token(token, self.logprobs[output].as_ref()),
         }
     }
-}
-
-fn shortlist_params(vocab_size: usize, draw: Option<(SampleContext<'_>, &History)>) -> Option<DrawParams> {
-    draw.and_then(|(draw, history)| draw.shortlist_params(vocab_size, history))
 }
 
 /// The model's result for a row.
 #[derive(Clone, Copy)]
 pub(crate) enum RowOutput<'a> {
     Logits(&'a [f32]),
-    /// The token, chosen as `ActiveRequest::draw` says.
-    Token(u32),
+    /// The token, chosen as `ActiveRequest::draw` says, and its log-probabilities if they are
+    /// wanted.
+    Token(u32, Option<&'a TokenLogProbs>),
     /// The hidden state, or the classifier's labels.
     State(&'a [f32]),
 }

@@ -5,10 +5,11 @@
 
 use engine::sample::draw::SampleContext;
 use engine::sample::history::History;
+use engine::sample::logprobs::{LogProbs, TokenLogProbs};
 use engine::sample::sampler::Sampler;
 use engine::{DryBreakers, DryParams, MirostatParams, MirostatVersion, SamplerState, SamplingParams};
 use ops::softmax::SoftmaxWeights;
-use ops::{SHORTLIST_LEN, Shortlist};
+use ops::{DrawParams, SHORTLIST_LEN, Shortlist};
 use proptest::prelude::*;
 
 /// Prompt, output so far, and forbidden tokens.
@@ -127,6 +128,21 @@ proptest! {
     ) {
         let (token, short) = both(&logits, &params, &past, position);
         prop_assert!(short.is_none() || short == token, "{short:?}, of the row {token:?}");
+    }
+
+    #[test]
+    fn log_probabilities_of_the_list_are_those_of_the_row(
+        logits in any_logits(),
+        token in any::<prop::sample::Index>(),
+        top in 0..=20_u8,
+    ) {
+        let token = token.index(logits.len()) as u32;
+        let mut list = Shortlist::default();
+        list.fill(&logits, &DrawParams::default(), &mut SoftmaxWeights::default());
+        let of_row = LogProbs::new(&logits).map(|row| row.of_token(token, top)).ok();
+        let of_list = TokenLogProbs::of_list(&list, token, top);
+        prop_assert_eq!(of_list.is_some(), list.best().iter().any(|listed| listed.id() == token));
+        prop_assert!(of_list.is_none() || of_list == of_row, "{of_list:?}, of the row {of_row:?}");
     }
 }
 
