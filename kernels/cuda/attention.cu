@@ -10,6 +10,8 @@
 //   attention_merged_kv_* decode rows and short runs, if they fill the device: a block computes
 //                         all splits of its rows, merges them, and quantizes the rows
 //   attention_prefill_*   long runs of tokens (attention/prefill.cuh)
+//   attention_prefill_wgmma_*  the same on sm_90a, for caches of two bytes and heads of 64 and 128
+//                         (attention/prefill_wgmma.cuh)
 //   attention_scalar_*    f32 caches and shapes without a tensor-core kernel (attention/scalar.cuh)
 //
 // The query heads of a KV head share one tile: pair i is token i / group, head i % group.
@@ -39,6 +41,18 @@
 // in registers, and merges splits there. The fragments of mma.m16n8k16 come from shared memory by
 // ldmatrix; lane 4 g + t holds rows g and g + 8.
 //
+//   a block of attention_prefill_wgmma: two warpgroups of 64 pairs, and four warps that copy
+//                   four stages of 64 keys and values, 128-byte swizzle
+//                +---------+---------+---------+---------+
+//   copies  ---> | tile n  | n + 1   | n + 2   | n + 3   |    cp.async, zeros after the last token
+//                +---------+---------+---------+---------+
+//                  |  both warpgroups read all stages
+//     tensor cores   S n + 1 | O += P V n      | S n + 2 | O += P V n + 1  | ...
+//     f32 units              | softmax of n + 1| rescale | softmax of n + 2| ...
+//
+// A chain of wgmma over k16 steps has the bits of a chain of mma.m16n8k16, and the same fragments of
+// a warp's 16 rows (measured on an H200 for f16 and bf16).
+//
 // The order of a row's sums depends neither on the kernel nor on the other rows of the step
 // (invariant I5):
 //
@@ -63,10 +77,11 @@
 //
 // Limit: decode, bytes of the cache; prefill, tensor cores and the f32 work between two products.
 // Measured on an H200 with 32 query heads on 8 KV heads of 128: one row at 16,000 keys 2.9 TB/s, 64
-// rows 4.2 (of 4.3), 64 rows at 512 keys 3.7; a chunk of 2,048 at 16,384 240 TFLOP/s.
+// rows 4.2 (of 4.3), 64 rows at 512 keys 3.7; a chunk of 2,048 at 16,384 240 TFLOP/s, on wgmma 515.
 
 #include "attention/prefill.cuh"
 #include "attention/kv_16bit.cuh"
+#include "attention/prefill_wgmma.cuh"
 #include "attention/scalar.cuh"
 #include "attention/split_kv.cuh"
 #include "linear/quantize.cuh"
@@ -74,16 +89,18 @@
 namespace {
 
 template <int DIM>
-using F16 = Kv16Bit<MmaF16, DIM>;
+using F16Cache = Kv16Bit<MmaF16, DIM>;
 
 }  // namespace
 
-SPLIT_KV_KERNEL(64, F16<64>)
-SPLIT_KV_KERNEL(96, F16<96>)
-SPLIT_KV_KERNEL(128, F16<128>)
-PREFILL_KERNEL(64, F16<64>)
-PREFILL_KERNEL(96, F16<96>)
-PREFILL_KERNEL(128, F16<128>)
+SPLIT_KV_KERNEL(64, F16Cache<64>)
+SPLIT_KV_KERNEL(96, F16Cache<96>)
+SPLIT_KV_KERNEL(128, F16Cache<128>)
+PREFILL_KERNEL(64, F16Cache<64>)
+PREFILL_KERNEL(96, F16Cache<96>)
+PREFILL_KERNEL(128, F16Cache<128>)
+PREFILL_WGMMA_KERNEL(64, MmaF16)
+PREFILL_WGMMA_KERNEL(128, MmaF16)
 SCALAR_KERNEL(f16, KvReaderFloat<__half>)
 SCALAR_KERNEL(f32, KvReaderFloat<float>)
 

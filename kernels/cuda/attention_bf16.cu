@@ -5,20 +5,23 @@
 
 #include "attention/prefill.cuh"
 #include "attention/kv_16bit.cuh"
+#include "attention/prefill_wgmma.cuh"
 #include "attention/scalar.cuh"
 #include "attention/split_kv.cuh"
 
 namespace {
 
 template <int DIM>
-using Bf16 = Kv16Bit<MmaBf16, DIM>;
+using Bf16Cache = Kv16Bit<MmaBf16, DIM>;
 
 }  // namespace
 
-SPLIT_KV_KERNEL(64, Bf16<64>)
-SPLIT_KV_KERNEL(96, Bf16<96>)
-SPLIT_KV_KERNEL(128, Bf16<128>)
-PREFILL_KERNEL(64, Bf16<64>)
-PREFILL_KERNEL(96, Bf16<96>)
-PREFILL_KERNEL(128, Bf16<128>)
+SPLIT_KV_KERNEL(64, Bf16Cache<64>)
+SPLIT_KV_KERNEL(96, Bf16Cache<96>)
+SPLIT_KV_KERNEL(128, Bf16Cache<128>)
+PREFILL_KERNEL(64, Bf16Cache<64>)
+PREFILL_KERNEL(96, Bf16Cache<96>)
+PREFILL_KERNEL(128, Bf16Cache<128>)
+PREFILL_WGMMA_KERNEL(64, MmaBf16)
+PREFILL_WGMMA_KERNEL(128, MmaBf16)
 SCALAR_KERNEL(bf16, KvReaderFloat<__nv_bfloat16>)

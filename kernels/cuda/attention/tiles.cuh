@@ -64,6 +64,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], const
 
 // Products of f16: c += a b, 16 x 16 by 16 x 8, sums in f32.
 struct MmaF16 {
+    static constexpr bool IS_BF16 = false;
     static constexpr uint32_t ONES = 0x3C003C00;
 
     static __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -84,6 +85,7 @@ struct MmaF16 {
 // Products of bf16. Values beyond f16's range stay in range; queries and weights are rounded to 8
 // bits.
 struct MmaBf16 {
+    static constexpr bool IS_BF16 = true;
     static constexpr uint32_t ONES = 0x3F803F80;
 
     static __device__ __forceinline__ uint32_t pack(float low, float high) {

@@ -8,10 +8,11 @@ use quant::layout::TILE_COLS;
 
 use super::abi::attention::{
     ATTENTION_PAD, ATTENTION_PAD_BYTES, ATTENTION_STAGES, ATTENTION_TILE, ATTENTION_WARPS, AttentionMerge,
-    AttentionMergeQuantized, AttentionMergedKv, AttentionPrefill, AttentionQueries, AttentionScalar,
-    AttentionSplitKv, PREFILL_PAIRS, SPLIT_KV_PAIRS,
+    AttentionMergeQuantized, AttentionMergedKv, AttentionQueries, AttentionScalar, AttentionSplitKv,
+    SPLIT_KV_PAIRS,
 };
 use super::abi::tiles::QuantizedRows;
+use super::attention_prefill::PrefillMethod;
 use super::kv_write::{KvLayerAddress, q8_scale_bytes};
 use super::launch::{KernelName, kernel_name, launch_kernel};
 use super::module::image;
@@ -55,8 +56,8 @@ pub struct AttentionPlanAddress {
     pub partial_weights: u64,
 }
 
-/// The kernels for a model's attention shape. The choice depends on the model alone, never on the
-/// step.
+/// The kernels for a model's attention shape. The choice depends on the model and the device, never
+/// on the step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionMethod {
     /// Tensor cores. A block of the split-KV kernel has `split_tokens` tokens, a block of the
@@ -69,13 +70,14 @@ pub enum AttentionMethod {
 }
 
 impl AttentionMethod {
-    pub fn of(spec: &AttentionSpec, kind: KvType) -> Self {
+    pub fn of(device: &Device, spec: &AttentionSpec, kind: KvType) -> Self {
         let group = spec.heads / spec.kv_heads.max(1);
         let has_kernels = kind != KvType::F32 && matches!(spec.head_dim, 64 | 96 | 128);
         if !has_kernels || group == 0 || group > SPLIT_KV_PAIRS {
             return Self::Scalar;
         }
-        Self::TensorCores { split_tokens: SPLIT_KV_PAIRS / group, prefill_tokens: PREFILL_PAIRS / group }
+        let prefill_pairs = PrefillMethod::of(device, spec, kind).pairs();
+        Self::TensorCores { split_tokens: SPLIT_KV_PAIRS / group, prefill_tokens: prefill_pairs / group }
     }
 }
 
@@ -91,17 +93,17 @@ pub struct AttentionInputs<'a> {
 }
 
 /// Bytes of shared memory that the tensor-core kernels need for one tile of keys and values.
-struct KvStageBytes {
+pub(super) struct KvStageBytes {
     /// One pipeline stage: the tile in the format of the cache.
-    stage: usize,
+    pub(super) stage: usize,
     /// The tile converted to f16, which only the prefill kernel keeps.
-    dequantized: usize,
+    pub(super) dequantized: usize,
 }
 
 impl KvStageBytes {
     /// Equal to STAGE_BYTES and DEQUANTIZED_BYTES in attention/kv_16bit.cuh and
     /// attention/kv_q8_0.cuh.
-    fn of(kind: KvType, head_dim: usize) -> Self {
+    pub(super) fn of(kind: KvType, head_dim: usize) -> Self {
         let f16_tiles = 2 * ATTENTION_TILE * (head_dim + ATTENTION_PAD) * HALF_BYTES;
         match kind {
             KvType::Q8_0 => {
@@ -122,7 +124,7 @@ impl AttentionKernels {
         }
     }
 
-    fn family(&self, kind: KvType) -> &LazyModule {
+    pub(super) fn family(&self, kind: KvType) -> &LazyModule {
         match kind {
             KvType::F32 | KvType::F16 => &self.floats,
             KvType::Bf16 => &self.bf16,
@@ -302,35 +304,6 @@ impl AttentionKernels {
         unsafe { launch_kernel(&self.floats, name, stream, launch, &arguments) }
     }
 
-    /// # Safety
-    /// As [`Self::paged`].
-    unsafe fn prefill(
-        &self,
-        stream: &Stream,
-        inputs: &AttentionInputs<'_>,
-        plan: &AttentionPlanAddress,
-        out: &mut DeviceViewMut<'_, f32>,
-    ) -> Result<(), CudaError> {
-        let AttentionInputs { layer, kind, spec, .. } = *inputs;
-        let kv = KvStageBytes::of(kind, spec.head_dim);
-        let shared_bytes =
-            ATTENTION_STAGES * kv.stage + kv.dequantized + PREFILL_PAIRS * row_pitch_bytes(spec.head_dim);
-        let arguments = AttentionPrefill {
-            kv: layer,
-            queries: query_params(inputs),
-            tables: inputs.tables.address(),
-            query_tiles: plan.prefill_tiles,
-            query_tile_count: plan.counts + 2 * size_of::<u32>() as u64,
-            out: out.address(),
-        };
-        let launch = launch_shape((plan.prefill_tiles_max, spec.kv_heads as u32, 1), shared_bytes);
-        // SAFETY: the arguments are valid by this function's contract. The kernel divides shared
-        // memory as `shared_bytes` counts it.
-        unsafe {
-            launch_kernel(self.family(kind), prefill_name(kind, spec.head_dim), stream, launch, &arguments)
-        }
-    }
-
     /// Computes the first `positions.len()` rows without tensor cores. Row r attends to the keys up
     /// to its position, and its block ids begin at `table_starts[r]`.
     ///
@@ -389,6 +362,7 @@ macro_rules! by_head_dim {
         }
     };
 }
+pub(super) use by_head_dim;
 
 fn split_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionSplitKv> {
     by_head_dim!("attention_split_kv", kind, head_dim)
@@ -398,12 +372,8 @@ fn merged_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionMergedKv
     by_head_dim!("attention_merged_kv", kind, head_dim)
 }
 
-fn prefill_name(kind: KvType, head_dim: usize) -> KernelName<AttentionPrefill> {
-    by_head_dim!("attention_prefill", kind, head_dim)
-}
-
 /// Bytes between two rows of `cols` 16-bit values in shared memory.
-fn row_pitch_bytes(cols: usize) -> usize {
+pub(super) fn row_pitch_bytes(cols: usize) -> usize {
     (cols + ATTENTION_PAD) * HALF_BYTES
 }
 
@@ -443,7 +413,7 @@ fn check_output(inputs: &AttentionInputs<'_>, out: &DeviceViewMut<'_, f32>) -> R
     ensure_same_len("output of attention", out.len(), inputs.queries.len())
 }
 
-fn query_params(inputs: &AttentionInputs<'_>) -> AttentionQueries {
+pub(super) fn query_params(inputs: &AttentionInputs<'_>) -> AttentionQueries {
     let spec = inputs.spec;
     AttentionQueries {
         values: inputs.queries.address(),
@@ -454,6 +424,6 @@ fn query_params(inputs: &AttentionInputs<'_>) -> AttentionQueries {
     }
 }
 
-fn launch_shape(grid: (u32, u32, u32), shared_bytes: usize) -> LaunchConfig {
+pub(super) fn launch_shape(grid: (u32, u32, u32), shared_bytes: usize) -> LaunchConfig {
     LaunchConfig { grid, block: BLOCK, shared_bytes: shared_bytes as u32, overlaps_predecessor: true }
 }

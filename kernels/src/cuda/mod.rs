@@ -12,6 +12,7 @@ mod abi;
 mod archs;
 pub mod argmax;
 pub mod attention;
+mod attention_prefill;
 mod backend;
 pub mod checksum;
 pub mod embed;

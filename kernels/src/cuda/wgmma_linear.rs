@@ -79,7 +79,8 @@ impl WgmmaShape {
     }
 }
 
-fn is_on(device: &Device) -> bool {
+/// Whether the device has wgmma, and the images use it.
+pub(super) fn is_on(device: &Device) -> bool {
     let (major, minor) = device.capability();
     has_wgmma(10 * major + minor)
 }

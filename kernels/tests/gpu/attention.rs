@@ -34,8 +34,8 @@ const PLAIN_TOLERANCE: f32 = 3e-6;
 /// 3.0e-6 of the largest value at 6,000 keys.
 const LONG_CONTEXT_TOLERANCE: f32 = 1e-5;
 
-struct PagedAttention {
-    spec: AttentionSpec,
+pub(crate) struct PagedAttention {
+    pub(crate) spec: AttentionSpec,
     kind: KvType,
     lengths: Vec<usize>,
     keys: Vec<Vec<f32>>,
@@ -48,7 +48,7 @@ pub(crate) fn spec(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionS
 }
 
 impl PagedAttention {
-    fn new(random: &mut TestRng, spec: AttentionSpec, kind: KvType, lengths: &[usize]) -> Self {
+    pub(crate) fn new(random: &mut TestRng, spec: AttentionSpec, kind: KvType, lengths: &[usize]) -> Self {
         let (width, kv_width) = (spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim);
         let mut rows = |width: usize| -> Vec<Vec<f32>> {
             lengths.iter().map(|len| random.values(len * width)).collect()
@@ -59,7 +59,7 @@ impl PagedAttention {
 
     /// Writes all tokens in a first step. Then each step computes attention for ranges of
     /// sequences.
-    fn run<B: Backend>(
+    pub(crate) fn run<B: Backend>(
         &self,
         b: &mut B,
         block_tokens: usize,

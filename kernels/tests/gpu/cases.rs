@@ -3,9 +3,9 @@
 //! The names of all tests and benches.
 
 use super::{
-    TestGpu, around, attention, attention_bench, checksum, exact, experts, f32_linear, fused, kv_write,
-    linear, linear_bench, linear_sizes, loading, memory, models, ops, quantize, real_sizes, repack, routing,
-    shortlist, states, throughput, wgmma,
+    TestGpu, around, attention, attention_bench, attention_prefill, checksum, exact, experts, f32_linear,
+    fused, kv_write, linear, linear_bench, linear_sizes, loading, memory, models, ops, quantize, real_sizes,
+    repack, routing, shortlist, states, throughput, wgmma,
 };
 
 type TestFn = fn(&TestGpu) -> anyhow::Result<()>;
@@ -66,6 +66,7 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
         "attention: chunks, batch neighbours and blocks change nothing",
         attention::it_depends_on_neither_chunks_nor_batch_neighbours_nor_blocks,
     ),
+    ("attention: long runs", attention_prefill::long_runs_have_the_bits_of_short_ones),
     ("attention: the cache grows", attention::the_cache_grows_as_it_is_written),
     ("fused: rounded rows are those of single ops", fused::rounded_rows_are_those_of_single_ops),
     ("fused: residual sums are those", fused::residual_sums_are_those_of_single_ops),

@@ -19,6 +19,8 @@ mod attention;
 #[cfg(feature = "cuda")]
 mod attention_bench;
 #[cfg(feature = "cuda")]
+mod attention_prefill;
+#[cfg(feature = "cuda")]
 mod bench;
 #[cfg(feature = "cuda")]
 mod cases;

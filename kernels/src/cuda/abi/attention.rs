@@ -25,6 +25,12 @@ abi! {
         const ATTENTION_PAD_BYTES: usize = 16;
         /// (token, head) pairs of a block of the prefill kernel: 16 for each warp.
         const PREFILL_PAIRS: usize = 64;
+        /// Warpgroups of the prefill kernel on wgmma that multiply, of 64 pairs each. Four more
+        /// warps copy.
+        const PREFILL_WGMMA_GROUPS: usize = 2;
+        /// Shared memory of a block of that kernel. For heads of 128, it needs 192 KiB for four
+        /// stages and the queries, and up to 1 KiB for the alignment.
+        const PREFILL_WGMMA_SHARED_BYTES: usize = 194 << 10;
         /// (token, head) pairs of a block of the split-KV kernel: the rows of one MMA.
         const SPLIT_KV_PAIRS: usize = 16;
     }

@@ -24,6 +24,7 @@ mod header;
 mod table;
 
 pub(crate) mod attention;
+pub(crate) mod attention_wgmma;
 pub(crate) mod elementwise;
 pub(crate) mod experts;
 pub(crate) mod float_linear;
@@ -39,8 +40,9 @@ pub(crate) use header::{CudaType, FieldLayout, KernelArguments, SharedHeader};
 
 /// The generated headers.
 #[allow(dead_code, reason = "for build.rs and the tests")]
-pub(crate) const HEADERS: [SharedHeader; 10] = [
+pub(crate) const HEADERS: [SharedHeader; 11] = [
     attention::HEADER,
+    attention_wgmma::HEADER,
     elementwise::HEADER,
     experts::HEADER,
     float_linear::HEADER,

@@ -314,7 +314,7 @@ impl Backend for Cuda {
             tables: self.step.tables_on_device(),
             out: self.use_tensor(out, rows),
         };
-        match AttentionMethod::of(spec, shape.kind) {
+        match AttentionMethod::of(self.device(), spec, shape.kind) {
             AttentionMethod::TensorCores { split_tokens, prefill_tokens } => {
                 let AttentionSpec { heads, kv_heads, head_dim, .. } = *spec;
                 let block_tokens = kv.blocks().tokens;
