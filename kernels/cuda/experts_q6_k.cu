@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Products of experts with Q6_K weights. linear/kquants.cuh has the arithmetic, experts/matvec.cuh
-// and experts/matmul.cuh the order of sums and the limits.
+// and experts/matmul.cuh the order of sums and the limits. experts/wgmma.cuh computes the same bits
+// for many pairs an expert.
 
 #include "linear/kquants.cuh"
 
 #include "experts/kernels.cuh"
+#include "experts/wgmma_kernels.cuh"
+#include "linear/q6_k_wgmma.cuh"
 
 EXPERT_KERNELS(q6_k, Q6_K)
+EXPERT_WGMMA_KERNEL(q6_k, Q6KProducts, EXPERT_WGMMA_K_TOKENS)

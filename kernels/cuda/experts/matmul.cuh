@@ -26,7 +26,8 @@
 // Limit: weight bytes over memory bandwidth up to about 8 slots an expert; above that the
 // operations around the tensor cores, as in linear/matmul.cuh. Measured on an H200 with 128
 // experts, gate and up of 2048 x 768 in Q4_K: 2.6 TB/s of weights at 4 slots an expert, 2.4 at 8;
-// 187 TOPS at 32 slots, 236 at 128. Blocks of 16 row tiles, one a multiprocessor, were 8% slower.
+// 187 TOPS at 32 slots. Blocks of 16 row tiles, one a multiprocessor, were 8% slower. For 16 to 24
+// slots an expert and more, wgmma.cuh is faster.
 #pragma once
 
 #include "../linear/async_copy.cuh"

@@ -117,6 +117,26 @@ __device__ inline void choose_experts(const float *logits, int rows, int count, 
     __syncthreads();
 }
 
+// The number of groups of experts that have more pairs than expert e, which has `pairs` and
+// `groups`. All threads call it: thread e has expert e. `scratch` has a word per expert.
+__device__ inline uint32_t count_groups_before(int e, int count, uint32_t pairs, uint32_t groups,
+                                               uint32_t *scratch) {
+    // Equal numbers of pairs: the lower expert comes first.
+    uint32_t own = pairs << 16 | groups;
+    if (e < count) scratch[e] = own;
+    __syncthreads();
+    uint32_t before = 0;
+    if (e < count)
+#pragma unroll 8
+        for (int other = 0; other < count; other++) {
+            uint32_t word = scratch[other];
+            bool is_before = other < e ? word >= own : word > own;
+            before += is_before ? word & 0xFFFF : 0;
+        }
+    __syncthreads();
+    return before;
+}
+
 // Sorts pairs by expert, stably, with a block of 32 * WARPS threads, at least EXPERTS_MAX. `before`
 // and `first_slot` are shared memory.
 //
@@ -180,6 +200,7 @@ __device__ void sort_pairs(const uint32_t *experts, int pairs, const ExpertPairO
         all += warp_totals[w];
     }
     uint32_t slot = uint32_t(sum - own), group = uint32_t((sum - own) >> 32);
+    if (order.largest_first) group = count_groups_before(e, count, total, own_groups, first_slot);
     if (e < count) {
         first_slot[e] = slot;
         for (uint32_t g = 0; g < own_groups; g++)

@@ -171,8 +171,9 @@ struct Q4KProducts {
             d[r] = half_to_float(bits & 0xFFFF), dmin[r] = half_to_float(bits >> 16);
         }
         constexpr int SLICE = TOKENS < 32 ? TOKENS : 32, SLICES = TOKENS / SLICE;
-        // Blocks of fewer tokens have fewer registers, and other warps that hide the latency.
-        constexpr int BUFFERS = TOKENS > 64 ? 2 : 1;
+        // Blocks of up to 64 tokens have fewer registers, and other warps that hide the latency. With
+        // 160 tokens, a second buffer does not fit the registers.
+        constexpr int BUFFERS = TOKENS > 64 && TOKENS <= 128 ? 2 : 1;
         float Y[BUFFERS][SLICE / 2], N[BUFFERS][SLICE / 2];
         auto multiply_sums = [&](int slice) {
             uint64_t b = sums_descriptor(sums + slice * (SLICE / ACT_TILE_TOKENS) * F16_SUMS_BYTES);

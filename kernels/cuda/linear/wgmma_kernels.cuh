@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Instantiates the kernels of wgmma_product.cuh for one weight type: WGMMA_KERNELS(q4_k,
+// Instantiates the kernels of wgmma_matrices.cuh for one weight type: WGMMA_KERNELS(q4_k,
 // Q4KProducts). The macro is in abi/linear.cuh, which the build writes from WgmmaShape in
 // kernels/src/cuda/abi/linear.rs.
 
 #pragma once
 
-#include "wgmma_product.cuh"
+#include "wgmma_matrices.cuh"
 
 #if HAS_WGMMA
 #define MULTIPLY_IN_BLOCKS(FORMAT, ...) \

@@ -9,7 +9,8 @@
 // `Format` says how values of 256 columns come from such sums (q4_k_wgmma.cuh), or from sums of
 // 8-bit integers (q6_k_wgmma.cuh, legacy_wgmma.cuh).
 //
-// A block computes output tiles of 64 ROW_GROUPS weight rows by TOKENS tokens. A warpgroup computes
+// A block computes output tiles of 64 ROW_GROUPS weight rows by up to TOKENS tokens, which `Tiles`
+// deals (wgmma_matrices.cuh: linear layers; experts/wgmma.cuh: experts). A warpgroup computes
 // the values of 64 rows and 256 columns at a time. Its warps expand weights to A fragments in
 // registers, and multiply. Further warps copy.
 //
@@ -54,186 +55,13 @@
 
 #pragma once
 
-#include "async_copy.cuh"
-#include "params.cuh"
-#include "stream_order.cuh"
-#include "wgmma.cuh"
+#include "wgmma_block.cuh"
 
 #if HAS_WGMMA
 
 namespace wgmma_product {
 
-// The shape of a block.
-template <int TOKENS_, int ROW_GROUPS_, int COLUMN_GROUPS_, int STAGES_>
-struct Shape {
-    static constexpr int TOKENS = TOKENS_, ROW_GROUPS = ROW_GROUPS_, COLUMN_GROUPS = COLUMN_GROUPS_;
-    // Stages of 256 columns. At least one per column group, and some that are being filled.
-    static constexpr int STAGES = STAGES_;
-    static constexpr int ROWS = 64 * ROW_GROUPS, ROW_TILES = ROWS / TILE_ROWS;
-    // Warps of a column group.
-    static constexpr int GROUP_WARPS = 4 * ROW_GROUPS;
-    static constexpr int MULTIPLYING_WARPS = GROUP_WARPS * COLUMN_GROUPS;
-    // Registers move between whole warpgroups, so four warps copy, of which one has nothing to do.
-    static constexpr int COPY_WEIGHTS = MULTIPLYING_WARPS, COPY_UNITS = COPY_WEIGHTS + 1,
-                         COPY_SUMS = COPY_UNITS + 1;
-    static constexpr int THREADS = 32 * (MULTIPLYING_WARPS + 4);
-    // Groups of 8 tokens.
-    static constexpr int GROUPS = TOKENS / ACT_TILE_TOKENS;
-    // Elements of a thread.
-    static constexpr int VALUES = TOKENS / 2;
-    // A multiprocessor has 65,536 registers. Threads start with equal shares, in steps of 8. The
-    // multiplying warps then take some of the other warps' share: with 128 tokens, 64 products, 64
-    // values and 64 sums are live at once.
-    static constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
-    static constexpr int OTHER_REGISTERS = MULTIPLYING_WARPS > 12 ? 32 : 40;
-    static constexpr int MULTIPLYING_REGISTERS =
-        (START_REGISTERS * (MULTIPLYING_WARPS + 4) - OTHER_REGISTERS * 4) / MULTIPLYING_WARPS / 8 * 8;
-};
-
-// Bytes of the scales of an activation tile.
-__host__ __device__ constexpr int scale_bytes(ActivationFormat format) {
-    return (format == ActivationFormat::Q8_K ? 1 : 8) * ACT_TILE_TOKENS * int(sizeof(float));
-}
-
-// Shared memory, in this order. Units take what the other parts leave.
-template <class Format, class Shape>
-struct Shared {
-    static constexpr int GROUPS = Shape::GROUPS, STAGES = Shape::STAGES;
-    // Stages of units in 256 columns. Fewer need fewer barriers, more use less memory at a time.
-    static constexpr int F16_UNITS = TILE_COLS / F16_UNIT_COLS;
-    static constexpr int UNITS = Format::EIGHT_BIT || Shape::TOKENS <= 32 ? 1 : F16_UNITS;
-    static constexpr int UNIT_STAGE =
-        GROUPS * (Format::EIGHT_BIT ? ACT_TILE_QUANT_BYTES : F16_UNITS / UNITS * F16_UNIT_BYTES);
-    static constexpr bool HAS_UNIT_SCALES = Format::EIGHT_BIT;
-    static constexpr int SCALES_BYTES = HAS_UNIT_SCALES ? GROUPS * scale_bytes(Format::ACTIVATION) : 16;
-    static constexpr int SUMS_BYTES = Format::EIGHT_BIT ? 1 : GROUPS * F16_SUMS_BYTES;
-    static constexpr int WEIGHT_BYTES = Shape::ROW_TILES * Format::TILE_BYTES;
-    // Scales of a warp's 16 rows. For formats that need none, a byte that is not used.
-    static constexpr int UNPACKED_BYTES = Format::UNPACKED_ROW > 0 ? TILE_ROWS *Format::UNPACKED_ROW : 1;
-    // With one column group, an element that is not used.
-    static constexpr int TOTAL_GROUPS = Shape::COLUMN_GROUPS > 1 ? GROUPS : 1,
-                         TOTAL_THREADS = Shape::COLUMN_GROUPS > 1 ? 32 * Shape::GROUP_WARPS : 1;
-    static constexpr int ALIGNMENT = 1024, BARRIERS = 1024;
-    static constexpr int REST = STAGES * (WEIGHT_BYTES + SUMS_BYTES) +
-                                Shape::MULTIPLYING_WARPS * UNPACKED_BYTES +
-                                TOTAL_GROUPS * TOTAL_THREADS * int(sizeof(float4));
-    static constexpr int FITTING =
-        (WGMMA_PRODUCT_SHARED_BYTES - ALIGNMENT - BARRIERS - REST) / (UNIT_STAGE + SCALES_BYTES);
-    static constexpr int USEFUL = STAGES * UNITS;
-    static constexpr int UNIT_STAGES = FITTING < USEFUL ? FITTING : USEFUL;
-    static_assert(UNIT_STAGES > UNITS && STAGES > Shape::COLUMN_GROUPS);
-    uint8_t units[UNIT_STAGES][UNIT_STAGE];
-    uint8_t weights[STAGES][WEIGHT_BYTES];
-    // Scales of the tokens, as in activation tiles, if HAS_UNIT_SCALES.
-    uint8_t unit_scales[UNIT_STAGES][SCALES_BYTES];
-    uint8_t sums[STAGES][SUMS_BYTES];
-    uint8_t unpacked[Shape::MULTIPLYING_WARPS][UNPACKED_BYTES];
-    // Sums of the output tile, four of a thread and a group of 8 tokens.
-    alignas(16) float4 totals[TOTAL_GROUPS][TOTAL_THREADS];
-    uint64_t weights_full[STAGES], weights_empty[STAGES];
-    uint64_t units_full[UNIT_STAGES], units_empty[UNIT_STAGES];
-    // A warp of a column group has added the values of its last column tile.
-    uint64_t added[Shape::COLUMN_GROUPS][Shape::GROUP_WARPS];
-};
-// The swizzle is a function of address bits 4 to 9, so `Shared` begins at a multiple of 1,024.
-template <class Format, class Shape>
-constexpr bool FITS = sizeof(Shared<Format, Shape>) + 1024 - 128 <= WGMMA_PRODUCT_SHARED_BYTES;
-
-// A position in a ring of COUNT stages. A reader waits for `phase`, a writer for the opposite one.
-template <int COUNT>
-struct RingPosition {
-    int stage = 0, phase = 0;
-
-    __device__ void advance() {
-        if (++stage == COUNT) stage = 0, phase ^= 1;
-    }
-
-    template <int BY>
-    __device__ void advance_by() {
-        static_assert(BY <= COUNT);
-        stage += BY;
-        if (stage >= COUNT) stage -= COUNT, phase ^= 1;
-    }
-};
-
-struct OutputTile {
-    int matrix, row_tile, group;
-};
-
-// `LOADED` says whether the warp has loaded from the stage, and not only multiplied with it.
-template <bool LOADED>
-__device__ __forceinline__ void release_stage(uint64_t *empty) {
-    if (LOADED) end_loads_before_copy();
-    // Every lane arrives for its own reads. One lane after __syncwarp() would do and costs as much,
-    // but racecheck does not follow that order.
-    barrier_arrive(empty);
-}
-
-// What a multiplying warp reads in the ring of units. A stage that was passed stays in use until
-// products with it have ended.
-template <class SharedMemory>
-struct UnitReader {
-    // Columns of a stage of f16 quants, and bytes of 64 columns in it.
-    static constexpr int STAGE_COLS = TILE_COLS / SharedMemory::UNITS,
-                         UNIT_BYTES = SharedMemory::GROUPS * F16_UNIT_BYTES;
-    SharedMemory &shared;
-    RingPosition<SharedMemory::UNIT_STAGES> at;
-    int in_use = -1;
-
-    __device__ const uint8_t *wait() const {
-        barrier_wait(shared.units_full + at.stage, at.phase);
-        return shared.units[at.stage];
-    }
-
-    // Those of a group of 8 tokens.
-    __device__ const float *scales(int group) const {
-        constexpr int BYTES = sizeof(shared.unit_scales[0]) / SharedMemory::GROUPS;
-        return reinterpret_cast<const float *>(shared.unit_scales[at.stage] + group * BYTES);
-    }
-
-    __device__ void advance() {
-        in_use = at.stage;
-        at.advance();
-    }
-
-    // Passes the units of other column groups.
-    template <int STAGES>
-    __device__ void skip() {
-        at.template advance_by<STAGES>();
-    }
-
-    // Called when the products with the stage that was passed have ended.
-    __device__ void release() {
-        if (in_use >= 0) release_stage<SharedMemory::HAS_UNIT_SCALES>(shared.units_empty + in_use);
-        in_use = -1;
-    }
-};
-
-// 256 columns of a warp's 16 rows. `unpacked` has the rows' scales; `sums` are those of the block's
-// tokens.
-struct ColumnTile {
-    const uint8_t *weights, *unpacked, *sums;
-};
-
-// Of a stage of 8-bit units: columns 32 block to 32 block + 31, from token 8 group on.
-__device__ __forceinline__ uint64_t eight_bit_operand(const uint8_t *unit, int block, int group = 0) {
-    return operand_descriptor(unit + group * ACT_TILE_QUANT_BYTES + block / 4 * ACT_UNIT_BYTES,
-                              ACT_TILE_QUANT_BYTES) +
-           2 * (block % 4);
-}
-
-template <int N>
-__device__ __forceinline__ void pin_registers(float (&values)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+f"(values[i])::"memory");
-}
-template <int N>
-__device__ __forceinline__ void pin_registers(int (&values)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; i++) asm volatile("" : "+r"(values[i])::"memory");
-}
-
-template <class Format, class Shape>
+template <class Format, class Shape, class Tiles>
 struct Kernel {
     static_assert(FITS<Format, Shape>);
     using SharedMemory = Shared<Format, Shape>;
@@ -242,25 +70,17 @@ struct Kernel {
     static constexpr int TOKENS = Shape::TOKENS, GROUPS = Shape::GROUPS, ROW_TILES = Shape::ROW_TILES,
                          COLUMN_GROUPS = Shape::COLUMN_GROUPS, UNIT_STAGE = SharedMemory::UNIT_STAGE,
                          TILE = Format::TILE_BYTES, UNITS = SharedMemory::UNITS;
+    using OutputTile = typename Tiles::OutputTile;
 
-    const LinearParams &params;
+    const Tiles &tiles;
     const F16Quants &quants;
     SharedMemory &shared;
-    int token_tiles, output_tiles;
 
-    __device__ bool find_tile(int index, OutputTile &tile) const {
-        if (index >= output_tiles) return false;
-        RowTile rows = find_row_tile<ROW_TILES>(params, index / token_tiles);
-        tile = {rows.matrix, rows.first, index % token_tiles * GROUPS};
-        return true;
-    }
-
-    // Calls `work(tile)` for the block's output tiles. Tiles of one group of weight rows are
-    // neighbours, so that blocks that run at the same time read the same weights.
+    // Calls `work(tile)` for the block's output tiles.
     template <class Work>
     __device__ void for_each_tile(Work work) const {
         OutputTile tile;
-        for (int index = blockIdx.x; find_tile(index, tile); index += gridDim.x) work(tile);
+        for (int index = blockIdx.x; tiles.find(index, tile); index += gridDim.x) work(tile);
     }
 
     // Rows beyond the matrix are not copied. What is computed from them is not stored.
@@ -268,15 +88,15 @@ struct Kernel {
         Stage at;
         int lane = threadIdx.x % 32;
         for_each_tile([&](const OutputTile &tile) {
-            int tiles = min(ROW_TILES, row_tiles(params, tile.matrix) - tile.row_tile);
-            const uint8_t *from = params.weights[tile.matrix] +
-                                  static_cast<size_t>(tile.row_tile + lane) * params.col_tiles * TILE;
-            for (int col = 0; col < params.col_tiles; col++, at.advance()) {
+            int row_tiles = min(ROW_TILES, tiles.row_tiles(tile) - tile.row_tile);
+            const uint8_t *from =
+                tiles.weights(tile) + static_cast<size_t>(tile.row_tile + lane) * tiles.col_tiles() * TILE;
+            for (int col = 0; col < tiles.col_tiles(); col++, at.advance()) {
                 uint64_t *full = shared.weights_full + at.stage;
                 barrier_wait(shared.weights_empty + at.stage, at.phase ^ 1);
-                if (lane == 0) barrier_expect(full, tiles * TILE);
+                if (lane == 0) barrier_expect(full, row_tiles * TILE);
                 __syncwarp();
-                if (lane < tiles)
+                if (lane < row_tiles)
                     bulk_copy(shared.weights[at.stage] + lane * TILE, from + size_t(col) * TILE, TILE, full);
             }
         });
@@ -286,36 +106,39 @@ struct Kernel {
         Stage at;
         size_t groups = quants.groups;
         for_each_tile([&](const OutputTile &tile) {
-            for (int col = 0; col < params.col_tiles; col++, at.advance()) {
+            uint32_t bytes = tiles.f16_groups(tile) * F16_SUMS_BYTES;
+            for (int col = 0; col < tiles.col_tiles(); col++, at.advance()) {
                 uint64_t *full = shared.weights_full + at.stage;
                 barrier_wait(shared.weights_empty + at.stage, at.phase ^ 1);
-                barrier_expect(full, GROUPS * F16_SUMS_BYTES);
+                barrier_expect(full, bytes);
                 bulk_copy(shared.sums[at.stage], quants.sums + (col * groups + tile.group) * F16_SUMS_BYTES,
-                          GROUPS * F16_SUMS_BYTES, full);
+                          bytes, full);
             }
         });
     }
 
     // A lane copies 64 columns of each column tile.
     __device__ void copy_units() const {
-        constexpr int LANES = SharedMemory::F16_UNITS, LANES_PER_STAGE = LANES / UNITS;
-        constexpr uint32_t BYTES = GROUPS * F16_UNIT_BYTES;
-        UnitStage at;
+        constexpr int LANES = SharedMemory::F16_UNITS;
+        UnitStage first;
         int lane = threadIdx.x % 32;
         if (lane >= LANES) return;
-        for (int i = 0; i < lane / LANES_PER_STAGE; i++) at.advance();
         size_t groups = quants.groups;
         for_each_tile([&](const OutputTile &tile) {
-            for (int col = 0; col < params.col_tiles; col++, at.template advance_by<UNITS>()) {
+            uint32_t bytes = tiles.f16_groups(tile) * F16_UNIT_BYTES;
+            int units = SharedMemory::stages_of(tiles.block_tokens(tile)), lanes_per_stage = LANES / units;
+            for (int col = 0; col < tiles.col_tiles(); col++, first.advance_by(units)) {
+                UnitStage at = first;
+                at.advance_by(lane / lanes_per_stage);
                 uint64_t *full = shared.units_full + at.stage;
                 barrier_wait(shared.units_empty + at.stage, at.phase ^ 1);
                 // No lane is a round ahead: it would wait for a stage that is still to be filled.
                 __syncwarp((1 << LANES) - 1);
-                if (lane % LANES_PER_STAGE == 0) barrier_expect(full, UNIT_STAGE);
+                if (lane % lanes_per_stage == 0) barrier_expect(full, bytes * lanes_per_stage);
                 __syncwarp((1 << LANES) - 1);
                 size_t unit = size_t(col) * LANES + lane;
-                bulk_copy(shared.units[at.stage] + lane % LANES_PER_STAGE * BYTES,
-                          quants.units + (unit * groups + tile.group) * F16_UNIT_BYTES, BYTES, full);
+                bulk_copy(shared.units[at.stage] + lane % lanes_per_stage * (UNIT_STAGE / lanes_per_stage),
+                          quants.units + (unit * groups + tile.group) * F16_UNIT_BYTES, bytes, full);
             }
         });
     }
@@ -326,12 +149,11 @@ struct Kernel {
         constexpr int BYTES = act_tile_bytes(Format::ACTIVATION), SCALES = scale_bytes(Format::ACTIVATION);
         UnitStage at;
         int lane = threadIdx.x % 32;
-        int all_groups = (params.tokens + ACT_TILE_TOKENS - 1) / ACT_TILE_TOKENS;
         for_each_tile([&](const OutputTile &tile) {
-            int groups = min(GROUPS, all_groups - tile.group);
+            int groups = tiles.groups(tile);
             const uint8_t *from =
-                params.act_tiles + static_cast<size_t>(tile.group + lane) * params.col_tiles * BYTES;
-            for (int col = 0; col < params.col_tiles; col++, at.advance()) {
+                tiles.act_tiles() + static_cast<size_t>(tile.group + lane) * tiles.col_tiles() * BYTES;
+            for (int col = 0; col < tiles.col_tiles(); col++, at.advance()) {
                 uint64_t *full = shared.units_full + at.stage;
                 barrier_wait(shared.units_empty + at.stage, at.phase ^ 1);
                 if (lane == 0) barrier_expect(full, groups * (ACT_TILE_QUANT_BYTES + SCALES));
@@ -346,13 +168,12 @@ struct Kernel {
         });
     }
 
-    // Computes the values of 256 columns: those of the stage `at`.
-    template <class Units>
-    __device__ void column_values(float (&values)[Shape::VALUES], const Stage &at, Units &units,
-                                  int row_tile) const {
+    // Computes the values of 256 columns, those of the stage `at`, for N tokens.
+    template <int N, class Units>
+    __device__ void column_values(float (&values)[N / 2], const Stage &at, Units &units, int row_tile) const {
         uint8_t *unpacked = shared.unpacked[threadIdx.x / 32];
         ColumnTile tile = {shared.weights[at.stage] + row_tile * TILE, unpacked, shared.sums[at.stage]};
-        typename Format::Sum sums[Shape::VALUES];
+        typename Format::Sum sums[N / 2];
         barrier_wait(shared.weights_full + at.stage, at.phase);
         if constexpr (Format::UNPACKED_ROW > 0) {
             // All lanes have read the scales of the column tile before.
@@ -360,43 +181,51 @@ struct Kernel {
             Format::unpack_scales(tile.weights, unpacked);
             __syncwarp();
         }
-        Format::template multiply_columns<TOKENS>(sums, tile, units);
-        Format::template finish_values<TOKENS>(sums, tile, units, [&](int group, const float(&four)[4]) {
+        Format::template multiply_columns<N>(sums, tile, units);
+        Format::template finish_values<N>(sums, tile, units, [&](int group, const float(&four)[4]) {
 #pragma unroll
             for (int i = 0; i < 4; i++) values[4 * group + i] = four[i];
         });
         release_stage<true>(shared.weights_empty + at.stage);
     }
 
-    __device__ void store(const OutputTile &output, int row_tile, int group, const float (&four)[4]) const {
-        int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    // Sums of an output tile in registers, for N tokens.
+    template <int N>
+    __device__ void multiply_tile(const OutputTile &output, Stage &at, UnitStage &units_at,
+                                  int row_tile) const {
+        UnitReader<SharedMemory, N> units{shared, units_at};
+        float total[N / 2];
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            store_output(params, output.matrix, (output.row_tile + row_tile) * TILE_ROWS + g + i / 2 * 8,
-                         (output.group + group) * ACT_TILE_TOKENS + 2 * t + i % 2, four[i]);
+        for (int i = 0; i < N / 2; i++) total[i] = 0.0f;
+        for (int col = 0; col < tiles.col_tiles(); col++, at.advance()) {
+            float values[N / 2];
+            column_values<N>(values, at, units, row_tile);
+#pragma unroll
+            for (int i = 0; i < N / 2; i++) total[i] += values[i];
+        }
+        units_at = units.at;
+        tiles.template store_tile<N>(output, row_tile, total);
     }
 
-    // One column group: sums stay in registers.
+    // Output tiles of fewer tokens have code of their own: from TOKENS_MIN on, every TOKENS_STEP
+    // tokens.
+    template <int N>
+    __device__ void multiply_fitting(const OutputTile &output, int tokens, Stage &at, UnitStage &units_at,
+                                     int row_tile) const {
+        if constexpr (N > Tiles::TOKENS_MIN) {
+            constexpr int FEWER = N - Tiles::TOKENS_STEP;
+            if (tokens <= FEWER) return multiply_fitting<FEWER>(output, tokens, at, units_at, row_tile);
+        }
+        multiply_tile<N>(output, at, units_at, row_tile);
+    }
+
+    // One column group.
     __device__ void multiply() const {
         Stage at;
-        UnitReader<SharedMemory> units{shared};
+        UnitStage units_at;
         int row_tile = threadIdx.x / 32;
         for_each_tile([&](const OutputTile &output) {
-            float total[Shape::VALUES];
-#pragma unroll
-            for (int i = 0; i < Shape::VALUES; i++) total[i] = 0.0f;
-            for (int col = 0; col < params.col_tiles; col++, at.advance()) {
-                float values[Shape::VALUES];
-                column_values(values, at, units, row_tile);
-#pragma unroll
-                for (int i = 0; i < Shape::VALUES; i++) total[i] += values[i];
-            }
-#pragma unroll
-            for (int group = 0; group < GROUPS; group++) {
-                float four[4] = {total[4 * group], total[4 * group + 1], total[4 * group + 2],
-                                 total[4 * group + 3]};
-                store(output, row_tile, group, four);
-            }
+            multiply_fitting<TOKENS>(output, tiles.uniform_block_tokens(output), at, units_at, row_tile);
         });
     }
 
@@ -409,10 +238,10 @@ struct Kernel {
         int column_group = warp / Shape::GROUP_WARPS, row_tile = warp % Shape::GROUP_WARPS;
         int before = (column_group + COLUMN_GROUPS - 1) % COLUMN_GROUPS;
         Stage at;
-        UnitReader<SharedMemory> units{shared};
+        UnitReader<SharedMemory, TOKENS> units{shared};
         for (int i = 0; i < column_group; i++) {
             at.advance();
-            units.template skip<UNITS>();
+            units.skip(UNITS);
         }
         // The group before has added once more than this one, except for the first group.
         int phase = column_group == 0 ? 1 : 0;
@@ -420,11 +249,11 @@ struct Kernel {
         float4(*totals)[SharedMemory::TOTAL_THREADS] = shared.totals;
         int thread = threadIdx.x % SharedMemory::TOTAL_THREADS;
         for_each_tile([&](const OutputTile &output) {
-            for (; col < params.col_tiles; col += COLUMN_GROUPS) {
+            for (; col < tiles.col_tiles(); col += COLUMN_GROUPS) {
                 float values[Shape::VALUES];
-                column_values(values, at, units, row_tile);
-                at.template advance_by<COLUMN_GROUPS>();
-                units.template skip<(COLUMN_GROUPS - 1) * UNITS>();
+                column_values<TOKENS>(values, at, units, row_tile);
+                at.advance_by(COLUMN_GROUPS);
+                units.skip((COLUMN_GROUPS - 1) * UNITS);
                 barrier_wait(&shared.added[before][row_tile], phase);
                 phase ^= 1;
                 // All loads come before the first store.
@@ -437,23 +266,24 @@ struct Kernel {
                     sums[group].x += values[4 * group], sums[group].y += values[4 * group + 1];
                     sums[group].z += values[4 * group + 2], sums[group].w += values[4 * group + 3];
                 }
-                if (col + 1 < params.col_tiles) {
+                if (col + 1 < tiles.col_tiles()) {
 #pragma unroll
                     for (int group = 0; group < GROUPS; group++) totals[group][thread] = sums[group];
                 } else {
 #pragma unroll
                     for (int group = 0; group < GROUPS; group++) {
                         float four[4] = {sums[group].x, sums[group].y, sums[group].z, sums[group].w};
-                        store(output, row_tile, group, four);
+                        tiles.store(output, row_tile, group, four);
                     }
                 }
                 barrier_arrive(&shared.added[column_group][row_tile]);
             }
-            col -= params.col_tiles;
+            col -= tiles.col_tiles();
         });
     }
 
-    __device__ void run() const {
+    // Called before the kernel waits for the previous one.
+    static __device__ void init_barriers(SharedMemory &shared) {
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (warp == 0) {
             for (int i = lane; i < Shape::STAGES; i += 32) {
@@ -469,7 +299,10 @@ struct Kernel {
             barrier_init_done();
         }
         __syncthreads();
-        launch_next_kernel();
+    }
+
+    __device__ void run() const {
+        int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (warp < Shape::MULTIPLYING_WARPS) {
             asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::MULTIPLYING_REGISTERS));
             if constexpr (COLUMN_GROUPS > 1)
@@ -495,14 +328,12 @@ struct Kernel {
     }
 };
 
+// The block's shared memory.
 template <class Format, class Shape>
-__device__ inline void multiply(const LinearParams &params, const F16Quants &quants) {
+__device__ inline Shared<Format, Shape> &shared_memory() {
     extern __shared__ __align__(128) uint8_t memory[];
     uint8_t *aligned = memory + ((1024 - shared_address(memory) % 1024) & 1023);
-    int token_tiles = (params.tokens + Shape::TOKENS - 1) / Shape::TOKENS;
-    int output_tiles = count_row_tile_groups<Shape::ROW_TILES>(params) * token_tiles;
-    auto &shared = *reinterpret_cast<Shared<Format, Shape> *>(aligned);
-    Kernel<Format, Shape>{params, quants, shared, token_tiles, output_tiles}.run();
+    return *reinterpret_cast<Shared<Format, Shape> *>(aligned);
 }
 
 }  // namespace wgmma_product

@@ -14,86 +14,27 @@ pub use super::abi::experts::EXPERTS_MAX;
 use super::abi::experts::{
     EXPERT_COMBINE_THREADS, EXPERT_MATMUL_ACT_TILES, EXPERT_MATMUL_WARPS, EXPERT_MATVEC_TILES,
     EXPERT_MATVEC_WARPS, EXPERT_QUANTIZE_WARPS, EXPERT_ROUTE_ROWS, EXPERT_ROUTE_THREADS, EXPERT_SORT_THREADS,
-    EXPERT_STACKS_MAX, EXPERT_TOPK_ROWS, ExpertCombine, ExpertGroup, ExpertMatmul, ExpertMatmulParams,
-    ExpertMatvec, ExpertMatvecBF16, ExpertMatvecF16, ExpertMatvecF32, ExpertMatvecParams, ExpertPairOrder,
-    ExpertParams, ExpertQuantize, ExpertRoute, ExpertSortPairs, ExpertTopkSoftmax,
+    EXPERT_STACKS_MAX, EXPERT_TOPK_ROWS, ExpertCombine, ExpertMatmul, ExpertMatmulParams, ExpertMatvec,
+    ExpertMatvecBF16, ExpertMatvecF16, ExpertMatvecF32, ExpertMatvecParams, ExpertPairOrder, ExpertParams,
+    ExpertQuantize, ExpertRoute, ExpertSortPairs, ExpertTopkSoftmax,
 };
 use super::error::device_error;
 use super::launch::{KernelName, kernel_name, launch_kernel};
 use super::linear::act_row_bytes;
 use super::module::image;
+pub use super::pair_grouping::PairGrouping;
+use super::pair_grouping::{GroupAddress, MATVEC_GROUP_PAIRS};
 use super::quantize::{ACT_TILE_TOKENS, QuantizedActivations, activation_bytes};
 use super::quantized_output::QuantizedOutput;
 use super::{Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
-const OP: &str = "experts";
+pub(super) const OP: &str = "experts";
 
-/// Pairs in a matvec group. The kernel has code for 1, 2 and 4.
-const MATVEC_GROUP_PAIRS: usize = 4;
-const MATMUL_GROUP_PAIRS: usize = EXPERT_MATMUL_ACT_TILES * ACT_TILE_TOKENS;
-const GROUP_WORDS: usize = size_of::<ExpertGroup>() / size_of::<u32>();
 const MATMUL_STAGES_MAX: usize = 6;
 /// Shared memory that the device reserves for every block.
 const BLOCK_SHARED_BYTES: usize = 1 << 10;
-/// From this number of pairs per expert on, tensor cores are faster. Measured on an H200 with 128
-/// experts of 2048 x 768, gate and up. Q4_K: two pairs take 81 us without tensor cores and 77 with
-/// them, four take 120 and 87, 32 take 687 and 138. Q8_0: half a pair takes 64 and 55.
-const MATMUL_PAIRS_MIN: usize = 2;
 /// Bytes of the values that a matvec block collects before it adds them.
 const VALUES_BYTES_MAX: usize = 32 << 10;
-
-/// How pairs are grouped for a kernel. The grouping never changes results.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum PairGrouping {
-    /// For expert_matvec_*: at most four pairs share a read of an expert's weights.
-    Matvec,
-    /// For expert_matmul_*: the pairs of each expert begin a new activation tile.
-    Matmul,
-}
-
-impl PairGrouping {
-    pub fn of(pairs: usize, count: usize) -> Self {
-        if pairs < MATMUL_PAIRS_MIN * count { Self::Matvec } else { Self::Matmul }
-    }
-
-    /// The number of slots for `pairs` pairs, sorted by `count` experts.
-    pub fn slots(self, pairs: usize, count: usize) -> usize {
-        let padding = (self.align() - 1) * count.min(pairs);
-        (pairs + padding).next_multiple_of(self.align())
-    }
-
-    /// The words of [`ExpertRouting::groups`]. They hold the pair of each slot, then the groups,
-    /// then the number of groups.
-    pub fn words(self, pairs: usize, count: usize) -> usize {
-        self.slots(pairs, count) + GROUP_WORDS * self.groups_max(pairs, count) + 1
-    }
-
-    fn groups_max(self, pairs: usize, count: usize) -> usize {
-        pairs.min(pairs / self.group_pairs() + count)
-    }
-
-    fn group_pairs(self) -> usize {
-        match self {
-            Self::Matvec => MATVEC_GROUP_PAIRS,
-            Self::Matmul => MATMUL_GROUP_PAIRS,
-        }
-    }
-
-    /// The first slot of each expert is a multiple of this number.
-    fn align(self) -> usize {
-        match self {
-            Self::Matvec => 1,
-            Self::Matmul => ACT_TILE_TOKENS,
-        }
-    }
-
-    fn addresses(self, words: u64, pairs: usize, count: usize) -> GroupAddress {
-        let at = |word: usize| words + (word * size_of::<u32>()) as u64;
-        let slots = self.slots(pairs, count);
-        let end = slots + GROUP_WORDS * self.groups_max(pairs, count);
-        GroupAddress { sorted_pairs: at(0), groups: at(slots), group_count: at(end) }
-    }
-}
 
 /// The buffers to which the device writes its routing.
 pub struct ExpertRouting<'a> {
@@ -121,17 +62,11 @@ pub struct GroupedPairs<'a> {
     pub pairs: usize,
     /// Number of experts.
     pub count: usize,
+    pub grouping: PairGrouping,
     pub groups: DeviceView<'a, u32>,
 }
 
-/// The addresses of the parts of [`ExpertRouting::groups`].
-struct GroupAddress {
-    sorted_pairs: u64,
-    groups: u64,
-    group_count: u64,
-}
-
-fn expert_params(
+pub(super) fn expert_params(
     x: QuantizedActivations<'_>,
     at: GroupAddress,
     stacks: &[ExpertWeights<'_>],
@@ -153,15 +88,15 @@ fn expert_params(
 }
 
 /// The kernels of a weight type.
-struct ExpertTypeKernels {
+pub(super) struct ExpertTypeKernels {
     dtype: DType,
     matvec: KernelName<ExpertMatvec>,
     matmul: KernelName<ExpertMatmul>,
-    family: LazyModule,
+    pub(super) family: LazyModule,
 }
 
 pub struct ExpertKernels {
-    device: Device,
+    pub(super) device: Device,
     routing_kernels: LazyModule,
     products: Vec<ExpertTypeKernels>,
 }
@@ -238,6 +173,7 @@ impl ExpertKernels {
             align: grouping.align() as i32,
             slots: grouping.slots(pairs, count) as i32,
             expert_count: count as i32,
+            largest_first: i32::from(grouping.is_wgmma()),
         };
         let blocks = launch(rows.div_ceil(EXPERT_TOPK_ROWS), 32 * EXPERT_TOPK_ROWS as u32);
         let is_small = rows <= EXPERT_ROUTE_ROWS;
@@ -268,7 +204,7 @@ impl ExpertKernels {
     /// / pairs_per_token.
     ///
     /// # Safety
-    /// [`Self::route`] wrote `of.groups` with [`PairGrouping::Matmul`].
+    /// [`Self::route`] wrote `of.groups` with `of.grouping`.
     pub unsafe fn quantize(
         &self,
         stream: &Stream,
@@ -278,11 +214,11 @@ impl ExpertKernels {
         of: GroupedPairs<'_>,
         quantized: &QuantizedOutput<'_>,
     ) -> Result<(), OpError> {
-        let GroupedPairs { pairs, count, groups } = of;
-        let slots = PairGrouping::Matmul.slots(pairs, count);
+        let GroupedPairs { pairs, count, grouping, groups } = of;
+        let slots = grouping.slots(pairs, count);
         ensure_equal("values of the input", x.len(), pairs.div_ceil(pairs_per_token.max(1)) * cols)?;
         ensure_equal("misalignment of the input", (x.address() % 16) as usize, 0)?;
-        ensure_equal("words of groups", groups.len(), PairGrouping::Matmul.words(pairs, count))?;
+        ensure_equal("words of groups", groups.len(), grouping.words(pairs, count))?;
         let rows = quantized.rows(slots, cols).map_err(device_error(OP))?;
         let warps = slots * cols.div_ceil(TILE_COLS);
         if warps == 0 {
@@ -294,8 +230,7 @@ impl ExpertKernels {
             shared_bytes: 0,
             overlaps_predecessor: true,
         };
-        let GroupAddress { sorted_pairs, .. } =
-            PairGrouping::Matmul.addresses(groups.address(), pairs, count);
+        let GroupAddress { sorted_pairs, .. } = grouping.addresses(groups.address(), pairs, count);
         let arguments = ExpertQuantize {
             x: x.address(),
             sorted_pairs,
@@ -319,10 +254,10 @@ impl ExpertKernels {
 
     /// Computes `stack.out = matrix of a slot's expert times the slot's row of x` on the tensor
     /// cores. It takes one or two stacks of one shape. If `by_pair`, outputs are in the order of
-    /// pairs, otherwise in the order of slots.
+    /// pairs, otherwise in the order of slots. `of.grouping` selects the kernel.
     ///
     /// # Safety
-    /// [`Self::route`] wrote `of.groups` with [`PairGrouping::Matmul`].
+    /// [`Self::route`] wrote `of.groups` with `of.grouping`.
     pub unsafe fn matmul(
         &self,
         stream: &Stream,
@@ -331,13 +266,22 @@ impl ExpertKernels {
         by_pair: bool,
         stacks: &mut [ExpertWeights<'_>],
     ) -> Result<(), OpError> {
-        let Some(kernels) = self.check_stacks(x, of, PairGrouping::Matmul, stacks)? else { return Ok(()) };
-        let GroupedPairs { pairs, count, groups } = of;
-        let (slots, shape) = (PairGrouping::Matmul.slots(pairs, count), stacks[0].shape);
+        let Some(kernels) = self.check_stacks(x, of, stacks)? else { return Ok(()) };
+        let GroupedPairs { pairs, count, grouping, groups } = of;
+        let (slots, shape) = (grouping.slots(pairs, count), stacks[0].shape);
         ensure_equal("tokens", x.tokens, slots)?;
         for stack in stacks.iter() {
             let outputs = if by_pair { pairs } else { slots };
             ensure_equal("values of the output", stack.out.len(), outputs * shape.rows())?;
+        }
+        let mut at = grouping.addresses(groups.address(), pairs, count);
+        if !by_pair {
+            at.sorted_pairs = 0;
+        }
+        let params = expert_params(x, at, stacks);
+        if grouping.is_wgmma() {
+            // SAFETY: this function's contract. Lengths were checked.
+            return unsafe { self.launch_wgmma(kernels, stream, x, of, params, stacks) };
         }
         let act_tile = activation_bytes(x.layout.format, ACT_TILE_TOKENS, TILE_COLS).unwrap_or(0);
         let stage_bytes = EXPERT_MATMUL_WARPS * shape.tile_bytes() + EXPERT_MATMUL_ACT_TILES * act_tile;
@@ -353,21 +297,14 @@ impl ExpertKernels {
             let found = stage_bytes + barriers;
             return Err(OpError::Shape { op: OP, what, found, expected: available });
         }
-        let mut at = PairGrouping::Matmul.addresses(groups.address(), pairs, count);
-        if !by_pair {
-            at.sorted_pairs = 0;
-        }
-        let params = ExpertMatmulParams {
-            common: expert_params(x, at, stacks),
-            stacks: stacks.len() as i32,
-            stages: stages as i32,
-        };
+        let params =
+            ExpertMatmulParams { common: params, stacks: stacks.len() as i32, stages: stages as i32 };
         let (block, shared_bytes) =
             (32 * EXPERT_MATMUL_WARPS as u32, (stages * stage_bytes + barriers) as u32);
         let kernel = kernels.family.kernel(kernels.matmul.as_c_str()).map_err(device_error(OP))?;
         let resident = kernel.blocks_per_multiprocessor(block, shared_bytes).map_err(device_error(OP))?;
         let row_blocks = shape.row_tiles().div_ceil(EXPERT_MATMUL_WARPS);
-        let output_tiles = PairGrouping::Matmul.groups_max(pairs, count) * row_blocks * stacks.len();
+        let output_tiles = grouping.groups_max(pairs, count) * row_blocks * stacks.len();
         let blocks = output_tiles.min((resident.max(1) * self.device.multiprocessors()) as usize) as u32;
         let launch = LaunchConfig { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true };
         // SAFETY: by this function's contract the experts of groups are below `count`, and slots
@@ -382,7 +319,6 @@ impl ExpertKernels {
         &self,
         x: QuantizedActivations<'_>,
         of: GroupedPairs<'_>,
-        grouping: PairGrouping,
         stacks: &[ExpertWeights<'_>],
     ) -> Result<Option<&ExpertTypeKernels>, OpError> {
         let Some(first) = stacks.first() else { return Ok(None) };
@@ -394,10 +330,10 @@ impl ExpertKernels {
         };
         ensure_equal("stacks", stacks.len().min(EXPERT_STACKS_MAX), stacks.len())?;
         ensure_equal("row length", x.cols, shape.cols())?;
-        ensure_equal("words of groups", of.groups.len(), grouping.words(of.pairs, of.count))?;
+        ensure_equal("words of groups", of.groups.len(), of.grouping.words(of.pairs, of.count))?;
         ensure_equal("rows beyond whole tiles", shape.rows() % TILE_ROWS, 0)?;
-        let act_tiles = activation_bytes(x.layout.format, x.tokens, x.cols).unwrap_or(usize::MAX);
-        ensure_equal("bytes of the activations", x.data.len(), act_tiles)?;
+        let activations = x.layout.bytes(x.tokens, x.cols).unwrap_or(usize::MAX);
+        ensure_equal("bytes of the activations", x.data.len(), activations)?;
         for stack in stacks {
             if stack.shape != shape {
                 return Err(OpError::Type { op: OP, dtype: stack.shape.dtype() });
@@ -413,7 +349,7 @@ impl ExpertKernels {
     /// takes one or two stacks of one shape.
     ///
     /// # Safety
-    /// [`Self::route`] wrote `of.groups` with [`PairGrouping::Matvec`].
+    /// [`Self::route`] wrote `of.groups` with `of.grouping`, which is [`PairGrouping::Matvec`].
     pub unsafe fn matvec(
         &self,
         stream: &Stream,
@@ -422,8 +358,8 @@ impl ExpertKernels {
         of: GroupedPairs<'_>,
         stacks: &mut [ExpertWeights<'_>],
     ) -> Result<(), OpError> {
-        let Some(kernels) = self.check_stacks(x, of, PairGrouping::Matvec, stacks)? else { return Ok(()) };
-        let GroupedPairs { pairs, count, groups } = of;
+        let Some(kernels) = self.check_stacks(x, of, stacks)? else { return Ok(()) };
+        let GroupedPairs { pairs, count, grouping, groups } = of;
         let shape = stacks[0].shape;
         ensure_equal("tokens", x.tokens, pairs.div_ceil(pairs_per_token.max(1)))?;
         for stack in stacks.iter() {
@@ -441,13 +377,13 @@ impl ExpertKernels {
             let what = "bytes of shared memory for a row this long";
             return Err(OpError::Shape { op: OP, what, found: shared, expected: available });
         }
-        let at = PairGrouping::Matvec.addresses(groups.address(), pairs, count);
+        let at = grouping.addresses(groups.address(), pairs, count);
         let params = ExpertMatvecParams {
             common: expert_params(x, at, stacks),
             pairs_per_token: pairs_per_token as i32,
             row_tiles: tiles as i32,
         };
-        let groups_max = PairGrouping::Matvec.groups_max(pairs, count) as u32;
+        let groups_max = grouping.groups_max(pairs, count) as u32;
         let launch = LaunchConfig {
             grid: (row_tiles.div_ceil(tiles) as u32, groups_max, stacks.len() as u32),
             block: 32 * EXPERT_MATVEC_WARPS as u32,

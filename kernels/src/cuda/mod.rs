@@ -29,6 +29,7 @@ mod module;
 pub mod naive;
 pub mod norm;
 pub mod norm_rope_kv;
+mod pair_grouping;
 mod planes;
 pub mod quantize;
 pub mod quantized_output;
@@ -37,6 +38,7 @@ pub mod rope;
 pub mod shortlist;
 pub mod silu_and_mul;
 mod skinny_linear;
+mod wgmma_experts;
 mod wgmma_linear;
 
 pub use archs::{compiled_archs, runs_on};

@@ -7,8 +7,8 @@ use quant::DType;
 
 use super::abi::tiles::QuantizedRows;
 use super::launch::KernelName;
-use super::quantize::{ActivationLayout, FLOAT16_ROW_STEP};
-use super::{CudaError, DeviceViewMut};
+use super::quantize::{ActivationLayout, FLOAT16_ROW_STEP, QuantizedActivations};
+use super::{CudaError, DeviceView, DeviceViewMut};
 
 /// Activation tiles for the rows that a kernel writes.
 pub struct QuantizedOutput<'a> {
@@ -46,6 +46,13 @@ impl QuantizedOutput<'_> {
             }
         }
         Ok(self.layout.rows(self.act_tiles.address(), rows, cols))
+    }
+
+    /// What a kernel has written here: `tokens` rows of `cols` values.
+    pub fn activations(&self, tokens: usize, cols: usize) -> QuantizedActivations<'_> {
+        // SAFETY: the range is that of `act_tiles`, which stays borrowed.
+        let data = unsafe { DeviceView::from_raw(self.act_tiles.address(), self.act_tiles.len()) };
+        QuantizedActivations { layout: self.layout, tokens, cols, data }
     }
 
     /// The number of the format among Q8_0, Q8_1, Q8_K, F16 and BF16, as in ActivationFormat of

@@ -38,7 +38,7 @@ fn times(dtype: DType) -> Option<Times> {
 }
 
 /// Whether the products of a type are computed from f16 quants, not from activation tiles.
-fn is_f16_product(dtype: DType) -> bool {
+pub(super) fn is_f16_product(dtype: DType) -> bool {
     dtype == DType::Q4_K
 }
 

@@ -3,9 +3,9 @@
 //! The names of all tests and benches.
 
 use super::{
-    TestGpu, around, attention, attention_bench, attention_prefill, checksum, exact, experts, f32_linear,
-    fused, kv_write, linear, linear_bench, linear_sizes, loading, memory, models, ops, quantize, real_sizes,
-    repack, routing, shortlist, states, throughput, wgmma,
+    TestGpu, around, attention, attention_bench, attention_prefill, checksum, exact, expert_products,
+    experts, f32_linear, fused, kv_write, linear, linear_bench, linear_sizes, loading, memory, models, ops,
+    quantize, real_sizes, repack, routing, shortlist, states, throughput, wgmma,
 };
 
 type TestFn = fn(&TestGpu) -> anyhow::Result<()>;
@@ -73,6 +73,11 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ("fused: attention blocks are those", fused::attention_blocks_are_those_of_single_ops),
     ("experts: they are those of the reference", experts::they_are_those_of_the_reference),
     ("experts: rows take the experts of the host", routing::rows_take_the_experts_of_the_host),
+    (
+        "experts: products on wgmma have the canonical bits",
+        expert_products::products_on_wgmma_have_the_canonical_bits,
+    ),
+    ("experts: repeated products on wgmma are equal", expert_products::repeated_products_on_wgmma_are_equal),
     ("exact: every way gives the same logits", exact::every_way_gives_the_same_logits),
     ("exact: equal sequences at real sizes", real_sizes::equal_sequences_give_equal_logits),
     ("models: goldens", models::goldens),

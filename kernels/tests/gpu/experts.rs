@@ -7,7 +7,7 @@ use std::collections::HashSet;
 use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
 use kernels::cuda::experts::{ExpertKernels, ExpertRouting, ExpertWeights, GroupedPairs, PairGrouping};
-use kernels::cuda::quantize::{QuantizeKernels, activation_bytes};
+use kernels::cuda::quantize::QuantizeKernels;
 use kernels::cuda::{Buffer, Cuda};
 use ops::{Activation, Backend, Experts, Reference};
 use quant::DType;
@@ -88,6 +88,8 @@ pub(crate) fn they_are_those_of_the_reference(gpu: &TestGpu) -> Result<()> {
         ([Q5_K, Q4_K, Q5_K], 256, 256, 9, 1, 12),
         ([Q2_K, Q2_K, Q3_K], 1024, 256, 64, 8, 70),
         ([Q3_K, Q3_K, Q2_K], 256, 256, 3, 2, 600),
+        ([Q4_K, Q4_K, Q6_K], 512, 256, 4, 2, 300),
+        ([Q8_0, Q8_0, Q5_0], 320, 96, 3, 1, 120),
         ([F32; 3], 48, 40, 6, 2, 9),
         ([F16, F16, BF16], 64, 24, 6, 2, 9),
     ] {
@@ -109,81 +111,107 @@ pub(crate) fn they_are_those_of_the_reference(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-/// Measures gate and up of a layer of qwen3-30b-a3b. It compares the bytes read of the experts'
-/// matrices with the memory's rate, and the operations with the integer rate.
+/// Experts of qwen3-30b-a3b, and how many of them compute a row.
+const COUNT: usize = 128;
+const USED: usize = 8;
+/// The L2 cache holds the experts of one row, but not those of 16 routings.
+const ROUTINGS: usize = 16;
+
+/// Measures the products of a layer of qwen3-30b-a3b. It compares the bytes read of the experts'
+/// matrices with the memory's rate, and the operations with the integer rate. `BENCH_ALL_METHODS`
+/// measures all kernels, not the chosen one.
 pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
-    const COUNT: usize = 128;
-    const USED: usize = 8;
-    const N_IN: usize = 2048;
-    const HIDDEN: usize = 768;
-    // The L2 cache holds the experts of one row, but not those of 16 routings.
-    const ROUTINGS: usize = 16;
-    let (kernels, quantize) = (ExpertKernels::new(&gpu.device), QuantizeKernels::new(&gpu.device));
     let mut random = TestRng::new(32);
     let noise = random.bytes(16 << 20);
+    let full = std::env::var_os("BENCH_ALL_METHODS").is_some();
     for dtype in [DType::Q4_K, DType::Q8_0, DType::Q6_K] {
-        let shape = Tiles::new(dtype, N_IN, HIDDEN)?;
-        let format = dtype.activation().context("activation")?;
-        let bytes: Vec<u8> = noise.iter().copied().cycle().take(COUNT * shape.bytes()).collect();
-        let weights = [Buffer::from_host(&gpu.stream, &bytes)?, Buffer::from_host(&gpu.stream, &bytes)?];
-        for rows in [1, 8, 32, 64, 512] {
-            let pairs = rows * USED;
-            let grouping = PairGrouping::of(pairs, COUNT);
-            let slots = grouping.slots(pairs, COUNT);
-            let (mut groups, mut read) = (Vec::new(), 0);
-            for _ in 0..ROUTINGS {
-                let logits = Buffer::from_host(&gpu.stream, &random.values(rows * COUNT))?;
-                let mut experts = Buffer::<u32>::new(&gpu.device, pairs)?;
-                let mut pair_weights = Buffer::<f32>::new(&gpu.device, pairs)?;
-                let mut words = Buffer::<u32>::new(&gpu.device, grouping.words(pairs, COUNT))?;
-                let mut routing = ExpertRouting {
-                    experts: experts.view_mut(),
-                    expert_weights: pair_weights.view_mut(),
-                    grouping,
-                    groups: words.view_mut(),
-                };
-                kernels.route(&gpu.stream, logits.view(), COUNT, USED, &mut routing)?;
-                read += experts.to_host(&gpu.stream)?.into_iter().collect::<HashSet<u32>>().len();
-                groups.push(words);
-            }
-            // In a matmul, each slot has its own row.
-            let tokens = if grouping == PairGrouping::Matvec { rows } else { slots };
-            let x = Buffer::from_host(&gpu.stream, &random.values(tokens * N_IN))?;
-            let act_tiles = activation_bytes(format, tokens, N_IN).context("bytes")?;
-            let mut act_tiles = Buffer::<u8>::new(&gpu.device, act_tiles)?;
-            let mut act_tiles = act_tiles.view_mut();
-            let x = quantize.launch(&gpu.stream, format, x.view(), tokens, N_IN, &mut act_tiles)?;
-            let outs = if grouping == PairGrouping::Matvec { pairs } else { slots };
-            let mut gate = Buffer::<f32>::new(&gpu.device, outs * HIDDEN)?;
-            let mut up = Buffer::<f32>::new(&gpu.device, outs * HIDDEN)?;
-            let seconds = time(gpu, ROUTINGS, |call| {
-                let groups = GroupedPairs { pairs, count: COUNT, groups: groups[call].view() };
-                let mut stacks = [
-                    ExpertWeights { shape, tiles: weights[0].view(), out: gate.view_mut() },
-                    ExpertWeights { shape, tiles: weights[1].view(), out: up.view_mut() },
-                ];
-                // SAFETY: `route` made these groups, with the grouping that the method needs.
-                unsafe {
-                    match grouping {
-                        PairGrouping::Matvec => kernels.matvec(&gpu.stream, x, USED, groups, &mut stacks)?,
-                        PairGrouping::Matmul => kernels.matmul(&gpu.stream, x, groups, false, &mut stacks)?,
-                    }
+        for (side, shape) in
+            [("gate and up", Tiles::new(dtype, 2048, 768)?), ("down", Tiles::new(dtype, 768, 2048)?)]
+        {
+            let stacks = if side == "down" { 1 } else { 2 };
+            let bytes: Vec<u8> = noise.iter().copied().cycle().take(COUNT * shape.bytes()).collect();
+            let weights =
+                (0..stacks).map(|_| Buffer::from_host(&gpu.stream, &bytes)).collect::<Result<Vec<_>, _>>()?;
+            for rows in [1, 8, 32, 64, 256, 384, 512, 1024, 2048] {
+                let chosen = PairGrouping::fastest(&gpu.device, &[dtype], rows * USED, COUNT);
+                let all = [Some(PairGrouping::Matmul), PairGrouping::on_wgmma(&[dtype])];
+                let chosen = if full && rows >= 64 { all } else { [Some(chosen), None] };
+                for grouping in chosen.into_iter().flatten() {
+                    print!("experts {dtype:5} {side:11} {rows:4} rows {grouping:?}: ");
+                    measure(gpu, &mut random, shape, &weights, rows, grouping)?;
                 }
-                Ok(())
-            })?;
-            let experts = read as f64 / ROUTINGS as f64;
-            let bytes = experts * (2 * shape.bytes()) as f64;
-            let operations = (2 * pairs * N_IN * 2 * HIDDEN) as f64;
-            println!(
-                "experts {dtype:5} {rows:3} rows, {experts:5.1} of {COUNT} experts of {N_IN} x 2 x {HIDDEN}: {:7.2} us, {:.2} TB/s \
-                 ({:2.0}% of the copy rate), {:4.0} TOPS ({:2.0}% of 1,240)",
-                seconds * 1e6,
-                bytes / seconds / 1e12,
-                bytes / seconds / 4.29e12 * 100.0,
-                operations / seconds / 1e12,
-                operations / seconds / 1240e12 * 100.0,
-            );
+            }
         }
     }
+    Ok(())
+}
+
+fn measure(
+    gpu: &TestGpu,
+    random: &mut TestRng,
+    shape: Tiles,
+    weights: &[Buffer<u8>],
+    rows: usize,
+    grouping: PairGrouping,
+) -> Result<()> {
+    let (kernels, quantize) = (ExpertKernels::new(&gpu.device), QuantizeKernels::new(&gpu.device));
+    let (pairs, cols) = (rows * USED, shape.cols());
+    let slots = grouping.slots(pairs, COUNT);
+    let (mut groups, mut read) = (Vec::new(), 0);
+    for _ in 0..ROUTINGS {
+        let logits = Buffer::from_host(&gpu.stream, &random.values(rows * COUNT))?;
+        let mut experts = Buffer::<u32>::new(&gpu.device, pairs)?;
+        let mut pair_weights = Buffer::<f32>::new(&gpu.device, pairs)?;
+        let mut words = Buffer::<u32>::new(&gpu.device, grouping.words(pairs, COUNT))?;
+        let mut routing = ExpertRouting {
+            experts: experts.view_mut(),
+            expert_weights: pair_weights.view_mut(),
+            grouping,
+            groups: words.view_mut(),
+        };
+        kernels.route(&gpu.stream, logits.view(), COUNT, USED, &mut routing)?;
+        read += experts.to_host(&gpu.stream)?.into_iter().collect::<HashSet<u32>>().len();
+        groups.push(words);
+    }
+    // In a matmul, each slot has its own row.
+    let tokens = if grouping == PairGrouping::Matvec { rows } else { slots };
+    let some = random.values(tokens.min(64) * cols);
+    let values: Vec<f32> = some.iter().copied().cycle().take(tokens * cols).collect();
+    let x = Buffer::from_host(&gpu.stream, &values)?;
+    let layout = grouping.layout(shape.dtype()).context("layout")?;
+    let mut data = Buffer::<u8>::new(&gpu.device, layout.bytes(tokens, cols).context("bytes")?)?;
+    let mut data = data.view_mut();
+    let x = quantize.launch(&gpu.stream, layout, x.view(), tokens, cols, &mut data)?;
+    let by_pair = weights.len() == 1;
+    let outs = if grouping == PairGrouping::Matvec || by_pair { pairs } else { slots };
+    let new_out = |_| Buffer::<f32>::new(&gpu.device, outs * shape.rows());
+    let mut outs = weights.iter().map(new_out).collect::<Result<Vec<_>, _>>()?;
+    let seconds = time(gpu, ROUTINGS, |call| {
+        let of = GroupedPairs { pairs, count: COUNT, grouping, groups: groups[call].view() };
+        let mut stacks = Vec::new();
+        for (weights, out) in weights.iter().zip(&mut outs) {
+            stacks.push(ExpertWeights { shape, tiles: weights.view(), out: out.view_mut() });
+        }
+        // SAFETY: `route` made these groups, with the grouping that the method needs.
+        unsafe {
+            match grouping {
+                PairGrouping::Matvec => kernels.matvec(&gpu.stream, x, USED, of, &mut stacks)?,
+                _ => kernels.matmul(&gpu.stream, x, of, by_pair, &mut stacks)?,
+            }
+        }
+        Ok(())
+    })?;
+    let experts = read as f64 / ROUTINGS as f64;
+    let bytes = experts * (weights.len() * shape.bytes()) as f64;
+    let operations = (2 * pairs * cols * weights.len() * shape.rows()) as f64;
+    println!(
+        "{experts:5.1} of {COUNT} experts, {:7.2} us, {:.2} TB/s ({:2.0}% of the copy rate), {:4.0} TOPS \
+         ({:2.0}% of 1,240)",
+        seconds * 1e6,
+        bytes / seconds / 1e12,
+        bytes / seconds / 4.29e12 * 100.0,
+        operations / seconds / 1e12,
+        operations / seconds / 1240e12 * 100.0,
+    );
     Ok(())
 }

@@ -120,7 +120,7 @@ impl LinearCase {
     }
 }
 
-fn canonical(dtype: DType, raw: &[u8], a: &Activations) -> anyhow::Result<f32> {
+pub(crate) fn canonical(dtype: DType, raw: &[u8], a: &Activations) -> anyhow::Result<f32> {
     let blocks_per_tile = TILE_COLS / dtype.block_len();
     if blocks_per_tile == 1 {
         // `quant::dot` also adds these blocks in order, from zero.

@@ -29,6 +29,8 @@ mod checksum;
 #[cfg(feature = "cuda")]
 mod exact;
 #[cfg(feature = "cuda")]
+mod expert_products;
+#[cfg(feature = "cuda")]
 mod experts;
 #[cfg(feature = "cuda")]
 mod f32_linear;

@@ -14,6 +14,8 @@ use crate::random::TestRng;
 
 /// Words of a group: its expert, its first slot, and its number of pairs.
 const GROUP_WORDS: usize = 3;
+/// Small groups, so that some experts have several.
+const WGMMA: PairGrouping = PairGrouping::Wgmma { group_pairs: 32 };
 
 struct Routed {
     experts: Vec<u32>,
@@ -30,7 +32,7 @@ pub(crate) fn rows_take_the_experts_of_the_host(gpu: &TestGpu) -> Result<()> {
             let rows = if gpu.small { rows.min(3) } else { rows };
             for logits in [&mut random_logits, &mut equal_logits, &mut extreme_logits] as [&mut LogitsOf; 3] {
                 let logits = logits(&mut random, rows * count);
-                for grouping in [PairGrouping::Matvec, PairGrouping::Matmul] {
+                for grouping in [PairGrouping::Matvec, PairGrouping::Matmul, WGMMA] {
                     let routed = route(gpu, &kernels, &logits, count, used, grouping)?;
                     let what = format!("{used} of {count} experts, {rows} rows, {grouping:?}");
                     check_choices(&what, &routed, &logits, count, used)?;
@@ -125,6 +127,12 @@ fn check_groups(
         }
     }
     ensure!(seen.iter().all(|&seen| seen), "{what}: a pair is in no group");
+    if grouping == WGMMA {
+        let pairs_of = |group: &[u32]| routed.experts.iter().filter(|&&expert| expert == group[0]).count();
+        let groups: Vec<&[u32]> = groups.chunks_exact(GROUP_WORDS).take(group_count[0] as usize).collect();
+        let falls = groups.is_sorted_by_key(|group| (std::cmp::Reverse(pairs_of(group)), group[0], group[1]));
+        ensure!(falls, "{what}: groups are not in the order of falling pairs");
+    }
     let placed = sorted_pairs.iter().filter(|&&pair| pair != u32::MAX).count();
     ensure!(placed == pairs, "{what}: {placed} slots have pairs, expected {pairs}");
     Ok(())

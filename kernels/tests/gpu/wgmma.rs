@@ -12,8 +12,8 @@ use crate::linear::{LinearCase, LinearInput, ensure_bits};
 use crate::random::TestRng;
 
 /// How blocks of a type are filled.
-struct BlockBytes {
-    dtype: DType,
+pub(crate) struct BlockBytes {
+    pub(crate) dtype: DType,
     /// Where the f16 scales are.
     halves: &'static [usize],
     /// Sub-scales, which are filled with `scales`.
@@ -23,7 +23,7 @@ struct BlockBytes {
     quants: [u8; 4],
 }
 
-const BLOCKS: [BlockBytes; 5] = [
+pub(crate) const BLOCKS: [BlockBytes; 5] = [
     BlockBytes {
         dtype: DType::Q4_K,
         halves: &[0, 2],
@@ -44,14 +44,15 @@ const BLOCKS: [BlockBytes; 5] = [
 ];
 /// Kinds of weights: the largest quants and sub-scales; 1 byte of 16 is not zero; the largest ones
 /// with random signs; and random bytes.
-const KINDS: usize = 4;
+pub(crate) const KINDS: usize = 4;
+pub(crate) const RANDOM_KIND: usize = 3;
 
 impl BlockBytes {
     const fn without_sub_scales(dtype: DType, quants: [u8; 4]) -> Self {
         Self { dtype, halves: &[0], sub_scales: 0..0, scales: [0; 2], quants }
     }
 
-    fn fill(&self, random: &mut TestRng, kind: usize, raw: &mut [u8]) {
+    pub(crate) fn fill(&self, random: &mut TestRng, kind: usize, raw: &mut [u8]) {
         for block in raw.chunks_exact_mut(self.dtype.block_bytes()) {
             for (at, byte) in block.iter_mut().enumerate() {
                 let draw = random.bits() as usize;
@@ -98,7 +99,7 @@ fn compare(gpu: &TestGpu, blocks: &BlockBytes) -> anyhow::Result<()> {
             let case = LinearCase::from_raw(gpu, shape, raw, random.values(rows))?;
             let mut input = LinearInput::new(gpu, &mut random, dtype, tokens, cols)?;
             let mut x = input.x.clone();
-            for (at, x) in x.iter_mut().enumerate().filter(|_| kind != 3) {
+            for (at, x) in x.iter_mut().enumerate().filter(|_| kind != RANDOM_KIND) {
                 let positive = if at / cols % 2 == 0 { true } else { random.bits().is_multiple_of(2) };
                 *x = if positive { 1.0 } else { -1.0 };
             }

@@ -3,7 +3,7 @@
 //! The interface of the mixture-of-experts kernels: routing, and products with the matrices of the
 //! chosen experts.
 
-use super::tiles::QuantizedRows;
+use super::tiles::{F16Quants, QuantizedRows};
 
 abi! {
     header "experts.cuh";
@@ -37,6 +37,14 @@ abi! {
         const EXPERT_MATMUL_WARPS: usize = 8;
         /// Activation tiles of a group of expert_matmul_*.
         const EXPERT_MATMUL_ACT_TILES: usize = 8;
+        /// Slots of a group of expert_wgmma_* at most: of Q4_K and Q6_K, and of Q8_0, Q4_0 and Q5_0.
+        const EXPERT_WGMMA_K_TOKENS: usize = 160;
+        const EXPERT_WGMMA_LEGACY_TOKENS: usize = 128;
+        /// A block of expert_wgmma_*: warpgroups of 64 rows each, pipeline stages of 256 columns, and
+        /// warps. Four warps per warpgroup multiply, and four copy.
+        const EXPERT_WGMMA_ROW_GROUPS: usize = 2;
+        const EXPERT_WGMMA_STAGES: usize = 3;
+        const EXPERT_WGMMA_WARPS: usize = 12;
     }
     structs {
         /// Pairs of (row, rank) that go through one expert together.
@@ -48,7 +56,7 @@ abi! {
         }
 
         /// How a kernel sorts pairs by expert, and where it writes their order.
-        struct ExpertPairOrder [40 bytes] {
+        struct ExpertPairOrder [48 bytes] {
             /// Receives the pair of each slot. A slot without a pair receives the largest u32.
             sorted_pairs: u64 as "uint32_t *",
             groups: u64 as "ExpertGroup *",
@@ -61,9 +69,11 @@ abi! {
             slots: i32,
             /// The number of experts of the layer.
             expert_count: i32,
+            /// Whether groups are in the order of falling pairs of their experts, not 0.
+            largest_first: i32,
         }
 
-        /// The inputs and outputs of expert_matvec_* and expert_matmul_*.
+        /// The inputs and outputs of expert_matvec_*, expert_matmul_* and expert_wgmma_*.
         struct ExpertParams [72 bytes] {
             /// Tiles of all experts' matrices, one matrix after the other.
             weights: [u64; EXPERT_STACKS_MAX] as "const uint8_t *",
@@ -128,6 +138,9 @@ abi! {
         );
         kernel ExpertMatvec(params: ExpertMatvecParams);
         kernel ExpertMatmul(params: ExpertMatmulParams);
+        /// `params` are as for expert_matmul_*. Q4_K reads `quants` and not `params.act_tiles`. The
+        /// other types read `params.act_tiles` and not `quants`.
+        kernel ExpertWgmma(params: ExpertParams, stacks: i32, quants: F16Quants);
         kernel ExpertMatvecF32(
             weights: u64 as "const float *",
             x: u64 as "const float *",

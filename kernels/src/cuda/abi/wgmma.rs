@@ -54,9 +54,10 @@ fn wgmma_instructions() -> String {
     out
 }
 
-/// Token counts of the f16 products of linear/q4_k_wgmma.cuh: all tokens of a block, and a slice.
+/// Token counts of the f16 products of linear/q4_k_wgmma.cuh: all tokens of an output tile, and a
+/// slice.
 #[allow(dead_code, reason = "for build.rs")]
-const F16_TOKENS: [usize; 3] = [128, 64, 32];
+const F16_TOKENS: [usize; 5] = [160, 128, 96, 64, 32];
 
 /// Returns `WgmmaFromRegisters<N>::run<ACCUMULATE>(sums, a, b)`: 64 rows in registers by N tokens
 /// over 16 columns of f16. If not ACCUMULATE, `sums` is overwritten.
@@ -79,9 +80,9 @@ fn with_rows_in_registers(tokens: usize) -> String {
     )
 }
 
-/// Token counts of the 8-bit products of linear/wgmma_product.cuh: all tokens of a block.
+/// Token counts of the 8-bit products of linear/wgmma_product.cuh: all tokens of an output tile.
 #[allow(dead_code, reason = "for build.rs")]
-const EIGHT_BIT_TOKENS: [usize; 3] = [128, 64, 32];
+const EIGHT_BIT_TOKENS: [usize; 5] = [160, 128, 96, 64, 32];
 
 /// Returns `WgmmaIntegers<N, SIGNED>::run<ACCUMULATE>(sums, a, b)`: 64 rows of signed or unsigned
 /// bytes in registers by N tokens of signed bytes over 32 columns.

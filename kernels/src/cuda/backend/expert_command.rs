@@ -162,7 +162,8 @@ impl ExpertGroups {
     unsafe fn grouped<'a>(&self) -> GroupedPairs<'a> {
         // SAFETY: the caller's contract.
         let groups = unsafe { self.words.view() };
-        GroupedPairs { pairs: self.pairs as usize, count: self.count as usize, groups }
+        let (pairs, count) = (self.pairs as usize, self.count as usize);
+        GroupedPairs { pairs, count, grouping: self.grouping, groups }
     }
 }
 

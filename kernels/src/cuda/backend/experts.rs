@@ -11,7 +11,7 @@ use quant::layout::TILE_ROWS;
 
 use super::command::KernelCommand;
 use super::expert_command::{ExpertCommand, ExpertGroups};
-use super::operand::{ActivationTiles, ByteRange, FloatRange, WeightMatrix};
+use super::operand::{ByteRange, FloatRange, WeightMatrix};
 use super::step::WordRange;
 use super::{Cuda, CudaTensor};
 use crate::cuda::Buffer;
@@ -84,8 +84,12 @@ impl Cuda {
             let pairs = rows * used;
             let part = |floats: FloatRange, cols: usize| floats.part(first * cols, rows * cols);
             // Products of float weights take pairs in their original order.
-            let floats = [gate, up, down].iter().any(|expert_weights| is_float(expert_weights.dtype));
-            let grouping = if floats { PairGrouping::Matvec } else { PairGrouping::of(pairs, count) };
+            let dtypes = [gate.dtype, up.dtype, down.dtype];
+            let grouping = if dtypes.into_iter().any(is_float) {
+                PairGrouping::Matvec
+            } else {
+                PairGrouping::fastest(self.device(), &dtypes, pairs, count)
+            };
             let scratch = self.expert_scratch(pairs, count, grouping, hidden, n_in)?;
             let ExpertScratch { experts, pair_weights, words, contributions, .. } = scratch;
             let groups = ExpertGroups { pairs: pairs as u32, count: count as u32, grouping, words };
@@ -181,12 +185,11 @@ impl Cuda {
             }
             return Ok(());
         }
-        let format = dtype.activation().ok_or(OpError::Type { op: OP, dtype })?;
+        let layout = groups.grouping.layout(dtype).ok_or(OpError::Type { op: OP, dtype })?;
         let (first, second) = (expert_weight_list[0], expert_weight_list.get(1).copied());
         match groups.grouping {
             PairGrouping::Matvec => {
-                let activation_tiles =
-                    self.activation_tiles(OP, format.into(), pairs / pairs_per_token, cols)?;
+                let activation_tiles = self.activation_tiles(OP, layout, pairs / pairs_per_token, cols)?;
                 self.push(KernelCommand::Quantize { x, activation_tiles });
                 let product = ExpertCommand::Matvec {
                     activation_tiles,
@@ -197,10 +200,9 @@ impl Cuda {
                 };
                 self.push(KernelCommand::Experts(product));
             }
-            PairGrouping::Matmul => {
-                let slots = PairGrouping::Matmul.slots(pairs, groups.count as usize);
-                let activation_tiles: ActivationTiles =
-                    self.activation_tiles(OP, format.into(), slots, cols)?;
+            PairGrouping::Matmul | PairGrouping::Wgmma { .. } => {
+                let slots = groups.grouping.slots(pairs, groups.count as usize);
+                let activation_tiles = self.activation_tiles(OP, layout, slots, cols)?;
                 self.push(match side {
                     ProductSide::In { .. } => KernelCommand::Experts(ExpertCommand::Quantize {
                         x,
@@ -277,7 +279,7 @@ fn part_bytes(values: usize) -> usize {
 
 /// Bytes of scratch memory for experts with quantized matrices.
 pub(super) fn scratch_bytes(pairs: usize, count: usize, hidden: usize, n_in: usize) -> usize {
-    let values = scratch_values(pairs, count, PairGrouping::of(pairs, count), hidden, n_in);
+    let values = scratch_values(pairs, count, PairGrouping::largest(pairs, count), hidden, n_in);
     values.into_iter().map(part_bytes).sum()
 }
 

@@ -10,6 +10,7 @@ use super::plan::PARTIALS_MAX;
 use super::recorder::GRAPHS_MAX;
 use crate::cuda::experts::PairGrouping;
 use crate::cuda::quantize::ActivationLayout;
+use crate::cuda::wgmma_experts;
 use crate::cuda::wgmma_linear::can_take_f16_quants;
 
 /// Bytes of a launch in a graph (measured on an H200).
@@ -81,9 +82,13 @@ pub fn predict_device_bytes(shape: &CudaWorkerShape) -> DeviceBytes {
         DType::F32 => 0,
         _ if shape.experts > 0 => {
             let pairs = expert_pairs(shape);
-            let slots = PairGrouping::of(pairs, shape.experts).slots(pairs, shape.experts);
-            let expert_tiles =
-                ActivationLayout::from(format).bytes(slots, shape.embedding.max(shape.feed_forward));
+            let slots = PairGrouping::largest(pairs, shape.experts).slots(pairs, shape.experts);
+            let takes = |&dtype: &DType| {
+                dtype.activation() == Some(format)
+                    && wgmma_experts::can_take_f16_quants(dtype, pairs, shape.experts)
+            };
+            let layout = ActivationLayout { format, f16_quants: shape.dtypes.iter().any(takes) };
+            let expert_tiles = layout.bytes(slots, shape.embedding.max(shape.feed_forward));
             dense_tiles(format, shape.embedding.max(width)).max(expert_tiles.unwrap_or(0))
         }
         _ => dense_tiles(format, shape.embedding.max(width).max(shape.feed_forward)),

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! [`PairGrouping`]: how the pairs of experts are sorted into groups, and the memory of their order.
+
+use quant::DType;
+
+use super::Device;
+use super::abi::experts::{EXPERT_MATMUL_ACT_TILES, ExpertGroup};
+use super::quantize::{ACT_TILE_TOKENS, ActivationLayout};
+use super::wgmma_experts;
+use super::wgmma_linear::is_f16_product;
+
+/// Pairs in a matvec group. The kernel has code for 1, 2 and 4.
+pub(super) const MATVEC_GROUP_PAIRS: usize = 4;
+const MATMUL_GROUP_PAIRS: usize = EXPERT_MATMUL_ACT_TILES * ACT_TILE_TOKENS;
+const GROUP_WORDS: usize = size_of::<ExpertGroup>() / size_of::<u32>();
+/// From this number of pairs per expert on, tensor cores are faster. Measured on an H200 with 128
+/// experts of 2048 x 768, gate and up. Q4_K: two pairs take 81 us without tensor cores and 77 with
+/// them, four take 120 and 87, 32 take 687 and 138. Q8_0: half a pair takes 64 and 55.
+const MATMUL_PAIRS_MIN: usize = 2;
+
+/// How pairs are grouped for a kernel. The grouping never changes results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PairGrouping {
+    /// For expert_matvec_*: at most four pairs share a read of an expert's weights.
+    Matvec,
+    /// For expert_matmul_*: the pairs of each expert begin a new activation tile.
+    Matmul,
+    /// For expert_wgmma_*: as for expert_matmul_*, with groups of up to so many pairs. Groups are in
+    /// the order of falling pairs of their experts.
+    Wgmma { group_pairs: u32 },
+}
+
+impl PairGrouping {
+    /// The grouping for the fastest kernels that the device has for all of a layer's `dtypes`.
+    pub fn fastest(device: &Device, dtypes: &[DType], pairs: usize, count: usize) -> Self {
+        if pairs < MATMUL_PAIRS_MIN * count {
+            Self::Matvec
+        } else if wgmma_experts::is_fastest(device, dtypes, pairs, count) {
+            Self::on_wgmma(dtypes).unwrap_or(Self::Matmul)
+        } else {
+            Self::Matmul
+        }
+    }
+
+    /// The grouping for expert_wgmma_*. None if one of a layer's `dtypes` has no such kernel.
+    pub fn on_wgmma(dtypes: &[DType]) -> Option<Self> {
+        wgmma_experts::group_pairs_max(dtypes).map(|pairs| Self::Wgmma { group_pairs: pairs as u32 })
+    }
+
+    /// The grouping that takes the most memory, on any device.
+    pub(super) fn largest(pairs: usize, count: usize) -> Self {
+        if pairs < MATMUL_PAIRS_MIN * count { Self::Matvec } else { Self::Matmul }
+    }
+
+    /// What the activations of weights of a type consist of. None if no kernel takes the type.
+    pub fn layout(self, dtype: DType) -> Option<ActivationLayout> {
+        let f16_quants = self.is_wgmma() && is_f16_product(dtype);
+        Some(ActivationLayout { format: dtype.activation()?, f16_quants })
+    }
+
+    /// The number of slots for `pairs` pairs, sorted by `count` experts.
+    pub fn slots(self, pairs: usize, count: usize) -> usize {
+        let padding = (self.align() - 1) * count.min(pairs);
+        (pairs + padding).next_multiple_of(self.align())
+    }
+
+    /// The words of [`ExpertRouting::groups`](super::experts::ExpertRouting::groups). They hold the
+    /// pair of each slot, then the groups, then the number of groups.
+    pub fn words(self, pairs: usize, count: usize) -> usize {
+        self.slots(pairs, count) + GROUP_WORDS * self.groups_max(pairs, count) + 1
+    }
+
+    pub(super) fn groups_max(self, pairs: usize, count: usize) -> usize {
+        pairs.min(pairs / self.group_pairs() + count)
+    }
+
+    pub(super) fn is_wgmma(self) -> bool {
+        matches!(self, Self::Wgmma { .. })
+    }
+
+    pub(super) fn group_pairs(self) -> usize {
+        match self {
+            Self::Matvec => MATVEC_GROUP_PAIRS,
+            Self::Matmul => MATMUL_GROUP_PAIRS,
+            Self::Wgmma { group_pairs } => group_pairs as usize,
+        }
+    }
+
+    /// The first slot of each expert is a multiple of this number.
+    pub(super) fn align(self) -> usize {
+        match self {
+            Self::Matvec => 1,
+            Self::Matmul | Self::Wgmma { .. } => ACT_TILE_TOKENS,
+        }
+    }
+
+    pub(super) fn addresses(self, words: u64, pairs: usize, count: usize) -> GroupAddress {
+        let at = |word: usize| words + (word * size_of::<u32>()) as u64;
+        let slots = self.slots(pairs, count);
+        let end = slots + GROUP_WORDS * self.groups_max(pairs, count);
+        GroupAddress { sorted_pairs: at(0), groups: at(slots), group_count: at(end) }
+    }
+}
+
+/// The addresses of the parts of [`ExpertRouting::groups`](super::experts::ExpertRouting::groups).
+pub(super) struct GroupAddress {
+    pub(super) sorted_pairs: u64,
+    pub(super) groups: u64,
+    pub(super) group_count: u64,
+}
