@@ -155,16 +155,28 @@ __device__ void sort_pairs(const uint32_t *experts, int pairs, const ExpertPairO
     // Walks the warp's run and calls `use(pair, expert, place)`, where `place` counts the pairs of
     // the expert that stand before this one.
     auto walk = [&](auto use) {
-        for (int at = first; at < last; at += 32) {
-            bool there = at + lane < last;
-            uint32_t expert = there ? experts[at + lane] : EXPERTS_MAX;
-            uint32_t same = __match_any_sync(~0u, expert);
-            int place = __popc(same & ((1u << lane) - 1));
-            uint32_t earlier = there ? before[warp][expert] : 0;
-            if (there) use(at + lane, expert, earlier + place);
-            __syncwarp();
-            if (there && place == 0) before[warp][expert] = earlier + __popc(same);
-            __syncwarp();
+        // Loads of a round come before its counts, which depend on each other.
+        constexpr int ROUND = 8;
+        for (int start = first; start < last; start += 32 * ROUND) {
+            uint32_t loaded[ROUND];
+#pragma unroll
+            for (int i = 0; i < ROUND; i++) {
+                int at = start + 32 * i + lane;
+                loaded[i] = at < last ? experts[at] : EXPERTS_MAX;
+            }
+#pragma unroll
+            for (int i = 0; i < ROUND; i++) {
+                int at = start + 32 * i + lane;
+                if (at - lane >= last) break;
+                bool there = at < last;
+                uint32_t expert = loaded[i], same = __match_any_sync(~0u, expert);
+                int place = __popc(same & ((1u << lane) - 1));
+                uint32_t earlier = there ? before[warp][expert] : 0;
+                if (there) use(at, expert, earlier + place);
+                __syncwarp();
+                if (there && place == 0) before[warp][expert] = earlier + __popc(same);
+                __syncwarp();
+            }
         }
     };
     for (int e = lane; e < count; e += 32) before[warp][e] = 0;
