@@ -50,8 +50,8 @@
 //     tensor cores   S n + 1 | O += P V n      | S n + 2 | O += P V n + 1  | ...
 //     f32 units              | softmax of n + 1| rescale | softmax of n + 2| ...
 //
-// A chain of wgmma over k16 steps has the bits of a chain of mma.m16n8k16, and the same fragments of
-// a warp's 16 rows (measured on an H200 for f16 and bf16).
+// A chain of wgmma over k16 steps has the bits of a chain of mma.m16n8k16, and the same fragments
+// of a warp's 16 rows (measured on an H200 for f16 and bf16).
 //
 // The order of a row's sums depends neither on the kernel nor on the other rows of the step
 // (invariant I5):

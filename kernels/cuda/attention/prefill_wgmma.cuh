@@ -11,8 +11,8 @@
 // softmax of the next tile.
 //
 // Limit: the chain of steps of one warpgroup. Clocks of a tile for heads of 64, read in the kernel
-// (H200): start products 300, wait for S 100, softmax 800, stage and P V 120, rescale and round 170.
-// P V holds its warps until the products before it have begun, because its A operand is in
+// (H200): start products 300, wait for S 100, softmax 800, stage and P V 120, rescale and round
+// 170. P V holds its warps until the products before it have begun, because its A operand is in
 // registers. Why the softmax takes 800 is not known: its exponentials need 270 (16 a clock).
 //
 // Tried, TFLOP/s of 2,048 tokens at 16,384 keys with heads of 128 (515 as it is):

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Shared memory of attention/prefill_wgmma.cuh, and the copies of keys and values to it. Operands are
-// units of 64 rows by 64 columns: rows of 128 bytes with the 128-byte swizzle.
+// Shared memory of attention/prefill_wgmma.cuh, and the copies of keys and values to it. Operands
+// are units of 64 rows by 64 columns: rows of 128 bytes with the 128-byte swizzle.
 //
 //   stage     | keys: DIM / 64 units | values: DIM / 64 units | ones: 1 unit |
 //

@@ -137,6 +137,37 @@ __device__ inline uint32_t count_groups_before(int e, int count, uint32_t pairs,
     return before;
 }
 
+// Walks a warp's run of pairs, `first` to `last` - 1, and calls `use(pair, expert, place)`, where
+// `place` counts the pairs of the expert that stand before this one. `before` counts those of each
+// expert, so far.
+template <class Use>
+__device__ void walk_run(const uint32_t *experts, int first, int last, uint16_t *before, Use use) {
+    // Loads of a round come before its counts, which depend on each other.
+    constexpr int ROUND = 8;
+    const int lane = threadIdx.x % 32;
+    for (int start = first; start < last; start += 32 * ROUND) {
+        uint32_t loaded[ROUND];
+#pragma unroll
+        for (int i = 0; i < ROUND; i++) {
+            int at = start + 32 * i + lane;
+            loaded[i] = at < last ? experts[at] : EXPERTS_MAX;
+        }
+#pragma unroll
+        for (int i = 0; i < ROUND; i++) {
+            int at = start + 32 * i + lane;
+            if (at - lane >= last) break;
+            bool there = at < last;
+            uint32_t expert = loaded[i], same = __match_any_sync(~0u, expert);
+            int place = __popc(same & ((1u << lane) - 1));
+            uint32_t earlier = there ? before[expert] : 0;
+            if (there) use(at, expert, earlier + place);
+            __syncwarp();
+            if (there && place == 0) before[expert] = earlier + __popc(same);
+            __syncwarp();
+        }
+    }
+}
+
 // Sorts pairs by expert, stably, with a block of 32 * WARPS threads, at least EXPERTS_MAX. `before`
 // and `first_slot` are shared memory.
 //
@@ -152,33 +183,7 @@ __device__ void sort_pairs(const uint32_t *experts, int pairs, const ExpertPairO
     uint32_t *const sorted_pairs = order.sorted_pairs;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int run = (pairs + THREADS - 1) / THREADS * 32, first = warp * run, last = min(first + run, pairs);
-    // Walks the warp's run and calls `use(pair, expert, place)`, where `place` counts the pairs of
-    // the expert that stand before this one.
-    auto walk = [&](auto use) {
-        // Loads of a round come before its counts, which depend on each other.
-        constexpr int ROUND = 8;
-        for (int start = first; start < last; start += 32 * ROUND) {
-            uint32_t loaded[ROUND];
-#pragma unroll
-            for (int i = 0; i < ROUND; i++) {
-                int at = start + 32 * i + lane;
-                loaded[i] = at < last ? experts[at] : EXPERTS_MAX;
-            }
-#pragma unroll
-            for (int i = 0; i < ROUND; i++) {
-                int at = start + 32 * i + lane;
-                if (at - lane >= last) break;
-                bool there = at < last;
-                uint32_t expert = loaded[i], same = __match_any_sync(~0u, expert);
-                int place = __popc(same & ((1u << lane) - 1));
-                uint32_t earlier = there ? before[warp][expert] : 0;
-                if (there) use(at, expert, earlier + place);
-                __syncwarp();
-                if (there && place == 0) before[warp][expert] = earlier + __popc(same);
-                __syncwarp();
-            }
-        }
-    };
+    auto walk = [&](auto use) { walk_run(experts, first, last, before[warp], use); };
     for (int e = lane; e < count; e += 32) before[warp][e] = 0;
     __syncwarp();
     walk([](int, uint32_t, uint32_t) {});

@@ -3,27 +3,28 @@
 // Output tiles of linear/wgmma_product.cuh for experts with many slots. The products are those of
 // matmul.cuh, bit for bit.
 //
-// An output tile is one group of slots of an expert by 128 rows of one of up to two stacks. Tiles of
-// one group are neighbours: blocks that run at the same time read the same activations.
+// An output tile is one group of slots of an expert by 128 rows of one of up to two stacks. Tiles
+// of one group are neighbours: blocks that run at the same time read the same activations.
 //
 //   tile          0     1   ...   5     6   ...  11  |  12   ...
 //   rows          0   128 ... 640       0 ... 640    |   0   ...        768 rows a matrix
 //   stack        gate gate ... gate    up ...  up    | gate  ...
 //   group         0     0  ...  0       0 ...   0    |   1   ...
 //
-// A group has at most TOKENS slots. A block computes a multiple of 32 of them, so its time grows with
-// the group. Converting weights to fragments takes as long as the products of 64 slots. So groups of
-// 160 slots are faster than those of 128 where experts have about 128 pairs: two groups of an expert
-// convert its weights twice. Sums of 160 slots of Q8_0, Q4_0 and Q5_0 do not fit the registers.
+// A group has at most TOKENS slots. A block computes a multiple of 32 of them, so its time grows
+// with the group. Converting weights to fragments takes as long as the products of 64 slots. So
+// groups of 160 slots are faster than those of 128 where experts have about 128 pairs: two groups
+// of an expert convert its weights twice. Sums of 160 slots of Q8_0, Q4_0 and Q5_0 do not fit the
+// registers.
 //
 // The sort deals groups of experts with many pairs first. The last output tiles of all blocks are
 // then small, and the blocks end at nearly the same time.
 //
 // Groups come from the kernel before, so no warp reads anything before that kernel has ended.
 //
-// Limit: as in linear/q4_k_wgmma.cuh, q6_k_wgmma.cuh and legacy_wgmma.cuh. While a block stores, its
-// tensor cores are idle: 20 of 254 us for gate and up, 30 of 155 us for down. Measured on an H200 with
-// 128 experts of qwen3-30b-a3b, us on wgmma and in parentheses by matmul.cuh:
+// Limit: as in linear/q4_k_wgmma.cuh, q6_k_wgmma.cuh and legacy_wgmma.cuh. While a block stores,
+// its tensor cores are idle: 20 of 254 us for gate and up, 30 of 155 us for down. Measured on an
+// H200 with 128 experts of qwen3-30b-a3b, us on wgmma and in parentheses by matmul.cuh:
 //
 //   pairs an expert             16          32          64          128
 //   Q4_K gate and up       111 (109)   127 (140)   173 (267)   254 (451)     128 pairs: 406 TOPS
@@ -33,8 +34,8 @@
 //   Q8_0 gate and up       113 (122)   138 (159)   208 (301)   374 (502)                276
 //        down               71  (75)    85  (98)   121 (181)   215 (306)                240
 //
-// Tried: multiples of 16 slots (no faster for groups of 128, and the code of Q4_K for 160 becomes too
-// large to be inlined), a load of each slot's pair before its store (60 us slower for down).
+// Tried: multiples of 16 slots (no faster for groups of 128, and the code of Q4_K for 160 becomes
+// too large to be inlined), a load of each slot's pair before its store (60 us slower for down).
 
 #pragma once
 
@@ -45,8 +46,8 @@
 
 namespace experts {
 
-// A value that is equal in all lanes, which the compiler cannot know of a load. With it, the compiler
-// knows that branches do not divide the warp, and computes descriptors once for all lanes.
+// A value that is equal in all lanes, which the compiler cannot know of a load. With it, the
+// compiler knows that branches do not divide the warp, and computes descriptors once for all lanes.
 __device__ __forceinline__ int uniform(uint32_t value) { return int(__reduce_max_sync(~0u, value)); }
 
 // A predicate, not a branch around the store.

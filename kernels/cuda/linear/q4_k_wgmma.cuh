@@ -171,8 +171,8 @@ struct Q4KProducts {
             d[r] = half_to_float(bits & 0xFFFF), dmin[r] = half_to_float(bits >> 16);
         }
         constexpr int SLICE = TOKENS < 32 ? TOKENS : 32, SLICES = TOKENS / SLICE;
-        // Blocks of up to 64 tokens have fewer registers, and other warps that hide the latency. With
-        // 160 tokens, a second buffer does not fit the registers.
+        // Blocks of up to 64 tokens have fewer registers, and other warps that hide the latency.
+        // With 160 tokens, a second buffer does not fit the registers.
         constexpr int BUFFERS = TOKENS > 64 && TOKENS <= 128 ? 2 : 1;
         float Y[BUFFERS][SLICE / 2], N[BUFFERS][SLICE / 2];
         auto multiply_sums = [&](int slice) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`PairGrouping`]: how the pairs of experts are sorted into groups, and the memory of their order.
+//! [`PairGrouping`]: how the pairs of experts are sorted into groups, and the memory of their
+//! order.
 
 use quant::DType;
 
@@ -26,8 +27,8 @@ pub enum PairGrouping {
     Matvec,
     /// For expert_matmul_*: the pairs of each expert begin a new activation tile.
     Matmul,
-    /// For expert_wgmma_*: as for expert_matmul_*, with groups of up to so many pairs. Groups are in
-    /// the order of falling pairs of their experts.
+    /// For expert_wgmma_*: as for expert_matmul_*, with groups of up to so many pairs. Groups are
+    /// in the order of falling pairs of their experts.
     Wgmma { group_pairs: u32 },
 }
 

@@ -18,9 +18,9 @@ use super::wgmma_linear::{f16_quants, has_kernels, is_f16_product};
 use super::{Device, LaunchConfig, Stream};
 
 /// From this number of pairs per expert on, wgmma is faster than the 8-bit kernel: for Q4_K, whose
-/// activations are also written as f16 quants, and for the other types. Measured on an H200 with 128
-/// experts of 2048 x 768, gate and up. Q4_K: 16 pairs take 111 us on wgmma and 109 without it, 24
-/// take 113 and 123. Q8_0: 16 pairs take 113 and 122. Q6_K: 16 pairs take 126 and 154.
+/// activations are also written as f16 quants, and for the other types. Measured on an H200 with
+/// 128 experts of 2048 x 768, gate and up. Q4_K: 16 pairs take 111 us on wgmma and 109 without it,
+/// 24 take 113 and 123. Q8_0: 16 pairs take 113 and 122. Q6_K: 16 pairs take 126 and 154.
 const F16_PAIRS_MIN: usize = 24;
 const EIGHT_BIT_PAIRS_MIN: usize = 16;
 /// Row tiles of a block.
@@ -104,7 +104,8 @@ impl ExpertKernels {
         let arguments = ExpertWgmma { params, stacks: stacks.len() as i32, quants };
         // SAFETY: by this function's contract the experts of groups are below `count`, and slots
         // and pairs are below their numbers. So the kernel reads and writes tiles, activations and
-        // outputs inside the lengths that were checked. It reads groups of 8 slots that have a pair.
+        // outputs inside the lengths that were checked. It reads groups of 8 slots that have a
+        // pair.
         unsafe { launch_kernel(&kernels.family, name, stream, launch, &arguments) }.map_err(device_error(OP))
     }
 }

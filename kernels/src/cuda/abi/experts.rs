@@ -37,11 +37,12 @@ abi! {
         const EXPERT_MATMUL_WARPS: usize = 8;
         /// Activation tiles of a group of expert_matmul_*.
         const EXPERT_MATMUL_ACT_TILES: usize = 8;
-        /// Slots of a group of expert_wgmma_* at most: of Q4_K and Q6_K, and of Q8_0, Q4_0 and Q5_0.
+        /// Slots of a group of expert_wgmma_* at most: of Q4_K and Q6_K, and of Q8_0, Q4_0 and
+        /// Q5_0.
         const EXPERT_WGMMA_K_TOKENS: usize = 160;
         const EXPERT_WGMMA_LEGACY_TOKENS: usize = 128;
-        /// A block of expert_wgmma_*: warpgroups of 64 rows each, pipeline stages of 256 columns, and
-        /// warps. Four warps per warpgroup multiply, and four copy.
+        /// A block of expert_wgmma_*: warpgroups of 64 rows each, pipeline stages of 256 columns,
+        /// and warps. Four warps per warpgroup multiply, and four copy.
         const EXPERT_WGMMA_ROW_GROUPS: usize = 2;
         const EXPERT_WGMMA_STAGES: usize = 3;
         const EXPERT_WGMMA_WARPS: usize = 12;

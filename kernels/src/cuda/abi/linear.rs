@@ -32,8 +32,8 @@ abi! {
         const LINEAR_F32_TILE_WARPS: usize = 4;
         /// Warps of a block of linear/skinny_matmul.cuh, at most.
         const SKINNY_WARPS_MAX: usize = 16;
-        /// A block of linear/wgmma_product.cuh: its tokens in linear layers (at most), and its bytes
-        /// of shared memory, of a multiprocessor's 227 KiB.
+        /// A block of linear/wgmma_product.cuh: its tokens in linear layers (at most), and its
+        /// bytes of shared memory, of a multiprocessor's 227 KiB.
         const WGMMA_PRODUCT_TOKENS: usize = 128;
         const WGMMA_PRODUCT_SHARED_BYTES: usize = 216 << 10;
     }
