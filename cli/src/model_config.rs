@@ -133,18 +133,28 @@ impl FleetModelConfig {
         }
         let idle_unload = self.idle_unload.map_or(Ok(()), check_idle_unload);
         idle_unload.map_err(|why| format!("`idle-unload` of {name:?}: {why}"))?;
-        // Every running sequence needs at least one row in every step.
-        let rows = self.step_tokens.unwrap_or(engine::STEP_TOKENS as u32);
-        if let Some(sequences) = self.running_max.filter(|sequences| !(1..=rows).contains(sequences)) {
-            return Err(format!(
-                "`running-max` of {name:?} is {sequences}, it must be 1 to {rows}, the tokens of a step \
-                 (`step-tokens`)"
-            ));
+        if self.running_max == Some(0) {
+            return Err(format!("`running-max` of {name:?} is 0, it must be at least 1"));
+        }
+        if let Some(tokens) = self.step_tokens {
+            self.check_running_max(tokens as usize)?;
         }
         if self.queue_max == Some(0) {
             return Err(format!("`queue-max` of {name:?} is 0, it must be at least 1"));
         }
         Ok(())
+    }
+
+    /// Checks that a step of `step_tokens` tokens has a row for every running sequence.
+    pub(crate) fn check_running_max(&self, step_tokens: usize) -> Result<(), String> {
+        match self.running_max {
+            Some(sequences) if sequences as usize > step_tokens => Err(format!(
+                "`running-max` of {:?} is {sequences}, it must be 1 to {step_tokens}, the tokens of a step \
+                 (`step-tokens`)",
+                self.name
+            )),
+            _ => Ok(()),
+        }
     }
 }
 

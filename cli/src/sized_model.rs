@@ -159,8 +159,9 @@ impl SizedCopy {
             Some(bytes) => bytes,
             None => kv_bytes(config, description, choice.gpu.as_ref(), &weights)?,
         };
-        let mut worker = worker_config(config, kv_bytes, threads);
-        worker.device = choice.device();
+        let mut worker = worker_config(config, choice.device(), kv_bytes, threads);
+        let too_many = config.check_running_max(worker.step_tokens());
+        too_many.map_err(|why| CliError::new(Exit::Usage, why))?;
         let unfit = |error: EngineConfigError| {
             CliError::new(Exit::Usage, format!("{}: {}", path.display(), one_line(&error)))
         };
@@ -172,18 +173,24 @@ impl SizedCopy {
     }
 }
 
-/// What the workers of all devices have in common.
-fn worker_config(config: &FleetModelConfig, kv_bytes: ByteSize, threads: usize) -> worker::WorkerConfig {
+/// What the workers of a device have in common.
+fn worker_config(
+    config: &FleetModelConfig,
+    device: worker::ComputeDevice,
+    kv_bytes: ByteSize,
+    threads: usize,
+) -> worker::WorkerConfig {
     let places = || (String::new(), PathBuf::new());
     let ((name, listen), (model_name, weights_socket)) = (places(), places());
     let mut worker = worker::WorkerConfig::new(name, model_name, weights_socket, listen, kv_bytes, threads);
+    worker.device = device;
     worker.aliases = config.aliases.clone();
     worker.sampling = config.sampling.clone();
     worker.kv_type = config.kv_type.clone();
     worker.context_tokens = config.ctx_size.map(|tokens| tokens as usize);
     worker.step_tokens = config.step_tokens.map(|tokens| tokens as usize);
     // Every running sequence needs at least one row in every step.
-    worker.running_max = worker.running_max.min(worker.step_tokens.unwrap_or(engine::STEP_TOKENS));
+    worker.running_max = worker.running_max.min(worker.step_tokens());
     worker.running_max = config.running_max.map_or(worker.running_max, |sequences| sequences as usize);
     worker.queue_max = config.queue_max.map_or(worker.queue_max, |requests| requests as usize);
     worker.pooling = config.pooling;

@@ -6,6 +6,7 @@
 
 use cuda::DeviceSelector;
 use models::{ForwardLimits, ModelDescription};
+use ops::KvTypes;
 use quant::DType;
 
 use crate::engine_thread::EngineThread;
@@ -44,7 +45,12 @@ pub(crate) fn kv_cache_bytes(_: &ops::KvLayout) -> u64 {
 
 /// What the steps of one model take on a GPU.
 #[cfg(feature = "cuda")]
-pub(crate) fn workspace(limits: ForwardLimits, model: &ModelDescription, dtypes: &[DType]) -> WorkspaceBytes {
+pub(crate) fn workspace(
+    limits: ForwardLimits,
+    model: &ModelDescription,
+    kv_types: &KvTypes,
+    dtypes: &[DType],
+) -> WorkspaceBytes {
     use kernels::cuda::{CudaWorkerShape, predict_device_bytes};
     let shape = CudaWorkerShape {
         layers: model.layers,
@@ -56,13 +62,14 @@ pub(crate) fn workspace(limits: ForwardLimits, model: &ModelDescription, dtypes:
         experts_used: model.experts_used,
         rows_at_once: limits.rows_at_once(model.experts),
         tensors: model.workspace_tensors(limits).collect(),
+        kv_types: (0..model.layers).map(|layer| kv_types.of(layer)).collect(),
         dtypes: dtypes.to_vec(),
     };
     predict_device_bytes(&shape).into()
 }
 
 #[cfg(not(feature = "cuda"))]
-pub(crate) fn workspace(_: ForwardLimits, _: &ModelDescription, _: &[DType]) -> WorkspaceBytes {
+pub(crate) fn workspace(_: ForwardLimits, _: &ModelDescription, _: &KvTypes, _: &[DType]) -> WorkspaceBytes {
     WorkspaceBytes { activations: crate::reservation::GPU_WORKSPACE_BYTES, ..WorkspaceBytes::default() }
 }
 

@@ -43,7 +43,10 @@ impl MemoryPlan {
             ComputeDevice::Gpu(_) => Self {
                 context: CONTEXT_BYTES,
                 kv: gpu::kv_cache_bytes(&layout),
-                workspace: gpu::workspace(engine.model_limits(model.vocab_size), model, dtypes),
+                workspace: {
+                    let limits = engine.model_limits(model.vocab_size);
+                    gpu::workspace(limits, model, &config.kv_type, dtypes)
+                },
             },
         })
     }
@@ -54,7 +57,7 @@ impl MemoryPlan {
             ComputeDevice::Host | ComputeDevice::HostNode(_) => {
                 host::model_workspace(config, config.draft_limits(), draft, dtypes)
             }
-            ComputeDevice::Gpu(_) => gpu::workspace(config.draft_limits(), draft, dtypes),
+            ComputeDevice::Gpu(_) => gpu::workspace(config.draft_limits(), draft, &config.kv_type, dtypes),
         };
         Self { workspace: self.workspace.shared_with(workspace), ..self }
     }

@@ -15,11 +15,13 @@ pub(crate) const CONTEXT_BYTES: u64 = 524 << 20;
 /// of 150,000, with steps of 512 tokens.
 const HOST_WORKSPACE_BYTES: u64 = 192 << 20;
 
-/// Additional workspace of a draft model, without a model to compute it from.
-const DRAFT_WORKSPACE_BYTES: u64 = 32 << 20;
+/// Additional workspace of a draft model, without a model to compute it from: a model of 0.6B
+/// parameters, with the default steps of the device.
+const HOST_DRAFT_WORKSPACE_BYTES: u64 = 32 << 20;
+const GPU_DRAFT_WORKSPACE_BYTES: u64 = 104 << 20;
 
-/// GPU workspace without a model to compute it from: a model of 8B parameters and steps of 2,048
-/// tokens.
+/// GPU workspace without a model to compute it from: a dense model of 8B parameters, with steps of
+/// 2,048 tokens.
 pub(crate) const GPU_WORKSPACE_BYTES: u64 = 288 << 20;
 
 impl WorkerConfig {
@@ -33,11 +35,13 @@ impl WorkerConfig {
 
     /// Bytes reserved beside context and KV cache, for all models in the process.
     pub(crate) fn reserved_workspace_bytes(&self) -> u64 {
-        let default = match self.device {
-            ComputeDevice::Host | ComputeDevice::HostNode(_) => HOST_WORKSPACE_BYTES,
-            ComputeDevice::Gpu(_) => GPU_WORKSPACE_BYTES,
+        let (default, of_draft) = match self.device {
+            ComputeDevice::Host | ComputeDevice::HostNode(_) => {
+                (HOST_WORKSPACE_BYTES, HOST_DRAFT_WORKSPACE_BYTES)
+            }
+            ComputeDevice::Gpu(_) => (GPU_WORKSPACE_BYTES, GPU_DRAFT_WORKSPACE_BYTES),
         };
-        let draft = if matches!(self.draft, DraftSource::Model(_)) { DRAFT_WORKSPACE_BYTES } else { 0 };
+        let draft = if matches!(self.draft, DraftSource::Model(_)) { of_draft } else { 0 };
         self.workspace_bytes.map_or(default + draft, |bytes| bytes.0)
     }
 

@@ -25,8 +25,8 @@ pub(super) enum PrefillMethod {
 
 impl PrefillMethod {
     pub(super) fn of(device: &Device, spec: &AttentionSpec, kind: KvType) -> Self {
-        let has_kernel = matches!(kind, KvType::F16 | KvType::Bf16) && matches!(spec.head_dim, 64 | 128);
-        if has_kernel && wgmma_linear::is_on(device) { Self::Wgmma } else { Self::MmaSync }
+        let has_wgmma = has_wgmma_kernel(kind, spec.head_dim) && wgmma_linear::is_on(device);
+        if has_wgmma { Self::Wgmma } else { Self::MmaSync }
     }
 
     /// (token, head) pairs of a block.
@@ -62,6 +62,17 @@ impl PrefillMethod {
             },
         }
     }
+}
+
+fn has_wgmma_kernel(kind: KvType, head_dim: usize) -> bool {
+    matches!(kind, KvType::F16 | KvType::Bf16) && matches!(head_dim, 64 | 128)
+}
+
+/// The number of shapes of attention plans for layers with these caches: query tiles have as many
+/// tokens as the layer's kernel takes. Fewer on devices without wgmma.
+pub(super) fn plan_shapes(kinds: &[KvType], head_dim: usize) -> usize {
+    let has = |on_wgmma: bool| kinds.iter().any(|&kind| has_wgmma_kernel(kind, head_dim) == on_wgmma);
+    usize::from(has(true)) + usize::from(has(false))
 }
 
 impl AttentionKernels {

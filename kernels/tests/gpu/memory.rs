@@ -112,6 +112,7 @@ fn shape(preset: &ModelPreset, mix: QuantMix, limits: ForwardLimits) -> Result<C
         experts_used: model.experts_used,
         rows_at_once: limits.rows_at_once(model.experts),
         tensors: model.workspace_tensors(limits).collect(),
+        kv_types: vec![KvTypes::default().of(0)],
         dtypes,
     })
 }

@@ -3,11 +3,13 @@
 //! Counts a worker's device memory besides context, weights and KV cache, and predicts it for a
 //! memory plan.
 
+use ops::KvType;
 use quant::DType;
 
 use super::experts::{PAIRS_MAX, scratch_bytes};
 use super::plan::PARTIALS_MAX;
 use super::recorder::GRAPHS_MAX;
+use crate::cuda::attention_prefill::plan_shapes;
 use crate::cuda::experts::PairGrouping;
 use crate::cuda::quantize::ActivationLayout;
 use crate::cuda::wgmma_experts;
@@ -63,6 +65,8 @@ pub struct CudaWorkerShape {
     pub rows_at_once: usize,
     /// Bytes of each tensor of activations or logits.
     pub tensors: Vec<u64>,
+    /// The type of the KV cache of each layer. A type may occur once for many layers.
+    pub kv_types: Vec<KvType>,
     /// The types of the model's matrices, each once.
     pub dtypes: Vec<DType>,
 }
@@ -99,7 +103,8 @@ pub fn predict_device_bytes(shape: &CudaWorkerShape) -> DeviceBytes {
         count => scratch_bytes(expert_pairs(shape), count, shape.feed_forward, shape.embedding) as u64,
     };
     let partials = PARTIALS_MAX as u64 * shape.heads as u64 * size_of::<f32>() as u64;
-    let attention = allocated(partials * shape.head_dim as u64) + allocated(2 * partials);
+    let attention_plans = plan_shapes(&shape.kv_types, shape.head_dim) as u64;
+    let attention = attention_plans * (allocated(partials * shape.head_dim as u64) + allocated(2 * partials));
     let launches = LAUNCHES_OF_LAYER * shape.layers as u64 + LAUNCHES_AROUND;
     DeviceBytes {
         tensors: shape.tensors.iter().map(|&bytes| allocated(bytes)).sum(),
@@ -144,9 +149,22 @@ mod tests {
             experts: 0,
             experts_used: 0,
             rows_at_once,
+            kv_types: vec![KvType::F16],
             tensors: rows.into_iter().chain(outputs).collect(),
             dtypes: vec![DType::Q4_K, DType::Q6_K],
         }
+    }
+
+    #[test]
+    fn layers_whose_prefill_kernels_differ_have_partial_results_of_their_own() {
+        let scratch = |kv_types: &[KvType]| {
+            let shape = CudaWorkerShape { kv_types: kv_types.to_vec(), ..shape(128, 16, 12_288, 151_936) };
+            predict_device_bytes(&shape).scratch
+        };
+        let one = scratch(&[KvType::Q8_0; 36]);
+        assert_eq!(scratch(&[KvType::F16, KvType::Bf16]), one);
+        // 1,024 partial results of 32 heads, and their weights.
+        assert_eq!(scratch(&[KvType::F16, KvType::Q8_0]), one + (16 << 20) + (256 << 10));
     }
 
     #[test]
