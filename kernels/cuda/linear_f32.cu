@@ -10,7 +10,7 @@
 //
 // Limit: loads from the first-level cache, five of 16 bytes per 16 products of a lane. With eight
 // rows a warp these are 16 per 256, and products are the limit. Such blocks leave multiprocessors
-// idle below some 256 tokens.
+// idle below some 500 tokens.
 
 #include "abi/linear.cuh"
 #include "numeric.cuh"

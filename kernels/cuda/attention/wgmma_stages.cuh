@@ -25,8 +25,8 @@ constexpr int STAGES = 4;
 // Eight rows of 128 bytes. The swizzle repeats after them.
 constexpr int ATOM_BYTES = 1024;
 constexpr int UNIT_BYTES = TILE / 8 * ATOM_BYTES;
-// A multiprocessor has 65,536 registers, and a thread starts with 168. The copying warps leave some
-// of theirs to the others, which hold 64 sums, 64 merged sums, 32 scores and 16 weights.
+// A multiprocessor has 65,536 registers, and a thread starts with 168. The copying warps give up
+// registers for the multiplying ones, which hold 64 sums, 64 merged sums, 32 scores and 16 weights.
 constexpr int COPYING_REGISTERS = 40, MULTIPLYING_REGISTERS = 232;
 
 template <int DIM>

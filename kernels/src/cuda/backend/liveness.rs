@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Finds values that nothing reads. A kernel that quantizes its values then need not write the
-//! values themselves: a third of the bytes of a gate, and a fifth of those of a norm.
+//! values themselves: about a quarter of the bytes of a gate, and a fifth of those of a norm.
 
 use super::command::KernelCommand;
 use super::operand::{ByteRange, FloatRange};
