@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Writes one line for each kernel that a process runs: name, start and end in nanoseconds, grid and
-// block. The CUDA driver loads this library if CUDA_INJECTION64_PATH names it. README.md has the
+// block. The file's name ends with the number of the process. The CUDA driver loads this library if CUDA_INJECTION64_PATH names it. README.md has the
 // commands.
 
 #include <cupti.h>
@@ -9,6 +9,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #define BUFFER_BYTES (4 << 20)
 // A process that is killed loses at most the kernels of this time.
@@ -42,8 +43,11 @@ static void flush_at_exit(void) { cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUS
 
 // The name that the driver calls.
 int InitializeInjection(void) {
-    const char *path = getenv("KERNEL_TRACE");
-    lines = fopen(path == NULL ? "kernel-trace.csv" : path, "w");
+    const char *given = getenv("KERNEL_TRACE");
+    // The processes of a fleet inherit the name, and each has a file.
+    char path[4096];
+    snprintf(path, sizeof path, "%s.%d", given == NULL ? "kernel-trace.csv" : given, (int)getpid());
+    lines = fopen(path, "w");
     if (lines == NULL) {
         perror("kernel trace");
         return 0;

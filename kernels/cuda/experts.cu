@@ -34,7 +34,7 @@
 namespace {
 
 using experts::choose_experts, experts::key_probability, experts::rank_key, experts::softmax,
-    experts::sort_pairs, experts::EXPERTS_PER_LANE, experts::NO_PAIR, experts::PROBABILITY_SUM_MIN;
+    experts::sort_pairs, experts::EXPERTS_PER_LANE, experts::PROBABILITY_SUM_MIN;
 
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(__half x) { return __half2float(x); }
@@ -83,6 +83,47 @@ __device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int
                      act_tile_row(quantized, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, slot, tile));
 }
 
+// A warp chooses the experts of one row, of at most 32 PER_LANE. Probabilities are ranked as
+// integers: bits of floats that are not negative have their order. An expert that was taken has 0,
+// the others one more than their bits.
+template <int PER_LANE>
+__device__ void choose_by_warp(const float *logits, int count, int used, uint32_t *experts,
+                               float *expert_weights) {
+    const int lane = threadIdx.x % 32;
+    float probabilities[PER_LANE];
+    softmax(logits, count, probabilities);
+    uint32_t keys[PER_LANE];
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++)
+        keys[k] = k * 32 + lane < count ? __float_as_uint(rank_key(probabilities[k])) + 1 : 0;
+
+    float own = 0.0f, sum = 0.0f;
+    uint32_t own_expert = 0;
+    for (int rank = 0; rank < used; rank++) {
+        uint32_t best = 0, expert = ~0u;
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++)
+            if (keys[k] > best) best = keys[k], expert = k * 32 + lane;
+        uint32_t key = __reduce_max_sync(~0u, best);
+        uint32_t chosen = __reduce_min_sync(~0u, best == key ? expert : ~0u);
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++)
+            if (k * 32 + lane == int(chosen)) keys[k] = 0;
+        float probability = key_probability(__uint_as_float(key - 1));
+        sum += probability;
+        if (lane == rank % 32) own = probability, own_expert = chosen;
+        // A lane keeps one rank of every 32; the warp stores them together.
+        if (rank % 32 == 31 || rank + 1 == used) {
+            int first = rank / 32 * 32;
+            if (first + lane <= rank) experts[first + lane] = own_expert, expert_weights[first + lane] = own;
+        }
+    }
+    __syncwarp();
+    float divisor = sum != sum ? sum : fmaxf(sum, PROBABILITY_SUM_MIN);
+    for (int rank = lane; rank < used; rank += 32)
+        expert_weights[rank] = __fdiv_rn(expert_weights[rank], divisor);
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
@@ -90,49 +131,13 @@ extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
                         float *expert_weights) {
     wait_for_previous_kernel();
     launch_next_kernel();
-    int row = blockIdx.x * EXPERT_TOPK_ROWS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    int row = blockIdx.x * EXPERT_TOPK_ROWS + threadIdx.x / 32;
     if (row >= rows) return;
-    float probabilities[EXPERTS_PER_LANE];
-    softmax(logits + size_t(row) * count, count, probabilities);
-
-    float own = 0.0f, sum = 0.0f;
-    uint32_t own_expert = 0;
-    for (int rank = 0; rank < used; rank++) {
-        float best = -2.0f;
-        uint32_t best_expert = 0;
-#pragma unroll
-        for (int k = 0; k < EXPERTS_PER_LANE; k++) {
-            float key = rank_key(probabilities[k]);
-            if (key > best) best = key, best_expert = k * 32 + lane;
-        }
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) {
-            float other = __shfl_xor_sync(~0u, best, distance);
-            uint32_t other_expert = __shfl_xor_sync(~0u, best_expert, distance);
-            if (other > best || (other == best && other_expert < best_expert))
-                best = other, best_expert = other_expert;
-        }
-        float chosen = key_probability(best);
-#pragma unroll
-        for (int k = 0; k < EXPERTS_PER_LANE; k++)
-            if (k * 32 + lane == int(best_expert)) probabilities[k] = -1.5f;
-        sum += chosen;
-        if (lane == rank % 32) own = chosen, own_expert = best_expert;
-        // A lane keeps one rank of every 32; the warp stores them together.
-        if (rank % 32 == 31 || rank + 1 == used) {
-            int first = rank / 32 * 32;
-            if (first + lane <= rank) {
-                experts[size_t(row) * used + first + lane] = own_expert;
-                expert_weights[size_t(row) * used + first + lane] = own;
-            }
-        }
-    }
-    __syncwarp();
-    float divisor = sum != sum ? sum : fmaxf(sum, PROBABILITY_SUM_MIN);
-    for (int rank = lane; rank < used; rank += 32) {
-        float *expert_weight = expert_weights + size_t(row) * used + rank;
-        *expert_weight = __fdiv_rn(*expert_weight, divisor);
-    }
+    logits += size_t(row) * count, experts += size_t(row) * used, expert_weights += size_t(row) * used;
+    if (count <= 128)
+        choose_by_warp<4>(logits, count, used, experts, expert_weights);
+    else
+        choose_by_warp<EXPERTS_PER_LANE>(logits, count, used, experts, expert_weights);
 }
 CHECK_SIGNATURE(expert_topk_softmax, ExpertTopkSoftmax);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Products of experts with Q3_K weights. linear/kquants.cuh has the arithmetic, experts/matvec.cuh
-// and experts/matmul.cuh the order of sums and the limits.
+// Products of experts with Q3_K weights. linear/kquants.cuh has the arithmetic, experts/matmul.cuh
+// the order of sums and the limits.
 
 #include "linear/kquants.cuh"
 

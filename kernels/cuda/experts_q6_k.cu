@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Products of experts with Q6_K weights. linear/kquants.cuh has the arithmetic, experts/matvec.cuh
-// and experts/matmul.cuh the order of sums and the limits. experts/wgmma.cuh computes the same bits
-// for many pairs an expert.
+// Products of experts with Q6_K weights. linear/kquants.cuh has the arithmetic, experts/matmul.cuh
+// the order of sums and the limits. experts/wgmma.cuh computes the same bits for many pairs an
+// expert.
 
 #include "linear/kquants.cuh"
 

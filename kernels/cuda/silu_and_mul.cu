@@ -6,7 +6,8 @@
 //   silu_and_mul_scalar    one value per thread, if their number is no multiple of four
 //   *_q8_0, _q8_1, _q8_k,  also quantize the rows into activation tiles, as quantize.cu does, while
 //   *_f16, _bf16           the values are in registers; a warp per token and 256 columns. Unless
-//                          `needs_values`, the values themselves are not written
+//                          `needs_values`, the values themselves are not written. Slots of experts
+//                          without a pair are left out
 //
 // Limit: bytes, 12 per value.
 
@@ -28,12 +29,13 @@ __device__ float4 silu(float4 g, float4 u) {
 // A warp computes one token's values of one tile of columns.
 template <class Quantizer>
 __device__ void silu_and_mul_rows(float *gate, const float *up, int tokens, int cols, bool needs_values,
-                                  QuantizedRows quantized) {
+                                  const uint32_t *pairs_of_rows, QuantizedRows quantized) {
     wait_for_previous_kernel();
     launch_next_kernel();
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
     int at = blockIdx.x * WARPS + threadIdx.x / 32, token = at / col_tiles, tile = at % col_tiles;
     if (token >= tokens) return;
+    if (pairs_of_rows != nullptr && pairs_of_rows[token] == NO_PAIR) return;
     int col = tile * TILE_COLS + threadIdx.x % 32 * 8;
     float v[8] = {};
     if (col < cols) {
@@ -74,8 +76,9 @@ CHECK_SIGNATURE(silu_and_mul_scalar, SiluAndMulScalar);
 
 #define SILU_KERNEL(SUFFIX, QUANTIZER)                                                                   \
     extern "C" __global__ void __launch_bounds__(32 * WARPS) silu_and_mul##SUFFIX(                       \
-        float *gate, const float *up, int tokens, int cols, int needs_values, QuantizedRows quantized) { \
-        silu_and_mul_rows<QUANTIZER>(gate, up, tokens, cols, needs_values != 0, quantized);              \
+        float *gate, const float *up, int tokens, int cols, int needs_values,                            \
+        const uint32_t *pairs_of_rows, QuantizedRows quantized) {                                        \
+        silu_and_mul_rows<QUANTIZER>(gate, up, tokens, cols, needs_values != 0, pairs_of_rows, quantized); \
     }                                                                                                    \
     CHECK_SIGNATURE(silu_and_mul##SUFFIX, SiluAndMulQuantized);
 SILU_KERNEL(_q8_0, QuantizePer32<ActivationFormat::Q8_0>)

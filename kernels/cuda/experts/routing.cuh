@@ -27,17 +27,15 @@ constexpr float PROBABILITY_SUM_MIN = 1.0f / 16384.0f;
 constexpr int EXPERTS_PER_LANE = EXPERTS_MAX / 32;
 // The key of a probability that is not a number: above all others, so that the result shows it.
 constexpr float NAN_KEY = 2.0f;
-// Marks a slot without a pair in `sorted_pairs`: a slot behind an expert's last pair, up to the end
-// of that pair's activation tile, or behind the last expert.
-constexpr uint32_t NO_PAIR = ~0u;
 
-// The calling warp computes the softmax of one row of `count` logits. Lane l holds the
-// probabilities of experts l, 32 + l, ...; of those from `count` on, it holds -1.
-__device__ inline void softmax(const float *logits, int count, float (&probabilities)[EXPERTS_PER_LANE]) {
+// The calling warp computes the softmax of one row of `count` logits, at most 32 PER_LANE. Lane l
+// holds the probabilities of experts l, 32 + l, ...; of those from `count` on, it holds -1.
+template <int PER_LANE>
+__device__ inline void softmax(const float *logits, int count, float (&probabilities)[PER_LANE]) {
     const int lane = threadIdx.x % 32;
     float largest = -INFINITY;
 #pragma unroll
-    for (int k = 0; k < EXPERTS_PER_LANE; k++) {
+    for (int k = 0; k < PER_LANE; k++) {
         int expert = k * 32 + lane;
         probabilities[k] = expert < count ? logits[expert] : -INFINITY;
         largest = fmaxf(largest, probabilities[k]);
@@ -45,16 +43,16 @@ __device__ inline void softmax(const float *logits, int count, float (&probabili
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2)
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-    double weights[EXPERTS_PER_LANE], total = 0.0;
+    double weights[PER_LANE], total = 0.0;
 #pragma unroll
-    for (int k = 0; k < EXPERTS_PER_LANE; k++) {
+    for (int k = 0; k < PER_LANE; k++) {
         weights[k] = k * 32 + lane < count ? exp(double(probabilities[k] - largest)) : 0.0;
         total += weights[k];
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
 #pragma unroll
-    for (int k = 0; k < EXPERTS_PER_LANE; k++)
+    for (int k = 0; k < PER_LANE; k++)
         probabilities[k] = k * 32 + lane < count ? float(weights[k] / total) : -1.0f;
 }
 

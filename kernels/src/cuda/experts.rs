@@ -12,18 +12,17 @@ use quant::layout::{TILE_COLS, TILE_ROWS, Tiles};
 
 pub use super::abi::experts::EXPERTS_MAX;
 use super::abi::experts::{
-    EXPERT_COMBINE_THREADS, EXPERT_MATMUL_ACT_TILES, EXPERT_MATMUL_WARPS, EXPERT_MATVEC_TILES,
-    EXPERT_MATVEC_WARPS, EXPERT_QUANTIZE_WARPS, EXPERT_ROUTE_ROWS, EXPERT_ROUTE_THREADS, EXPERT_SORT_THREADS,
-    EXPERT_STACKS_MAX, EXPERT_TOPK_ROWS, ExpertCombine, ExpertMatmul, ExpertMatmulParams, ExpertMatvec,
-    ExpertMatvecBF16, ExpertMatvecF16, ExpertMatvecF32, ExpertMatvecParams, ExpertPairOrder, ExpertParams,
-    ExpertQuantize, ExpertRoute, ExpertSortPairs, ExpertTopkSoftmax,
+    EXPERT_COMBINE_THREADS, EXPERT_MATMUL_ROW_TILES, EXPERT_MATMUL_WARPS, EXPERT_MATVEC_WARPS,
+    EXPERT_QUANTIZE_WARPS, EXPERT_ROUTE_ROWS, EXPERT_ROUTE_THREADS, EXPERT_SORT_THREADS, EXPERT_STACKS_MAX,
+    EXPERT_TOPK_ROWS, ExpertCombine, ExpertMatmul, ExpertMatmulParams, ExpertMatvecBF16, ExpertMatvecF16,
+    ExpertMatvecF32, ExpertPairOrder, ExpertParams, ExpertQuantize, ExpertRoute, ExpertSortPairs,
+    ExpertTopkSoftmax,
 };
 use super::error::device_error;
 use super::launch::{KernelName, kernel_name, launch_kernel};
-use super::linear::act_row_bytes;
 use super::module::image;
 pub use super::pair_grouping::PairGrouping;
-use super::pair_grouping::{GroupAddress, MATVEC_GROUP_PAIRS};
+use super::pair_grouping::GroupAddress;
 use super::quantize::{ACT_TILE_TOKENS, QuantizedActivations, activation_bytes};
 use super::quantized_output::QuantizedOutput;
 use super::{Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
@@ -33,8 +32,6 @@ pub(super) const OP: &str = "experts";
 const MATMUL_STAGES_MAX: usize = 6;
 /// Shared memory that the device reserves for every block.
 const BLOCK_SHARED_BYTES: usize = 1 << 10;
-/// Bytes of the values that a matvec block collects before it adds them.
-const VALUES_BYTES_MAX: usize = 32 << 10;
 
 /// The buffers to which the device writes its routing.
 pub struct ExpertRouting<'a> {
@@ -90,8 +87,8 @@ pub(super) fn expert_params(
 /// The kernels of a weight type.
 pub(super) struct ExpertTypeKernels {
     dtype: DType,
-    matvec: KernelName<ExpertMatvec>,
-    matmul: KernelName<ExpertMatmul>,
+    /// For few pairs an expert, and for many.
+    matmuls: [KernelName<ExpertMatmul>; 2],
     pub(super) family: LazyModule,
 }
 
@@ -107,8 +104,10 @@ impl ExpertKernels {
             ($dtype:ident, $name:literal) => {
                 ExpertTypeKernels {
                     dtype: DType::$dtype,
-                    matvec: kernel_name!(concat!("experts_", $name), concat!("expert_matvec_", $name)),
-                    matmul: kernel_name!(concat!("experts_", $name), concat!("expert_matmul_", $name)),
+                    matmuls: [
+                        kernel_name!(concat!("experts_", $name), concat!("expert_matmul_", $name, "_8")),
+                        kernel_name!(concat!("experts_", $name), concat!("expert_matmul_", $name, "_32")),
+                    ],
                     family: LazyModule::new(
                         device,
                         concat!("experts_", $name),
@@ -283,8 +282,11 @@ impl ExpertKernels {
             // SAFETY: this function's contract. Lengths were checked.
             return unsafe { self.launch_wgmma(kernels, stream, x, of, params, stacks) };
         }
+        let [few, many] = kernels.matmuls;
+        let name = if grouping == PairGrouping::MATMULS[0] { few } else { many };
         let act_tile = activation_bytes(x.layout.format, ACT_TILE_TOKENS, TILE_COLS).unwrap_or(0);
-        let stage_bytes = EXPERT_MATMUL_WARPS * shape.tile_bytes() + EXPERT_MATMUL_ACT_TILES * act_tile;
+        let act_tiles = grouping.group_pairs() / ACT_TILE_TOKENS;
+        let stage_bytes = EXPERT_MATMUL_ROW_TILES * shape.tile_bytes() + act_tiles * act_tile;
         let barriers = 2 * MATMUL_STAGES_MAX * size_of::<u64>();
         let available = self.device.shared_bytes_max() as usize;
         // If half of the shared memory has room for two stages, two blocks run on each
@@ -301,20 +303,20 @@ impl ExpertKernels {
             ExpertMatmulParams { common: params, stacks: stacks.len() as i32, stages: stages as i32 };
         let (block, shared_bytes) =
             (32 * EXPERT_MATMUL_WARPS as u32, (stages * stage_bytes + barriers) as u32);
-        let kernel = kernels.family.kernel(kernels.matmul.as_c_str()).map_err(device_error(OP))?;
+        let kernel = kernels.family.kernel(name.as_c_str()).map_err(device_error(OP))?;
         let resident = kernel.blocks_per_multiprocessor(block, shared_bytes).map_err(device_error(OP))?;
-        let row_blocks = shape.row_tiles().div_ceil(EXPERT_MATMUL_WARPS);
+        let row_blocks = shape.row_tiles().div_ceil(EXPERT_MATMUL_ROW_TILES);
         let output_tiles = grouping.groups_max(pairs, count) * row_blocks * stacks.len();
         let blocks = output_tiles.min((resident.max(1) * self.device.multiprocessors()) as usize) as u32;
         let launch = LaunchConfig { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true };
         // SAFETY: by this function's contract the experts of groups are below `count`, and slots
         // and pairs are below their numbers. So the kernel reads and writes tiles, activation tiles
         // and outputs inside the lengths that were checked.
-        unsafe { launch_kernel(&kernels.family, kernels.matmul, stream, launch, &ExpertMatmul { params }) }
+        unsafe { launch_kernel(&kernels.family, name, stream, launch, &ExpertMatmul { params }) }
             .map_err(device_error(OP))
     }
 
-    /// Checks what matvec and matmul both require. Returns None if there is nothing to compute.
+    /// Checks shapes, types and lengths of a product. Returns None if there is nothing to compute.
     fn check_stacks(
         &self,
         x: QuantizedActivations<'_>,
@@ -345,59 +347,8 @@ impl ExpertKernels {
         Ok((!is_empty).then_some(kernels))
     }
 
-    /// Computes `stack.out[p] = matrix of pair p's expert times row p / pairs_per_token of x`. It
-    /// takes one or two stacks of one shape.
-    ///
-    /// # Safety
-    /// [`Self::route`] wrote `of.groups` with `of.grouping`, which is [`PairGrouping::Matvec`].
-    pub unsafe fn matvec(
-        &self,
-        stream: &Stream,
-        x: QuantizedActivations<'_>,
-        pairs_per_token: usize,
-        of: GroupedPairs<'_>,
-        stacks: &mut [ExpertWeights<'_>],
-    ) -> Result<(), OpError> {
-        let Some(kernels) = self.check_stacks(x, of, stacks)? else { return Ok(()) };
-        let GroupedPairs { pairs, count, grouping, groups } = of;
-        let shape = stacks[0].shape;
-        ensure_equal("tokens", x.tokens, pairs.div_ceil(pairs_per_token.max(1)))?;
-        for stack in stacks.iter() {
-            ensure_equal("values of the output", stack.out.len(), pairs * shape.rows())?;
-        }
-        let (row_tiles, col_tiles) = (shape.row_tiles(), shape.col_tiles());
-        // A block takes enough row tiles to give every warp work.
-        let pairs_per_row_tile = col_tiles.div_ceil(EXPERT_MATVEC_TILES);
-        let tile_values = col_tiles * TILE_ROWS * MATVEC_GROUP_PAIRS * size_of::<f32>();
-        let tiles =
-            EXPERT_MATVEC_WARPS.div_ceil(pairs_per_row_tile).min((VALUES_BYTES_MAX / tile_values).max(1));
-        let shared = MATVEC_GROUP_PAIRS * col_tiles * act_row_bytes(x.layout.format) + tiles * tile_values;
-        let available = self.device.shared_bytes_max() as usize;
-        if shared > available {
-            let what = "bytes of shared memory for a row this long";
-            return Err(OpError::Shape { op: OP, what, found: shared, expected: available });
-        }
-        let at = grouping.addresses(groups.address(), pairs, count);
-        let params = ExpertMatvecParams {
-            common: expert_params(x, at, stacks),
-            pairs_per_token: pairs_per_token as i32,
-            row_tiles: tiles as i32,
-        };
-        let groups_max = grouping.groups_max(pairs, count) as u32;
-        let launch = LaunchConfig {
-            grid: (row_tiles.div_ceil(tiles) as u32, groups_max, stacks.len() as u32),
-            block: 32 * EXPERT_MATVEC_WARPS as u32,
-            shared_bytes: shared as u32,
-            overlaps_predecessor: true,
-        };
-        // SAFETY: by this function's contract the experts of groups are below `count` and pairs are
-        // below `pairs`. So the kernel reads and writes tiles, activation tiles and outputs inside
-        // the lengths that were checked.
-        unsafe { launch_kernel(&kernels.family, kernels.matvec, stream, launch, &ExpertMatvec { params }) }
-            .map_err(device_error(OP))
-    }
-
-    /// Computes [`Self::matvec`] for one stack of float weights. `x` is not quantized.
+    /// Computes `stack.out[p] = matrix of pair p's expert times row p / pairs_per_token of x` for one
+    /// stack of float weights. `x` is not quantized.
     ///
     /// # Safety
     /// `experts` are in device memory. Each of them is below `count`.

@@ -6,52 +6,50 @@
 use quant::DType;
 
 use super::Device;
-use super::abi::experts::{EXPERT_MATMUL_ACT_TILES, ExpertGroup};
+use super::abi::experts::{EXPERT_MATMUL_ACT_TILES, EXPERT_MATMUL_FEW_ACT_TILES, ExpertGroup};
 use super::quantize::{ACT_TILE_TOKENS, ActivationLayout};
 use super::wgmma_experts;
 use super::wgmma_linear::is_f16_product;
 
-/// Pairs in a matvec group. The kernel has code for 1, 2 and 4.
-pub(super) const MATVEC_GROUP_PAIRS: usize = 4;
-const MATMUL_GROUP_PAIRS: usize = EXPERT_MATMUL_ACT_TILES * ACT_TILE_TOKENS;
 const GROUP_WORDS: usize = size_of::<ExpertGroup>() / size_of::<u32>();
-/// From this number of pairs per expert on, tensor cores are faster. Measured on an H200 with 128
-/// experts of 2048 x 768, gate and up. Q4_K: two pairs take 81 us without tensor cores and 77 with
-/// them, four take 120 and 87, 32 take 687 and 138. Q8_0: half a pair takes 64 and 55.
-const MATMUL_PAIRS_MIN: usize = 2;
+/// From this number of pairs per expert on, groups of 32 slots are faster than groups of 8.
+const MANY_PAIRS_MIN: usize = 10;
 
 /// How pairs are grouped for a kernel. The grouping never changes results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PairGrouping {
-    /// For expert_matvec_*: at most four pairs share a read of an expert's weights.
-    Matvec,
+    /// For float experts, whose products take pairs in their own order.
+    ByPair,
     /// For expert_matmul_*: the pairs of each expert begin a new activation tile.
-    Matmul,
+    Matmul { group_pairs: u32 },
     /// For expert_wgmma_*: as for expert_matmul_*, with groups of up to so many pairs. Groups are
     /// in the order of falling pairs of their experts.
     Wgmma { group_pairs: u32 },
 }
 
+const fn matmul(act_tiles: usize) -> PairGrouping {
+    PairGrouping::Matmul { group_pairs: (act_tiles * ACT_TILE_TOKENS) as u32 }
+}
+
 impl PairGrouping {
+    /// For expert_matmul_*: for few pairs an expert, and for many.
+    pub const MATMULS: [Self; 2] = [matmul(EXPERT_MATMUL_FEW_ACT_TILES), matmul(EXPERT_MATMUL_ACT_TILES)];
+
     /// The grouping for the fastest kernels that the device has for all of a layer's `dtypes`.
     pub fn fastest(device: &Device, dtypes: &[DType], pairs: usize, count: usize) -> Self {
-        if pairs < MATMUL_PAIRS_MIN * count {
-            Self::Matvec
-        } else if wgmma_experts::is_fastest(device, dtypes, pairs, count) {
-            Self::on_wgmma(dtypes).unwrap_or(Self::Matmul)
+        let [few, many] = Self::MATMULS;
+        if wgmma_experts::is_fastest(device, dtypes, pairs, count) {
+            Self::on_wgmma(dtypes).unwrap_or(many)
+        } else if pairs < MANY_PAIRS_MIN * count {
+            few
         } else {
-            Self::Matmul
+            many
         }
     }
 
     /// The grouping for expert_wgmma_*. None if one of a layer's `dtypes` has no such kernel.
     pub fn on_wgmma(dtypes: &[DType]) -> Option<Self> {
         wgmma_experts::group_pairs_max(dtypes).map(|pairs| Self::Wgmma { group_pairs: pairs as u32 })
-    }
-
-    /// The grouping that takes the most memory, on any device.
-    pub(super) fn largest(pairs: usize, count: usize) -> Self {
-        if pairs < MATMUL_PAIRS_MIN * count { Self::Matvec } else { Self::Matmul }
     }
 
     /// What the activations of weights of a type consist of. None if no kernel takes the type.
@@ -82,17 +80,16 @@ impl PairGrouping {
 
     pub(super) fn group_pairs(self) -> usize {
         match self {
-            Self::Matvec => MATVEC_GROUP_PAIRS,
-            Self::Matmul => MATMUL_GROUP_PAIRS,
-            Self::Wgmma { group_pairs } => group_pairs as usize,
+            Self::ByPair => 1,
+            Self::Matmul { group_pairs } | Self::Wgmma { group_pairs } => group_pairs as usize,
         }
     }
 
     /// The first slot of each expert is a multiple of this number.
     pub(super) fn align(self) -> usize {
         match self {
-            Self::Matvec => 1,
-            Self::Matmul | Self::Wgmma { .. } => ACT_TILE_TOKENS,
+            Self::ByPair => 1,
+            Self::Matmul { .. } | Self::Wgmma { .. } => ACT_TILE_TOKENS,
         }
     }
 

@@ -56,17 +56,21 @@ impl SiluKernels {
     }
 
     /// Computes [`Self::silu`] over rows of `cols` values, and also quantizes the rows. Values that
-    /// `quantized` does not need are not written.
+    /// `quantized` does not need are not written. Rows whose word in `pairs_of_rows` is the largest
+    /// are left out.
     pub fn silu_quantized(
         &self,
         stream: &Stream,
         gate: &mut DeviceViewMut<'_, f32>,
         up: DeviceView<'_, f32>,
         cols: usize,
+        pairs_of_rows: Option<DeviceView<'_, u32>>,
         quantized: &QuantizedOutput<'_>,
     ) -> Result<(), CudaError> {
         ensure_same_len("up of a gate", up.len(), gate.len())?;
         let tokens = count_rows("rows of a gate", gate.len(), cols)?;
+        let pairs_len = pairs_of_rows.as_ref().map_or(tokens, DeviceView::len);
+        ensure_same_len("pairs of a gate's rows", pairs_len, tokens)?;
         let rows = quantized.rows(tokens, cols)?;
         if gate.is_empty() {
             return Ok(());
@@ -84,6 +88,7 @@ impl SiluKernels {
             needs_values: i32::from(quantized.needs_values),
             tokens: tokens as i32,
             cols: cols as i32,
+            pairs_of_rows: pairs_of_rows.map_or(0, |pairs| pairs.address()),
             quantized: rows,
         };
         let name = quantized.select([

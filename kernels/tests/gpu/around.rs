@@ -102,7 +102,7 @@ fn of_rows(gpu: &TestGpu, rows: usize) -> Result<()> {
     line(gpu, "gate, rounded to q8_k", rows, 3 * HIDDEN * size_of::<f32>() + HIDDEN, |_| {
         let act_tiles = rounded.view_mut();
         let rounded = QuantizedOutput { layout: DType::Q8_K.into(), act_tiles, needs_values: true };
-        Ok(gates.silu_quantized(stream, &mut gate.view_mut(), up.view(), HIDDEN, &rounded)?)
+        Ok(gates.silu_quantized(stream, &mut gate.view_mut(), up.view(), HIDDEN, None, &rounded)?)
     })?;
     let picked: Vec<u32> = (0..rows as u32).rev().collect();
     let picked = Buffer::from_host(stream, &picked)?;

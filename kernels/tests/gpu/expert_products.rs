@@ -175,7 +175,7 @@ pub(crate) fn products_on_wgmma_have_the_canonical_bits(gpu: &TestGpu) -> Result
                 let case = ExpertProducts::new(gpu, &mut random, (blocks, kind), [cols, rows], counts)?;
                 let what = format!("{}, kind {kind}, {cols} x {rows}", blocks.dtype);
                 let wgmma = PairGrouping::on_wgmma(&[blocks.dtype]).context("no kernel")?;
-                let expected = case.run(PairGrouping::Matmul, true, 1)?.remove(0);
+                let expected = case.run(PairGrouping::MATMULS[1], true, 1)?.remove(0);
                 for by_pair in [true, false] {
                     let found = case.run(wgmma, by_pair, 1)?.remove(0);
                     for (found, expected) in found.iter().zip(&expected) {
@@ -201,7 +201,7 @@ pub(crate) fn repeated_products_on_wgmma_are_equal(gpu: &TestGpu) -> Result<()> 
             let shape = if gpu.small { [cols, 80] } else { [cols, rows] };
             let case = ExpertProducts::new(gpu, &mut random, (blocks, RANDOM_KIND), shape, counts)?;
             let wgmma = PairGrouping::on_wgmma(&[blocks.dtype]).context("no kernel")?;
-            let expected = case.run(PairGrouping::Matmul, true, 1)?.remove(0);
+            let expected = case.run(PairGrouping::MATMULS[1], true, 1)?.remove(0);
             let mut differing = 0;
             for found in case.run(wgmma, true, repeats)? {
                 let is_equal = |(a, b): (&Vec<f32>, &Vec<f32>)| ensure_bits("", a, b).is_ok();

@@ -92,6 +92,9 @@ pub(crate) fn they_are_those_of_the_reference(gpu: &TestGpu) -> Result<()> {
         ([Q8_0, Q8_0, Q5_0], 320, 96, 3, 1, 120),
         ([F32; 3], 48, 40, 6, 2, 9),
         ([F16, F16, BF16], 64, 24, 6, 2, 9),
+        ([Q8_0, Q8_0, BF16], 64, 96, 5, 2, 7),
+        ([F16, F16, Q5_0], 96, 64, 5, 3, 70),
+        ([F32, Q4_K, Q6_K], 256, 256, 4, 2, 40),
     ] {
         let rows = if gpu.small { rows.min(6) } else { rows };
         let case = ExpertsCase::new(&mut random, types, n_in, hidden, count, used, rows)?;
@@ -132,11 +135,11 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
             let bytes: Vec<u8> = noise.iter().copied().cycle().take(COUNT * shape.bytes()).collect();
             let weights =
                 (0..stacks).map(|_| Buffer::from_host(&gpu.stream, &bytes)).collect::<Result<Vec<_>, _>>()?;
-            for rows in [1, 8, 32, 64, 256, 384, 512, 1024, 2048] {
+            for rows in [1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 1024, 2048] {
                 let chosen = PairGrouping::fastest(&gpu.device, &[dtype], rows * USED, COUNT);
-                let all = [Some(PairGrouping::Matmul), PairGrouping::on_wgmma(&[dtype])];
-                let chosen = if full && rows >= 64 { all } else { [Some(chosen), None] };
-                for grouping in chosen.into_iter().flatten() {
+                let mut all = PairGrouping::MATMULS.to_vec();
+                all.extend(PairGrouping::on_wgmma(&[dtype]).filter(|_| rows > 64));
+                for grouping in if full { all } else { vec![chosen] } {
                     print!("experts {dtype:5} {side:11} {rows:4} rows {grouping:?}: ");
                     measure(gpu, &mut random, shape, &weights, rows, grouping)?;
                 }
@@ -173,17 +176,15 @@ fn measure(
         read += experts.to_host(&gpu.stream)?.into_iter().collect::<HashSet<u32>>().len();
         groups.push(words);
     }
-    // In a matmul, each slot has its own row.
-    let tokens = if grouping == PairGrouping::Matvec { rows } else { slots };
-    let some = random.values(tokens.min(64) * cols);
-    let values: Vec<f32> = some.iter().copied().cycle().take(tokens * cols).collect();
+    let some = random.values(slots.min(64) * cols);
+    let values: Vec<f32> = some.iter().copied().cycle().take(slots * cols).collect();
     let x = Buffer::from_host(&gpu.stream, &values)?;
     let layout = grouping.layout(shape.dtype()).context("layout")?;
-    let mut data = Buffer::<u8>::new(&gpu.device, layout.bytes(tokens, cols).context("bytes")?)?;
+    let mut data = Buffer::<u8>::new(&gpu.device, layout.bytes(slots, cols).context("bytes")?)?;
     let mut data = data.view_mut();
-    let x = quantize.launch(&gpu.stream, layout, x.view(), tokens, cols, &mut data)?;
+    let x = quantize.launch(&gpu.stream, layout, x.view(), slots, cols, &mut data)?;
     let by_pair = weights.len() == 1;
-    let outs = if grouping == PairGrouping::Matvec || by_pair { pairs } else { slots };
+    let outs = if by_pair { pairs } else { slots };
     let new_out = |_| Buffer::<f32>::new(&gpu.device, outs * shape.rows());
     let mut outs = weights.iter().map(new_out).collect::<Result<Vec<_>, _>>()?;
     let seconds = time(gpu, ROUTINGS, |call| {
@@ -192,14 +193,8 @@ fn measure(
         for (weights, out) in weights.iter().zip(&mut outs) {
             stacks.push(ExpertWeights { shape, tiles: weights.view(), out: out.view_mut() });
         }
-        // SAFETY: `route` made these groups, with the grouping that the method needs.
-        unsafe {
-            match grouping {
-                PairGrouping::Matvec => kernels.matvec(&gpu.stream, x, USED, of, &mut stacks)?,
-                _ => kernels.matmul(&gpu.stream, x, of, by_pair, &mut stacks)?,
-            }
-        }
-        Ok(())
+        // SAFETY: `route` made these groups, with the same grouping.
+        Ok(unsafe { kernels.matmul(&gpu.stream, x, of, by_pair, &mut stacks)? })
     })?;
     let experts = read as f64 / ROUTINGS as f64;
     let bytes = experts * (weights.len() * shape.bytes()) as f64;

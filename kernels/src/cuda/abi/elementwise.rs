@@ -69,12 +69,14 @@ abi! {
             up: u64 as "const float *",
             values: u64,
         );
+        /// `pairs_of_rows` is null, or the pair of each row, or NO_PAIR.
         kernel SiluAndMulQuantized(
             gate: u64 as "float *",
             up: u64 as "const float *",
             tokens: i32,
             cols: i32,
             needs_values: i32,
+            pairs_of_rows: u64 as "const uint32_t *",
             quantized: QuantizedRows,
         );
         kernel Rope(

@@ -30,13 +30,14 @@ abi! {
         const EXPERT_QUANTIZE_WARPS: usize = 8;
         /// Warps of a block of expert_matvec_*.
         const EXPERT_MATVEC_WARPS: usize = 8;
-        /// Weight tiles that a warp of expert_matvec_* takes at a time.
-        const EXPERT_MATVEC_TILES: usize = 2;
-        /// Warps of a block of expert_matmul_*. Each has one row tile. A multiprocessor runs two
+        /// Row tiles of a block of expert_matmul_*.
+        const EXPERT_MATMUL_ROW_TILES: usize = 8;
+        /// Warps of a block: one for each row tile, and one that copies. A multiprocessor runs two
         /// such blocks.
-        const EXPERT_MATMUL_WARPS: usize = 8;
-        /// Activation tiles of a group of expert_matmul_*.
-        const EXPERT_MATMUL_ACT_TILES: usize = 8;
+        const EXPERT_MATMUL_WARPS: usize = 9;
+        /// Activation tiles of a group of expert_matmul_*, for few pairs an expert and for many.
+        const EXPERT_MATMUL_FEW_ACT_TILES: usize = 1;
+        const EXPERT_MATMUL_ACT_TILES: usize = 4;
         /// Slots of a group of expert_wgmma_* at most: of Q4_K and Q6_K, and of Q8_0, Q4_0 and
         /// Q5_0.
         const EXPERT_WGMMA_K_TOKENS: usize = 160;
@@ -74,7 +75,7 @@ abi! {
             largest_first: i32,
         }
 
-        /// The inputs and outputs of expert_matvec_*, expert_matmul_* and expert_wgmma_*.
+        /// The inputs and outputs of expert_matmul_* and expert_wgmma_*.
         struct ExpertParams [72 bytes] {
             /// Tiles of all experts' matrices, one matrix after the other.
             weights: [u64; EXPERT_STACKS_MAX] as "const uint8_t *",
@@ -88,14 +89,6 @@ abi! {
             /// Rows of one expert's matrix.
             rows: i32,
             col_tiles: i32,
-        }
-
-        struct ExpertMatvecParams [80 bytes] {
-            common: ExpertParams,
-            /// Pair p uses the activations of token p / pairs_per_token of the activation tiles.
-            pairs_per_token: i32,
-            /// Tiles of 16 rows of a block.
-            row_tiles: i32,
         }
 
         /// The activation tiles are in the order of slots. If sorted_pairs is null, outputs are in
@@ -137,7 +130,6 @@ abi! {
             cols: i32,
             quantized: QuantizedRows,
         );
-        kernel ExpertMatvec(params: ExpertMatvecParams);
         kernel ExpertMatmul(params: ExpertMatmulParams);
         /// `params` are as for expert_matmul_*. Q4_K reads `quants` and not `params.act_tiles`. The
         /// other types read `params.act_tiles` and not `quants`.

@@ -19,6 +19,9 @@ abi! {
         /// Bytes of the sums and scales of 8 tokens by 256 columns, and where the scales begin.
         const F16_SUMS_BYTES: usize = 288;
         const F16_SUMS_SCALES: usize = 256;
+        /// Marks a slot of experts that has no pair: behind an expert's last pair, up to the end of
+        /// that pair's activation tile, or behind the last expert.
+        const NO_PAIR: u32 = u32::MAX;
         /// The largest number of planes of a tile.
         const PLANES_MAX: usize = 4;
     }

@@ -77,10 +77,12 @@ pub(super) enum KernelCommand {
         table_starts: WordRange,
         positions: WordRange,
     },
-    /// In place.
+    /// In place. Rows of experts' slots that have no pair may be left as they are: their words in
+    /// `pairs_of_rows` are the largest.
     Gated {
         gate: FloatRange,
         up: FloatRange,
+        pairs_of_rows: Option<WordRange>,
     },
     Gather {
         x: FloatRange,

@@ -28,14 +28,6 @@ pub(super) enum ExpertCommand {
         pair_weights: FloatRange,
         groups: ExpertGroups,
     },
-    /// A product for few pairs per expert.
-    Matvec {
-        activation_tiles: ActivationTiles,
-        pairs_per_token: u32,
-        groups: ExpertGroups,
-        first: (WeightMatrix, FloatRange),
-        second: Option<(WeightMatrix, FloatRange)>,
-    },
     /// Quantizes rows of `x` in the order of slots, for [`Self::Matmul`].
     Quantize {
         x: FloatRange,
@@ -43,7 +35,7 @@ pub(super) enum ExpertCommand {
         groups: ExpertGroups,
         activation_tiles: ActivationTiles,
     },
-    /// A product for many pairs per expert, on the tensor cores.
+    /// Products of the slots, on the tensor cores.
     Matmul {
         activation_tiles: ActivationTiles,
         groups: ExpertGroups,
@@ -83,17 +75,6 @@ impl ExpertCommand {
                         groups: groups.words.view_mut(),
                     };
                     kernels.route(stream, logits.view(), groups.count as usize, used as usize, &mut routing)
-                }
-                Self::Matvec { activation_tiles, pairs_per_token, groups, first, second } => {
-                    let mut expert_weight_list = expert_weight_list(groups.count, first, second)?;
-                    let x = activation_tiles.activations();
-                    kernels.matvec(
-                        stream,
-                        x,
-                        pairs_per_token as usize,
-                        groups.grouped(),
-                        &mut expert_weight_list,
-                    )
                 }
                 Self::Quantize { x, pairs_per_token, groups, activation_tiles } => {
                     let quantized = activation_tiles.quantized_output(true);
@@ -136,9 +117,7 @@ impl ExpertCommand {
     pub(super) fn for_each_input(&self, mut each: impl FnMut(ByteRange)) {
         match *self {
             Self::Route { logits, .. } => each(logits.bytes()),
-            Self::Matvec { activation_tiles, .. } | Self::Matmul { activation_tiles, .. } => {
-                each(activation_tiles.range);
-            }
+            Self::Matmul { activation_tiles, .. } => each(activation_tiles.range),
             Self::Quantize { x, .. } | Self::Floats { x, .. } => each(x.bytes()),
             Self::Combine { contributions, pair_weights, .. } => {
                 each(contributions.bytes());
@@ -157,6 +136,12 @@ impl ExpertCommand {
 }
 
 impl ExpertGroups {
+    /// The pair of each slot. A slot without a pair has the largest word.
+    pub(super) fn sorted_pairs(&self) -> WordRange {
+        let slots = self.grouping.slots(self.pairs as usize, self.count as usize);
+        WordRange { address: self.words.address, len: slots }
+    }
+
     /// # Safety
     /// As [`ExpertCommand::enqueue`].
     unsafe fn grouped<'a>(&self) -> GroupedPairs<'a> {

@@ -43,6 +43,8 @@ struct ExpertScratch {
 struct ProductInputs {
     groups: ExpertGroups,
     experts: WordRange,
+    /// Whether the values between the layer's products are in the order of slots, not of pairs.
+    is_by_slot: bool,
     side: ProductSide,
 }
 
@@ -83,14 +85,20 @@ impl Cuda {
             let rows = rows_max.min(rows - first);
             let pairs = rows * used;
             let part = |floats: FloatRange, cols: usize| floats.part(first * cols, rows * cols);
-            // Products of float weights take pairs in their original order.
             let dtypes = [gate.dtype, up.dtype, down.dtype];
-            let grouping = if dtypes.into_iter().any(is_float) {
-                PairGrouping::Matvec
+            let quantized: Vec<DType> = dtypes.into_iter().filter(|&dtype| !is_float(dtype)).collect();
+            let grouping = if quantized.is_empty() {
+                PairGrouping::ByPair
             } else {
-                PairGrouping::fastest(self.device(), &dtypes, pairs, count)
+                PairGrouping::fastest(self.device(), &quantized, pairs, count)
             };
-            let scratch = self.expert_scratch(pairs, count, grouping, hidden, n_in)?;
+            // Products of float weights take and make pairs in their own order.
+            let is_by_slot = quantized.len() == dtypes.len();
+            let mut scratch = self.expert_scratch(pairs, count, grouping, hidden, n_in)?;
+            if !is_by_slot {
+                scratch.gate = scratch.gate.part(0, pairs * hidden);
+                scratch.up = scratch.up.part(0, pairs * hidden);
+            }
             let ExpertScratch { experts, pair_weights, words, contributions, .. } = scratch;
             let groups = ExpertGroups { pairs: pairs as u32, count: count as u32, grouping, words };
             let logits = part(router, count);
@@ -101,7 +109,7 @@ impl Cuda {
                 pair_weights,
                 groups,
             }));
-            let of_rows = ProductInputs { groups, experts, side: ProductSide::In { used } };
+            let of_rows = ProductInputs { groups, experts, is_by_slot, side: ProductSide::In { used } };
             let input = part(x, n_in);
             if gate.dtype == up.dtype {
                 self.expert_products(input, n_in, of_rows, &[(gate, scratch.gate), (up, scratch.up)])?;
@@ -110,7 +118,8 @@ impl Cuda {
                 self.expert_products(input, n_in, of_rows, &[(up, scratch.up)])?;
             }
             // Slots without a pair keep their old contents.
-            self.push(KernelCommand::Gated { gate: scratch.gate, up: scratch.up });
+            let pairs_of_rows = is_by_slot.then(|| groups.sorted_pairs());
+            self.push(KernelCommand::Gated { gate: scratch.gate, up: scratch.up, pairs_of_rows });
             let of_pairs = ProductInputs { side: ProductSide::Out, ..of_rows };
             self.expert_products(scratch.gate, hidden, of_pairs, &[(down, contributions)])?;
             let combine = ExpertCommand::Combine {
@@ -164,7 +173,7 @@ impl Cuda {
     ) -> Result<(), OpError> {
         let Some((first, _)) = expert_weight_list.first() else { return Ok(()) };
         let dtype = first.dtype;
-        let ProductInputs { groups, experts, side } = of;
+        let ProductInputs { groups, experts, is_by_slot, side } = of;
         let pairs_per_token = match side {
             ProductSide::In { used } => used,
             ProductSide::Out => 1,
@@ -187,37 +196,18 @@ impl Cuda {
         }
         let layout = groups.grouping.layout(dtype).ok_or(OpError::Type { op: OP, dtype })?;
         let (first, second) = (expert_weight_list[0], expert_weight_list.get(1).copied());
-        match groups.grouping {
-            PairGrouping::Matvec => {
-                let activation_tiles = self.activation_tiles(OP, layout, pairs / pairs_per_token, cols)?;
-                self.push(KernelCommand::Quantize { x, activation_tiles });
-                let product = ExpertCommand::Matvec {
-                    activation_tiles,
-                    pairs_per_token: per_token,
-                    groups,
-                    first,
-                    second,
-                };
-                self.push(KernelCommand::Experts(product));
-            }
-            PairGrouping::Matmul | PairGrouping::Wgmma { .. } => {
-                let slots = groups.grouping.slots(pairs, groups.count as usize);
-                let activation_tiles = self.activation_tiles(OP, layout, slots, cols)?;
-                self.push(match side {
-                    ProductSide::In { .. } => KernelCommand::Experts(ExpertCommand::Quantize {
-                        x,
-                        pairs_per_token: per_token,
-                        groups,
-                        activation_tiles,
-                    }),
-                    // The gate and up products wrote these rows in the order of slots.
-                    ProductSide::Out => KernelCommand::Quantize { x, activation_tiles },
-                });
-                let by_pair = side == ProductSide::Out;
-                let tiles = ExpertCommand::Matmul { activation_tiles, groups, by_pair, first, second };
-                self.push(KernelCommand::Experts(tiles));
-            }
-        }
+        let slots = groups.grouping.slots(pairs, groups.count as usize);
+        let activation_tiles = self.activation_tiles(OP, layout, slots, cols)?;
+        self.push(if is_by_slot && side == ProductSide::Out {
+            // The gate and up products wrote these rows.
+            KernelCommand::Quantize { x, activation_tiles }
+        } else {
+            let pairs_per_token = per_token;
+            KernelCommand::Experts(ExpertCommand::Quantize { x, pairs_per_token, groups, activation_tiles })
+        });
+        let by_pair = !is_by_slot || side == ProductSide::Out;
+        let product = ExpertCommand::Matmul { activation_tiles, groups, by_pair, first, second };
+        self.push(KernelCommand::Experts(product));
         Ok(())
     }
 
@@ -277,9 +267,10 @@ fn part_bytes(values: usize) -> usize {
     (values * size_of::<f32>()).next_multiple_of(ALIGN)
 }
 
-/// Bytes of scratch memory for experts with quantized matrices.
+/// Bytes of scratch memory for experts with quantized matrices. The grouping is the one that takes
+/// the most.
 pub(super) fn scratch_bytes(pairs: usize, count: usize, hidden: usize, n_in: usize) -> usize {
-    let values = scratch_values(pairs, count, PairGrouping::largest(pairs, count), hidden, n_in);
+    let values = scratch_values(pairs, count, PairGrouping::MATMULS[0], hidden, n_in);
     values.into_iter().map(part_bytes).sum()
 }
 

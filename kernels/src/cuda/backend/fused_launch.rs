@@ -153,10 +153,13 @@ impl KernelSet {
         // SAFETY: for all calls and views below, this function's contract.
         unsafe {
             match *command {
-                KernelCommand::Gated { gate, up } => self
-                    .gates
-                    .silu_quantized(stream, &mut gate.view_mut(), up.view(), cols as usize, &quantized)
-                    .map_err(device_error("gated")),
+                KernelCommand::Gated { gate, up, pairs_of_rows } => {
+                    let pairs_of_rows = pairs_of_rows.map(|words| words.view());
+                    let (mut gate, cols) = (gate.view_mut(), cols as usize);
+                    self.gates
+                        .silu_quantized(stream, &mut gate, up.view(), cols, pairs_of_rows, &quantized)
+                        .map_err(device_error("gated"))
+                }
                 _ => self.enqueue_quantizable(stream, command, plans, Some(quantized)),
             }
         }

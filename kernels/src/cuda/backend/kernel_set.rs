@@ -120,7 +120,7 @@ impl KernelSet {
                 KernelCommand::Rope { .. }
                 | KernelCommand::KvWrite { .. }
                 | KernelCommand::AttentionScalar { .. } => self.enqueue_attention_part(stream, command),
-                KernelCommand::Gated { gate, up } => {
+                KernelCommand::Gated { gate, up, .. } => {
                     self.gates.silu(stream, &mut gate.view_mut(), up.view()).map_err(device_error("gated"))
                 }
                 KernelCommand::Experts(command) => command.enqueue(&self.experts, stream),

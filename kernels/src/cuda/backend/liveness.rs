@@ -46,7 +46,7 @@ impl KernelCommand {
             Self::AttentionPaged { operands, .. } | Self::AttentionScalar { operands, .. } => {
                 each(operands.queries.bytes());
             }
-            Self::Gated { gate, up } => {
+            Self::Gated { gate, up, .. } => {
                 each(gate.bytes());
                 each(up.bytes());
             }

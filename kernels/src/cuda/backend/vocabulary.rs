@@ -351,7 +351,7 @@ impl Backend for Cuda {
         gate.check(OP, "columns of gate", rows, up.cols())?;
         silu_only(OP, activation)?;
         let (gate, up) = (self.use_tensor(gate, rows), self.use_tensor(up, rows));
-        self.push(KernelCommand::Gated { gate, up });
+        self.push(KernelCommand::Gated { gate, up, pairs_of_rows: None });
         Ok(())
     }
 
