@@ -21,8 +21,8 @@ use super::abi::experts::{
 use super::error::device_error;
 use super::launch::{KernelName, kernel_name, launch_kernel};
 use super::module::image;
-pub use super::pair_grouping::PairGrouping;
 use super::pair_grouping::GroupAddress;
+pub use super::pair_grouping::PairGrouping;
 use super::quantize::{ACT_TILE_TOKENS, QuantizedActivations, activation_bytes};
 use super::quantized_output::QuantizedOutput;
 use super::{Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};

@@ -258,6 +258,11 @@ impl Cuda {
         // SAFETY: the callers checked lengths against what they own.
         unsafe { self.readback.read_to_host(self.recorder.stream(), address, host) }
             .map_err(device_error(op))?;
-        self.recorder.wait()
+        if host.is_empty() {
+            return self.recorder.wait();
+        }
+        // The copy that has arrived was enqueued after all other work.
+        self.recorder.work_has_ended();
+        Ok(())
     }
 }

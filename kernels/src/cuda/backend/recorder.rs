@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`Recorder`] collects the commands of a step and enqueues them together. If the same list of
+//! [`Recorder`] collects the commands of a step and enqueues them in two parts. If the same list of
 //! commands came before, it launches them as one CUDA graph; otherwise it launches them one by one.
+//!
+//! The first part is a few layers. The device computes it while the host collects the rest, which
+//! takes 40 to 120 us. One part would leave the device idle for that time.
 //!
 //! All data that changes from step to step (tokens, positions, tables, plans) is in device memory.
 //! So two steps have the same list if they have the same number of rows and the same bounds of the
@@ -29,8 +32,11 @@ use crate::cuda::attention::AttentionPlanAddress;
 use crate::cuda::error::device_error;
 use crate::cuda::{Device, Graph, Stream};
 
-/// The number of graphs kept at once: one for each size of decode batch.
+/// The number of graphs of each part that are kept: one for each size of decode batch.
 pub(super) const GRAPHS_MAX: usize = 12;
+/// From this number of commands on, the first part may be enqueued. The device computes so many for
+/// at least 60 us.
+const FIRST_PART_COMMANDS: usize = 64;
 /// The number of hashes kept of lists that occurred once.
 const SEEN_MAX: usize = 256;
 /// The number of memory owners in use at which the recorder waits for the device.
@@ -42,11 +48,15 @@ pub(super) struct Recorder {
     stream: Stream,
     kernels: KernelSet,
     pending: CommandList,
+    /// The part of a step that `pending` belongs to.
+    part: StepPart,
     /// Owners of the memory that `pending` uses. `in_flight` has the owners for work in flight.
     owners: Vec<MemoryOwner>,
     in_flight: Vec<MemoryOwner>,
-    /// In order of use: the most recently used graph is the last one.
-    graphs: Vec<CapturedGraph>,
+    /// Owners for work that has ended. They are dropped when the device is busy again.
+    ended: Vec<MemoryOwner>,
+    /// By part. In order of use: the most recently used graph is the last one.
+    graphs: [Vec<CapturedGraph>; 2],
     seen: VecDeque<u64>,
     use_graphs: bool,
     /// The time spent on captures so far.
@@ -61,6 +71,13 @@ pub(super) struct Recorder {
     host_work: Duration,
 }
 
+/// The beginning of a step, or of a micro-batch, and the rest.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum StepPart {
+    First,
+    Rest,
+}
+
 struct CapturedGraph {
     hash: u64,
     commands: CommandList,
@@ -73,9 +90,11 @@ impl Recorder {
             stream,
             kernels: KernelSet::new(device),
             pending: CommandList::default(),
+            part: StepPart::First,
             owners: Vec::new(),
             in_flight: Vec::new(),
-            graphs: Vec::new(),
+            ended: Vec::new(),
+            graphs: Default::default(),
             seen: VecDeque::new(),
             use_graphs: true,
             graph_time: Duration::ZERO,
@@ -100,12 +119,12 @@ impl Recorder {
 
     /// The number of captured graphs in memory.
     pub(super) fn graphs(&self) -> usize {
-        self.graphs.len()
+        self.graphs.iter().map(Vec::len).sum()
     }
 
     /// The number of launches in the graphs in memory.
     pub(super) fn graph_launches(&self) -> u64 {
-        self.graphs.iter().map(|captured| captured.commands.list.len() as u64).sum()
+        self.graphs.iter().flatten().map(|captured| captured.commands.list.len() as u64).sum()
     }
 
     /// The time spent on captures so far.
@@ -134,6 +153,28 @@ impl Recorder {
         index as u32
     }
 
+    /// Enqueues what is left of the step before. The next commands are the first ones of a step, or
+    /// of a micro-batch.
+    pub(super) fn begin_step(&mut self) -> Result<(), OpError> {
+        self.flush()?;
+        self.part = StepPart::First;
+        Ok(())
+    }
+
+    /// Enqueues the first part of the step if it is long enough. Called where no launch computes
+    /// commands from both sides.
+    pub(super) fn end_first_part(&mut self) -> Result<(), OpError> {
+        if self.part == StepPart::Rest
+            || self.pending.list.len() < FIRST_PART_COMMANDS
+            || !matches!(self.pending.list.last(), Some(KernelCommand::Product { .. }))
+        {
+            return Ok(());
+        }
+        self.flush()?;
+        self.part = StepPart::Rest;
+        Ok(())
+    }
+
     /// Enqueues the collected commands.
     pub(super) fn flush(&mut self) -> Result<(), OpError> {
         if self.pending.list.is_empty() {
@@ -142,9 +183,14 @@ impl Recorder {
         if self.in_flight.len() > IN_FLIGHT_MAX {
             self.wait()?;
         }
-        self.take_turn()?;
+        // The rest of a step belongs to the turn of its first part.
+        let has_turn = self.part == StepPart::Rest && self.ended_at.is_none() && self.turn.is_some();
+        if !has_turn {
+            self.take_turn()?;
+        }
         let given = self.enqueue();
         self.in_flight.append(&mut self.owners);
+        self.ended.clear();
         self.pending.list.clear();
         self.pending.plans.clear();
         given
@@ -153,11 +199,28 @@ impl Recorder {
     /// Waits until all flushed work has ended, and ends the turn if it has lasted long enough.
     pub(super) fn wait(&mut self) -> Result<(), OpError> {
         let ended = self.stream.synchronize().map_err(device_error("wait"));
+        if ended.is_ok() {
+            self.work_has_ended();
+        } else {
+            self.rest_turn();
+        }
+        ended
+    }
+
+    /// Does what [`Self::wait`] does, for a caller that has waited for all flushed work.
+    pub(super) fn work_has_ended(&mut self) {
+        self.rest_turn();
+        self.ended.append(&mut self.in_flight);
+    }
+
+    fn rest_turn(&mut self) {
         self.turn = self.turn.take().and_then(|turn| turn.rest(self.host_work));
         self.ended_at = Some(Instant::now());
-        ended?;
-        self.in_flight.clear();
-        Ok(())
+    }
+
+    /// Drops what the work that has ended used.
+    pub(super) fn drop_owners(&mut self) {
+        self.ended.clear();
     }
 
     /// Ends the turn if there is one: the device waits for the host from here on.
@@ -188,15 +251,15 @@ impl Recorder {
 
     fn enqueue(&mut self) -> Result<(), OpError> {
         let hash = hash_commands(&self.pending);
-        if let Some(at) =
-            self.graphs.iter().position(|graph| graph.hash == hash && graph.commands == self.pending)
+        let graphs = &mut self.graphs[self.part as usize];
+        if let Some(at) = graphs.iter().position(|graph| graph.hash == hash && graph.commands == self.pending)
         {
-            let captured = self.graphs.remove(at);
+            let captured = graphs.remove(at);
             // SAFETY: the contract of `push`, for a list equal to the captured one. So the graph's
             // addresses are those of this step, and the recorder keeps their owners until it has
             // waited for the work.
             let launched = unsafe { captured.graph.launch() }.map_err(device_error("graph"));
-            self.graphs.push(captured);
+            graphs.push(captured);
             return launched;
         }
         let again = self.seen.contains(&hash);
@@ -212,15 +275,15 @@ impl Recorder {
         let started = Instant::now();
         // SAFETY: as above.
         let work = || unsafe { self.kernels.enqueue(&self.stream, &self.pending) }.map_err(CaptureError::Op);
-        if self.graphs.len() == GRAPHS_MAX {
-            self.graphs.remove(0);
+        if graphs.len() == GRAPHS_MAX {
+            graphs.remove(0);
         }
         let graph = self.stream.capture(work).map_err(CaptureError::into_op)?;
         graph.upload().map_err(device_error("graph"))?;
         self.graph_time += started.elapsed();
         // SAFETY: the contract of `push`. The graph was captured from these commands.
         let launched = unsafe { graph.launch() }.map_err(device_error("graph"));
-        self.graphs.push(CapturedGraph { hash, commands: self.pending.clone(), graph });
+        graphs.push(CapturedGraph { hash, commands: self.pending.clone(), graph });
         launched
     }
 }

@@ -66,7 +66,7 @@ impl Backend for Cuda {
 
     fn begin(&mut self, step: &Step<'_>) -> Result<(), OpError> {
         // Commands of the previous step refer to that step's rows.
-        self.recorder.flush()?;
+        self.recorder.begin_step()?;
         self.steps += 1;
         self.step.set(self.recorder.stream(), step)
     }
@@ -110,6 +110,7 @@ impl Backend for Cuda {
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "rms_norm_heads";
+        self.recorder.end_first_part()?;
         let weight = self.vector(OP, "values of a head", weight, weight.cols())?;
         x.check_heads(OP, "columns of x", rows, weight.len)?;
         let x = self.use_tensor(x, rows);
@@ -221,6 +222,7 @@ impl Backend for Cuda {
         rows: usize,
     ) -> Result<(), OpError> {
         const OP: &str = "rope";
+        self.recorder.end_first_part()?;
         self.step.check(OP, rows)?;
         x.check_heads(OP, "columns of x", rows, head_dim)?;
         if 2 * rope.pairs() > head_dim {
@@ -461,6 +463,7 @@ impl Backend for Cuda {
         self.recorder.flush()?;
         let recorder = &mut self.recorder;
         let trimmed = kv.trim(blocks, || recorder.wait());
+        recorder.drop_owners();
         // This may be the last call before the process has nothing to compute.
         recorder.end_turn().and(trimmed)
     }
