@@ -19,9 +19,9 @@ use super::{Device, LaunchConfig, Stream};
 
 /// From this number of pairs per expert on, wgmma is faster than the 8-bit kernel: for Q4_K, whose
 /// activations are also written as f16 quants, and for the other types. Measured on an H200 with
-/// 128 experts of 2048 x 768, gate and up. Q4_K: 16 pairs take 111 us on wgmma and 109 without it,
-/// 24 take 113 and 123. Q8_0: 16 pairs take 113 and 122. Q6_K: 16 pairs take 126 and 154.
-const F16_PAIRS_MIN: usize = 24;
+/// 128 experts of 2048 x 768, gate and up. Q4_K: 24 pairs take 112 us on wgmma and 100 without it,
+/// 32 take 125 and 137. Q8_0: 16 pairs take 114 and 118. Q6_K: 16 pairs take 125 and 130.
+const F16_PAIRS_MIN: usize = 28;
 const EIGHT_BIT_PAIRS_MIN: usize = 16;
 /// Row tiles of a block.
 const ROW_TILES: usize = 4 * EXPERT_WGMMA_ROW_GROUPS;
