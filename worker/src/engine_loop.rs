@@ -35,13 +35,11 @@ use crate::stream_trace::TracedStep;
 use crate::token_channel::{ChannelFull, FlowControl, StreamAbort, StreamItem};
 
 mod active_stream;
-mod burst_window;
 mod command;
 mod handle;
 mod kv_subscriber;
 
 use active_stream::ActiveStream;
-use burst_window::BurstWindow;
 use command::{COMMANDS_MAX, EngineCommand, KV_SUBSCRIBERS_MAX, PAUSED_POLL, SubmitReply};
 pub(crate) use command::{EngineSnapshot, SubmitError};
 pub(crate) use handle::{EngineHandle, EngineWaker};
@@ -76,7 +74,6 @@ pub(crate) struct EngineLoop<B: Backend> {
     steps: StepCounter,
     streams: HashMap<RequestId, ActiveStream>,
     outputs: Vec<EngineOutput>,
-    burst: BurstWindow,
     is_draining: bool,
     first_step: Duration,
     kv_usage: KvCacheUsage,
@@ -127,7 +124,6 @@ pub(crate) fn engine_loop<B: Backend>(
         steps: handle.steps.clone(),
         streams: HashMap::new(),
         outputs: Vec::new(),
-        burst: BurstWindow::default(),
         is_draining: false,
         first_step: Duration::ZERO,
         kv_usage: KvCacheUsage::default(),
@@ -144,7 +140,6 @@ impl<B: Backend> EngineLoop<B> {
         loop {
             let mut received = None;
             if !self.engine.has_work() {
-                self.burst.idle();
                 received = self.wait_while_idle()?;
                 if received.is_none() {
                     return Ok(());
@@ -155,7 +150,6 @@ impl<B: Backend> EngineLoop<B> {
             while let Ok(command) = self.commands.try_recv() {
                 self.handle(command);
             }
-            self.wait_for_burst();
             self.apply_flow_control();
             self.expire_prefixes(self.epoch.elapsed());
             let stepped = self.step();
@@ -164,15 +158,6 @@ impl<B: Backend> EngineLoop<B> {
             if was_empty && self.engine.has_work() && !self.wait_while_paused() {
                 return Ok(());
             }
-        }
-    }
-
-    /// Waits for the rest of a burst of requests.
-    fn wait_for_burst(&mut self) {
-        while let Some(wait) = self.burst.wait(self.epoch.elapsed())
-            && let Ok(command) = self.commands.recv_timeout(wait)
-        {
-            self.handle(command);
         }
     }
 
@@ -348,7 +333,6 @@ impl<B: Backend> EngineLoop<B> {
         stream: ActiveStream,
         reply: SubmitReply,
     ) {
-        self.burst.arrive(stream.submitted);
         match queued {
             Ok(_) => drop(self.streams.insert(id, stream)),
             Err(_) => stream.trace.refuse(),

@@ -6,22 +6,15 @@ use std::time::Duration;
 
 use engine::EngineOutput;
 
-use crate::call_trace::CallTrace;
 use crate::stream_trace::{StreamTrace, TracedStep};
 use crate::token_channel::{ChannelFull, StreamItem, TokenChannel};
 
 pub(super) struct ActiveStream {
     pub(super) channel: TokenChannel,
     pub(super) trace: StreamTrace,
-    /// On the engine's clock.
-    pub(super) submitted: Duration,
 }
 
 impl ActiveStream {
-    pub(super) fn submit(channel: TokenChannel, call: CallTrace, now: Duration) -> Self {
-        Self { channel, trace: StreamTrace::submit(call, now), submitted: now }
-    }
-
     pub(super) fn send(&mut self, output: EngineOutput, step: &TracedStep) -> Result<(), ChannelFull> {
         self.trace.record(&output, step);
         self.channel.send(output)

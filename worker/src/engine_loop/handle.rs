@@ -15,6 +15,7 @@ use super::command::{EngineCommand, EngineSnapshot, SubmitError, SubmitReply, se
 use super::kv_subscriber::KvEventSubscriber;
 use crate::call_trace::CallTrace;
 use crate::step_watchdog::StepCounter;
+use crate::stream_trace::StreamTrace;
 use crate::token_channel::{RESULT_CAPACITY, StreamItem, TOKEN_CAPACITY, score_capacity, token_channel};
 
 /// Keeps the engine loop running. The engine loop ends when all handles are dropped.
@@ -86,7 +87,7 @@ impl EngineHandle {
         call: CallTrace,
     ) -> Result<(Queued, mpsc::Receiver<StreamItem>), SubmitError> {
         let (channel, receiver) = token_channel(TOKEN_CAPACITY);
-        let stream = ActiveStream::submit(channel, call, self.now());
+        let stream = ActiveStream { channel, trace: StreamTrace::submit(call, self.now()) };
         let request = Box::new(request);
         let queued =
             self.submit(|reply| EngineCommand::Generate { request, constraint, stream, reply }).await?;
@@ -99,7 +100,7 @@ impl EngineHandle {
         call: CallTrace,
     ) -> Result<(Queued, mpsc::Receiver<StreamItem>), SubmitError> {
         let (channel, receiver) = token_channel(RESULT_CAPACITY);
-        let stream = ActiveStream::submit(channel, call, self.now());
+        let stream = ActiveStream { channel, trace: StreamTrace::submit(call, self.now()) };
         let queued = self.submit(|reply| EngineCommand::SearchBeams { request, stream, reply }).await?;
         Ok((queued, receiver))
     }
@@ -110,7 +111,7 @@ impl EngineHandle {
         call: CallTrace,
     ) -> Result<mpsc::Receiver<StreamItem>, SubmitError> {
         let (channel, receiver) = token_channel(score_capacity(self.score_rows_max));
-        let stream = ActiveStream::submit(channel, call, self.now());
+        let stream = ActiveStream { channel, trace: StreamTrace::submit(call, self.now()) };
         self.submit(|reply| EngineCommand::Score { request, stream, reply }).await?;
         Ok(receiver)
     }
@@ -121,7 +122,7 @@ impl EngineHandle {
         call: CallTrace,
     ) -> Result<mpsc::Receiver<StreamItem>, SubmitError> {
         let (channel, receiver) = token_channel(RESULT_CAPACITY);
-        let stream = ActiveStream::submit(channel, call, self.now());
+        let stream = ActiveStream { channel, trace: StreamTrace::submit(call, self.now()) };
         self.submit(|reply| EngineCommand::Embed { request, stream, reply }).await?;
         Ok(receiver)
     }
