@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Writes one line for each kernel that a process runs: name, start and end in nanoseconds, grid and
-// block. The file's name ends with the number of the process. The CUDA driver loads this library if CUDA_INJECTION64_PATH names it. README.md has the
-// commands.
+// block. The file's name ends with the number of the process. The CUDA driver loads this library if
+// CUDA_INJECTION64_PATH names it. README.md has the commands.
 
 #include <cupti.h>
 #include <pthread.h>

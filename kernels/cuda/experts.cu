@@ -33,8 +33,7 @@
 
 namespace {
 
-using experts::choose_experts, experts::key_probability, experts::rank_key, experts::softmax,
-    experts::sort_pairs, experts::EXPERTS_PER_LANE, experts::PROBABILITY_SUM_MIN;
+using experts::choose_experts, experts::sort_pairs;
 
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(__half x) { return __half2float(x); }
@@ -83,47 +82,6 @@ __device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int
                      act_tile_row(quantized, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, slot, tile));
 }
 
-// A warp chooses the experts of one row, of at most 32 PER_LANE. Probabilities are ranked as
-// integers: bits of floats that are not negative have their order. An expert that was taken has 0,
-// the others one more than their bits.
-template <int PER_LANE>
-__device__ void choose_by_warp(const float *logits, int count, int used, uint32_t *experts,
-                               float *expert_weights) {
-    const int lane = threadIdx.x % 32;
-    float probabilities[PER_LANE];
-    softmax(logits, count, probabilities);
-    uint32_t keys[PER_LANE];
-#pragma unroll
-    for (int k = 0; k < PER_LANE; k++)
-        keys[k] = k * 32 + lane < count ? __float_as_uint(rank_key(probabilities[k])) + 1 : 0;
-
-    float own = 0.0f, sum = 0.0f;
-    uint32_t own_expert = 0;
-    for (int rank = 0; rank < used; rank++) {
-        uint32_t best = 0, expert = ~0u;
-#pragma unroll
-        for (int k = 0; k < PER_LANE; k++)
-            if (keys[k] > best) best = keys[k], expert = k * 32 + lane;
-        uint32_t key = __reduce_max_sync(~0u, best);
-        uint32_t chosen = __reduce_min_sync(~0u, best == key ? expert : ~0u);
-#pragma unroll
-        for (int k = 0; k < PER_LANE; k++)
-            if (k * 32 + lane == int(chosen)) keys[k] = 0;
-        float probability = key_probability(__uint_as_float(key - 1));
-        sum += probability;
-        if (lane == rank % 32) own = probability, own_expert = chosen;
-        // A lane keeps one rank of every 32; the warp stores them together.
-        if (rank % 32 == 31 || rank + 1 == used) {
-            int first = rank / 32 * 32;
-            if (first + lane <= rank) experts[first + lane] = own_expert, expert_weights[first + lane] = own;
-        }
-    }
-    __syncwarp();
-    float divisor = sum != sum ? sum : fmaxf(sum, PROBABILITY_SUM_MIN);
-    for (int rank = lane; rank < used; rank += 32)
-        expert_weights[rank] = __fdiv_rn(expert_weights[rank], divisor);
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
@@ -133,11 +91,7 @@ extern "C" __global__ void __launch_bounds__(32 * EXPERT_TOPK_ROWS)
     launch_next_kernel();
     int row = blockIdx.x * EXPERT_TOPK_ROWS + threadIdx.x / 32;
     if (row >= rows) return;
-    logits += size_t(row) * count, experts += size_t(row) * used, expert_weights += size_t(row) * used;
-    if (count <= 128)
-        choose_by_warp<4>(logits, count, used, experts, expert_weights);
-    else
-        choose_by_warp<EXPERTS_PER_LANE>(logits, count, used, experts, expert_weights);
+    choose_experts(logits, row, count, used, experts, expert_weights);
 }
 CHECK_SIGNATURE(expert_topk_softmax, ExpertTopkSoftmax);
 
@@ -159,18 +113,15 @@ extern "C" __global__ void __launch_bounds__(EXPERT_ROUTE_THREADS)
                  ExpertPairOrder order) {
     constexpr int WARPS = EXPERT_ROUTE_THREADS / 32;
     static_assert(EXPERT_ROUTE_ROWS <= WARPS, "a warp per row");
-    // The keys are read for the last time before sort_pairs begins.
-    union Scratch {
-        float keys[EXPERT_ROUTE_ROWS][EXPERTS_MAX];
-        uint16_t before[WARPS][EXPERTS_MAX];
-    };
-    __shared__ Scratch scratch;
+    __shared__ uint16_t before[WARPS][EXPERTS_MAX];
     __shared__ uint32_t first_slot[EXPERTS_MAX];
     __shared__ uint64_t warp_totals[EXPERTS_MAX / 32];
     wait_for_previous_kernel();
     launch_next_kernel();
-    choose_experts(logits, rows, order.expert_count, used, scratch.keys, experts, expert_weights);
-    sort_pairs<WARPS>(experts, rows * used, order, scratch.before, first_slot, warp_totals);
+    int row = threadIdx.x / 32;
+    if (row < rows) choose_experts(logits, row, order.expert_count, used, experts, expert_weights);
+    __syncthreads();
+    sort_pairs<WARPS>(experts, rows * used, order, before, first_slot, warp_totals);
 }
 CHECK_SIGNATURE(expert_route, ExpertRoute);
 

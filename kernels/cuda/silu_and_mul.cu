@@ -74,12 +74,12 @@ extern "C" __global__ void __launch_bounds__(SILU_THREADS)
 }
 CHECK_SIGNATURE(silu_and_mul_scalar, SiluAndMulScalar);
 
-#define SILU_KERNEL(SUFFIX, QUANTIZER)                                                                   \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS) silu_and_mul##SUFFIX(                       \
-        float *gate, const float *up, int tokens, int cols, int needs_values,                            \
-        const uint32_t *pairs_of_rows, QuantizedRows quantized) {                                        \
+#define SILU_KERNEL(SUFFIX, QUANTIZER)                                                                     \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                               \
+        silu_and_mul##SUFFIX(float *gate, const float *up, int tokens, int cols, int needs_values,         \
+                             const uint32_t *pairs_of_rows, QuantizedRows quantized) {                     \
         silu_and_mul_rows<QUANTIZER>(gate, up, tokens, cols, needs_values != 0, pairs_of_rows, quantized); \
-    }                                                                                                    \
+    }                                                                                                      \
     CHECK_SIGNATURE(silu_and_mul##SUFFIX, SiluAndMulQuantized);
 SILU_KERNEL(_q8_0, QuantizePer32<ActivationFormat::Q8_0>)
 SILU_KERNEL(_q8_1, QuantizePer32<ActivationFormat::Q8_1>)

@@ -15,6 +15,6 @@
     }                                                                                       \
     CHECK_SIGNATURE(expert_matmul_##NAME##_##SLOTS, ExpertMatmul);
 
-#define EXPERT_KERNELS(NAME, FORMAT)                           \
+#define EXPERT_KERNELS(NAME, FORMAT)                            \
     EXPERT_MATMUL(NAME, FORMAT, 8, EXPERT_MATMUL_FEW_ACT_TILES) \
     EXPERT_MATMUL(NAME, FORMAT, 32, EXPERT_MATMUL_ACT_TILES)

@@ -4,9 +4,9 @@
 // products are those of linear/matmul.cuh, bit for bit; the device picks the matrix.
 //
 // Slots are pairs in the order of experts. The slots of each expert begin a new activation tile
-// (expert_sort_pairs in experts.cu). An output tile is one group of at most 8 ACT_TILES slots of an
-// expert by ROW_TILES row tiles, of one of up to two stacks. Block b computes output tiles b,
-// b + blocks, ...
+// (expert_sort_pairs in experts.cu). An output tile is one group of at most 8 * ACT_TILES slots of
+// an expert by ROW_TILES row tiles, of one of up to two stacks. Block b computes output tiles b, b
+// + blocks, ...
 //
 //                    up to ACT_TILES activation tiles of a group (8 slots each)
 //                    +----+----+----+----+
@@ -28,9 +28,9 @@
 // up of 2048 x 768 in Q4_K: 3.3 to 3.6 TB/s of weights at 4 slots an expert. When each warp copied
 // for itself, nothing was copied while it stored values, and it reached 2.6.
 //
-// One activation tile leaves room for five stages of Q4_K. With four, a weight tile is converted for
-// up to 32 slots. Eight need more registers than two blocks have, and are slower at any number of
-// slots.
+// One activation tile leaves room for five stages of Q4_K. With four, a weight tile is converted
+// for up to 32 slots. Eight need more registers than two blocks have, and are slower at any number
+// of slots.
 #pragma once
 
 #include "../linear/async_copy.cuh"

@@ -2,17 +2,13 @@
 
 // The two steps of an expert layer's routing.
 //
-//   choose_experts   a warp per row: softmax of the router's logits over all experts, as keys in
-//                    shared memory; then a thread per row and expert counts the keys that rank
-//                    before its own, and stores the expert if it is among the best
+//   choose_experts   a warp per row: softmax of the router's logits over all experts, and the best
+//                    of them, one after the other
 //   sort_pairs       a block: (row, rank) pairs in the order of experts, divided into groups of
 //                    pairs of one expert
 //
 //   logits    0.1  2.0 -1.0  2.0
 //   rank        2    0    3    1       a tie goes to the lower index
-//
-// For one row of 128 experts, this is 4 us faster than a warp that finds one maximum after the
-// other, as expert_topk_softmax does for many rows.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +24,7 @@ constexpr int EXPERTS_PER_LANE = EXPERTS_MAX / 32;
 // The key of a probability that is not a number: above all others, so that the result shows it.
 constexpr float NAN_KEY = 2.0f;
 
-// The calling warp computes the softmax of one row of `count` logits, at most 32 PER_LANE. Lane l
+// The calling warp computes the softmax of one row of `count` logits, at most 32 * PER_LANE. Lane l
 // holds the probabilities of experts l, 32 + l, ...; of those from `count` on, it holds -1.
 template <int PER_LANE>
 __device__ inline void softmax(const float *logits, int count, float (&probabilities)[PER_LANE]) {
@@ -64,55 +60,56 @@ __device__ inline float rank_key(float probability) {
 // The probability of a key.
 __device__ inline float key_probability(float key) { return key == NAN_KEY ? NAN : key; }
 
-// The calling warp computes the keys of the experts of one row.
-__device__ inline void softmax_keys(const float *logits, int count, float *keys) {
+// A warp chooses the experts of one row, of at most 32 * PER_LANE. Probabilities are ranked as
+// integers: bits of floats that are not negative have their order. An expert that was taken has 0,
+// the others one more than their bits.
+template <int PER_LANE>
+__device__ void choose_by_warp(const float *logits, int count, int used, uint32_t *experts,
+                               float *expert_weights) {
     const int lane = threadIdx.x % 32;
-    float probabilities[EXPERTS_PER_LANE];
+    float probabilities[PER_LANE];
     softmax(logits, count, probabilities);
+    uint32_t keys[PER_LANE];
 #pragma unroll
-    for (int k = 0; k < EXPERTS_PER_LANE; k++)
-        if (k * 32 + lane < count) keys[k * 32 + lane] = rank_key(probabilities[k]);
-}
+    for (int k = 0; k < PER_LANE; k++)
+        keys[k] = k * 32 + lane < count ? __float_as_uint(rank_key(probabilities[k])) + 1 : 0;
 
-// The calling warp divides the probabilities of a row's experts by their sum in rank order.
-__device__ inline void normalize_probabilities(float *probabilities, int used) {
-    const int lane = threadIdx.x % 32;
-    float sum = 0.0f;
-    for (int first = 0; first < used; first += 32) {
-        float own = first + lane < used ? probabilities[first + lane] : 0.0f;
-        int ranks = min(32, used - first);
-        for (int rank = 0; rank < ranks; rank++) sum += __shfl_sync(~0u, own, rank);
+    float own = 0.0f, sum = 0.0f;
+    uint32_t own_expert = 0;
+    for (int rank = 0; rank < used; rank++) {
+        uint32_t best = 0, expert = ~0u;
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++)
+            if (keys[k] > best) best = keys[k], expert = k * 32 + lane;
+        uint32_t key = __reduce_max_sync(~0u, best);
+        uint32_t chosen = __reduce_min_sync(~0u, best == key ? expert : ~0u);
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++)
+            if (k * 32 + lane == int(chosen)) keys[k] = 0;
+        float probability = key_probability(__uint_as_float(key - 1));
+        sum += probability;
+        if (lane == rank % 32) own = probability, own_expert = chosen;
+        // A lane keeps one rank of every 32; the warp stores them together.
+        if (rank % 32 == 31 || rank + 1 == used) {
+            int first = rank / 32 * 32;
+            if (first + lane <= rank) experts[first + lane] = own_expert, expert_weights[first + lane] = own;
+        }
     }
+    __syncwarp();
     float divisor = sum != sum ? sum : fmaxf(sum, PROBABILITY_SUM_MIN);
     for (int rank = lane; rank < used; rank += 32)
-        probabilities[rank] = __fdiv_rn(probabilities[rank], divisor);
+        expert_weights[rank] = __fdiv_rn(expert_weights[rank], divisor);
 }
 
-// Chooses the `used` experts of each of `rows` rows of logits, in falling order of probability.
-// Writes them and their probabilities divided by their sum, [rows][used]. All threads of the block
-// call it; it has a warp for each row. Ends with a barrier.
-__device__ inline void choose_experts(const float *logits, int rows, int count, int used,
-                                      float (*keys)[EXPERTS_MAX], uint32_t *experts, float *probabilities) {
-    const int warp = threadIdx.x / 32;
-    if (warp < rows) softmax_keys(logits + size_t(warp) * count, count, keys[warp]);
-    __syncthreads();
-    // The rank of an expert is the number of those that stand before it.
-    for (int at = threadIdx.x; at < rows * count; at += blockDim.x) {
-        int row = at / count, expert = at % count, rank = 0;
-        const float key = keys[row][expert];
-#pragma unroll 8
-        for (int other = 0; other < count; other++) {
-            float other_key = keys[row][other];
-            rank += other_key > key || (other_key == key && other < expert);
-        }
-        if (rank < used) {
-            experts[size_t(row) * used + rank] = expert;
-            probabilities[size_t(row) * used + rank] = key_probability(key);
-        }
-    }
-    __syncthreads();
-    if (warp < rows) normalize_probabilities(probabilities + size_t(warp) * used, used);
-    __syncthreads();
+// The calling warp chooses the `used` experts of row `row`, in falling order of probability. Writes
+// them and their probabilities divided by their sum, [rows][used].
+__device__ inline void choose_experts(const float *logits, int row, int count, int used, uint32_t *experts,
+                                      float *expert_weights) {
+    logits += size_t(row) * count, experts += size_t(row) * used, expert_weights += size_t(row) * used;
+    if (count <= 128)
+        choose_by_warp<4>(logits, count, used, experts, expert_weights);
+    else
+        choose_by_warp<EXPERTS_PER_LANE>(logits, count, used, experts, expert_weights);
 }
 
 // The number of groups of experts that have more pairs than expert e, which has `pairs` and

@@ -27,12 +27,12 @@
 // H200 with 128 experts of qwen3-30b-a3b, us on wgmma and in parentheses by matmul.cuh:
 //
 //   pairs an expert             16          32          64          128
-//   Q4_K gate and up       111 (109)   127 (140)   173 (267)   254 (451)     128 pairs: 406 TOPS
-//        down               71  (72)    81  (91)   104 (169)   155 (288)                332
-//   Q6_K gate and up       126 (154)   145 (194)   182 (357)   258 (614)                399
-//        down               78  (93)    89 (118)   111 (218)   158 (368)                327
-//   Q8_0 gate and up       113 (122)   138 (159)   208 (301)   374 (502)                276
-//        down               71  (75)    85  (98)   121 (181)   215 (306)                240
+//   Q4_K gate and up       110  (84)   125 (137)   171 (233)   252 (417)     128 pairs: 406 TOPS
+//        down               70  (55)    80  (87)   104 (145)   154 (267)                332
+//   Q6_K gate and up       125 (130)   144 (211)   181 (346)   258 (618)                399
+//        down               77  (82)    88 (129)   111 (214)   157 (389)                327
+//   Q8_0 gate and up       114 (118)   139 (170)   209 (270)   373 (481)                276
+//        down               71  (70)    85  (98)   121 (160)   212 (288)                240
 //
 // Tried: multiples of 16 slots (no faster for groups of 128, and the code of Q4_K for 160 becomes
 // too large to be inlined), a load of each slot's pair before its store (60 us slower for down).

@@ -282,8 +282,11 @@ impl ExpertKernels {
             // SAFETY: this function's contract. Lengths were checked.
             return unsafe { self.launch_wgmma(kernels, stream, x, of, params, stacks) };
         }
-        let [few, many] = kernels.matmuls;
-        let name = if grouping == PairGrouping::MATMULS[0] { few } else { many };
+        let Some(at_matmul) = PairGrouping::MATMULS.iter().position(|known| *known == grouping) else {
+            let (found, expected) = (grouping.group_pairs(), PairGrouping::MATMULS[1].group_pairs());
+            return Err(OpError::Shape { op: OP, what: "pairs of a group", found, expected });
+        };
+        let name = kernels.matmuls[at_matmul];
         let act_tile = activation_bytes(x.layout.format, ACT_TILE_TOKENS, TILE_COLS).unwrap_or(0);
         let act_tiles = grouping.group_pairs() / ACT_TILE_TOKENS;
         let stage_bytes = EXPERT_MATMUL_ROW_TILES * shape.tile_bytes() + act_tiles * act_tile;
@@ -347,8 +350,8 @@ impl ExpertKernels {
         Ok((!is_empty).then_some(kernels))
     }
 
-    /// Computes `stack.out[p] = matrix of pair p's expert times row p / pairs_per_token of x` for one
-    /// stack of float weights. `x` is not quantized.
+    /// Computes `stack.out[p] = matrix of pair p's expert times row p / pairs_per_token of x` for
+    /// one stack of float weights. `x` is not quantized.
     ///
     /// # Safety
     /// `experts` are in device memory. Each of them is below `count`.

@@ -56,8 +56,8 @@ impl SiluKernels {
     }
 
     /// Computes [`Self::silu`] over rows of `cols` values, and also quantizes the rows. Values that
-    /// `quantized` does not need are not written. Rows whose word in `pairs_of_rows` is the largest
-    /// are left out.
+    /// `quantized` does not need are not written. Rows whose word in `pairs_of_rows` is `NO_PAIR`
+    /// (`u32::MAX`) are left out.
     pub fn silu_quantized(
         &self,
         stream: &Stream,

@@ -20,6 +20,8 @@ use crate::random::TestRng;
 pub(crate) const BLOCK_TOKENS: usize = 16;
 const TOKENS: usize = 150;
 const BLOCKS: usize = 64;
+/// The small models have fewer commands than the first part of a step has otherwise.
+const FIRST_PART_COMMANDS: usize = 8;
 /// Small models of every architecture, in quantized types and floats.
 const MODELS: [&str; 6] =
     ["llama.Q8_0", "llama.Q4_0", "llama-linear.F16", "llama-linear.BF16", "qwen3.Q4_K_M", "qwen3moe-q.Q2_K"];
@@ -126,7 +128,7 @@ fn blocks(first: usize) -> Vec<u32> {
 /// A way to compute the logits of `tokens`.
 type ComputePath = fn(&mut ModelRun, &[u32], &[u32]) -> Result<Vec<Vec<f32>>>;
 
-const COMPUTE_PATHS: [(&str, ComputePath); 8] = [
+const COMPUTE_PATHS: [(&str, ComputePath); 10] = [
     ("token by token", |run, tokens, _| {
         let table = blocks(0);
         (0..TOKENS).map(|at| Ok(run.one(&table, tokens, at..at + 1)?.concat())).collect()
@@ -205,6 +207,22 @@ const COMPUTE_PATHS: [(&str, ComputePath); 8] = [
         rows.extend(run.one(&table, tokens, 77..TOKENS)?);
         Ok(rows)
     }),
+    ("in two parts, in chunks", |run, tokens, _| {
+        run.cuda.set_first_part_commands(FIRST_PART_COMMANDS);
+        let table = blocks(0);
+        let mut rows = run.one(&table, tokens, 0..70)?;
+        rows.extend(run.one(&table, tokens, 70..71)?);
+        rows.extend(run.one(&table, tokens, 71..TOKENS)?);
+        Ok(rows)
+    }),
+    ("in two parts, token by token", |run, tokens, _| {
+        run.cuda.set_first_part_commands(FIRST_PART_COMMANDS);
+        let table = blocks(0);
+        let rows: Result<Vec<_>> =
+            (0..TOKENS).map(|at| Ok(run.one(&table, tokens, at..at + 1)?.concat())).collect();
+        ensure!(run.cuda.graphs() >= 2, "a graph of each part, found {}", run.cuda.graphs());
+        rows
+    }),
     ("without graphs", |run, tokens, _| {
         let table = blocks(0);
         run.cuda.set_graphs(false);
@@ -226,8 +244,8 @@ pub(crate) fn every_way_gives_the_same_logits(gpu: &TestGpu) -> Result<()> {
             let (tokens, other) = (draw(), draw());
             let expected = whole.one(&blocks(0), &tokens, 0..TOKENS)?;
             ensure!(expected.concat().iter().all(|logit| logit.is_finite()), "{name}: a logit is not finite");
-            // These two take hundreds of steps.
-            let long = |way: &str| matches!(way, "token by token" | "without graphs");
+            // These take hundreds of steps.
+            let long = |way: &str| way.ends_with("token by token") || way == "without graphs";
             for (way, compute) in COMPUTE_PATHS.into_iter().filter(|(way, _)| !gpu.small || !long(way)) {
                 let found = compute(&mut ModelRun::new(gpu, &file, &types)?, &tokens, &other)?;
                 ensure!(found.len() == expected.len(), "{name}, {types}, {way}: {} rows", found.len());

@@ -27,8 +27,8 @@ pub(crate) fn rows_take_the_experts_of_the_host(gpu: &TestGpu) -> Result<()> {
     let kernels = ExpertKernels::new(&gpu.device);
     let mut random = TestRng::new(33);
     for (count, used) in [(1, 1), (3, 2), (33, 33), (60, 4), (128, 8), (512, 10)] {
-        // One launch routes up to two rows; more rows take two.
-        for rows in [1, 2, 3, 8, 40] {
+        // One launch routes up to 16 rows; more rows take two.
+        for rows in [1, 2, 3, 16, 17, 40] {
             let rows = if gpu.small { rows.min(3) } else { rows };
             for logits in [&mut random_logits, &mut equal_logits, &mut extreme_logits] as [&mut LogitsOf; 3] {
                 let logits = logits(&mut random, rows * count);
@@ -146,7 +146,7 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
     const CALLS: usize = 16;
     let (kernels, grouping) = (ExpertKernels::new(&gpu.device), PairGrouping::MATMULS[0]);
     let mut random = TestRng::new(34);
-    for rows in [1, 2, 8, 32, 64, 512] {
+    for rows in [1, 2, 8, 16, 32, 64, 512] {
         let pairs = rows * USED;
         let logits = Buffer::from_host(&gpu.stream, &random.values(rows * COUNT))?;
         let mut experts = Buffer::<u32>::new(&gpu.device, pairs)?;

@@ -18,6 +18,8 @@ use crate::TestGpu;
 use crate::random::TestRng;
 
 pub(crate) const BLOCK_TOKENS: usize = 16;
+/// Row tiles of the embedding that differ, so that most tokens of a batch do.
+const EMBEDDING_ROW_TILES: usize = 64;
 /// Prompt tokens in one step.
 const STEP_TOKENS: usize = 2048;
 
@@ -464,12 +466,16 @@ pub(crate) fn weights(gpu: &TestGpu, preset: &ModelPreset, mix: QuantMix) -> Res
                 let data = device_data(values.view().address(), 4 * len, values);
                 Weight { dtype, dims, layout: LAYOUT_TILES, data }
             }
-            // Equal rows of a router would choose experts in groups.
-            _ if dtype == DType::F32 => {
-                let all = dims[1].div_ceil(TILE_ROWS);
-                matrix(gpu, &mut random, dtype, dims, all)?
+            _ => {
+                let different = match name.as_str() {
+                    // Equal tokens would go through the same experts, and equal rows of a router
+                    // would choose experts in groups.
+                    "token_embd.weight" => preset.different_row_tiles.max(EMBEDDING_ROW_TILES),
+                    _ if dtype == DType::F32 => dims[1].div_ceil(TILE_ROWS),
+                    _ => preset.different_row_tiles,
+                };
+                matrix(gpu, &mut random, dtype, dims, different)?
             }
-            _ => matrix(gpu, &mut random, dtype, dims, preset.different_row_tiles)?,
         };
         table.insert(name, weight)?;
     }

@@ -18,9 +18,8 @@ abi! {
         const EXPERT_STACKS_MAX: usize = 2;
         /// Rows of a block of expert_topk_softmax. Each has one warp.
         const EXPERT_TOPK_ROWS: usize = 4;
-        /// The largest number of rows of expert_route. Each has one warp. With eight rows, one
-        /// block was slower than the two kernels that more rows take.
-        const EXPERT_ROUTE_ROWS: usize = 2;
+        /// The largest number of rows of expert_route: each has one warp of its block.
+        const EXPERT_ROUTE_ROWS: usize = 16;
         /// Threads of the only block of expert_route.
         const EXPERT_ROUTE_THREADS: u32 = 512;
         /// Threads of the only block of expert_sort_pairs.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! [`KernelCommand`] describes one op by device addresses. The recorder collects commands and
-//! enqueues them together. If a list of commands repeats, the recorder replays it as a CUDA graph.
+//! enqueues those of a step in two parts. If a list of commands repeats, the recorder replays it as
+//! a CUDA graph.
 
 use ops::KvType;
 
@@ -77,8 +78,8 @@ pub(super) enum KernelCommand {
         table_starts: WordRange,
         positions: WordRange,
     },
-    /// In place. Rows of experts' slots that have no pair may be left as they are: their words in
-    /// `pairs_of_rows` are the largest.
+    /// In place. `pairs_of_rows` is set for slots of experts: rows whose word is `NO_PAIR` may be
+    /// left as they are.
     Gated {
         gate: FloatRange,
         up: FloatRange,

@@ -136,7 +136,7 @@ impl ExpertCommand {
 }
 
 impl ExpertGroups {
-    /// The pair of each slot. A slot without a pair has the largest word.
+    /// The pair of each slot, or `NO_PAIR`.
     pub(super) fn sorted_pairs(&self) -> WordRange {
         let slots = self.grouping.slots(self.pairs as usize, self.count as usize);
         WordRange { address: self.words.address, len: slots }

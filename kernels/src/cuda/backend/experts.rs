@@ -117,7 +117,7 @@ impl Cuda {
                 self.expert_products(input, n_in, of_rows, &[(gate, scratch.gate)])?;
                 self.expert_products(input, n_in, of_rows, &[(up, scratch.up)])?;
             }
-            // Slots without a pair keep their old contents.
+            // Slots without a pair keep their old contents, so their gates are not computed.
             let pairs_of_rows = is_by_slot.then(|| groups.sorted_pairs());
             self.push(KernelCommand::Gated { gate: scratch.gate, up: scratch.up, pairs_of_rows });
             let of_pairs = ProductInputs { side: ProductSide::Out, ..of_rows };

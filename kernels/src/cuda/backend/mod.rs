@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! [`Cuda`] implements `ops::Backend` on a GPU. Each op becomes a [`KernelCommand`]. The
-//! [`Recorder`] enqueues the collected commands when the model reads a result.
+//! [`Recorder`] enqueues the collected commands in two parts: after some layers, and when the model
+//! reads a result.
 //!
 //! ```text
 //! begin      checks the rows of a step and uploads them               step, upload
 //! ops        check shapes, upload weights on first use, push commands vocabulary, data, tensor
 //! attention  decides which kernel computes which rows                 plan, attention_plan
-//! read       enqueues all commands, as a CUDA graph if the same list  recorder, fused_launch
-//!            came before, and copies the result to the host           readback
+//! rotation   in one layer, enqueues the commands so far               recorder, fused_launch
+//! read       enqueues the rest, as a CUDA graph if the same list came recorder, fused_launch
+//!            before, and copies the result to the host                readback
 //! ```
 
 mod attention_plan;
@@ -118,6 +120,11 @@ impl Cuda {
     /// is on by default.
     pub fn set_graphs(&mut self, on: bool) {
         self.recorder.set_graphs(on);
+    }
+
+    /// Sets from how many commands on the first part of a step is enqueued, for tests.
+    pub fn set_first_part_commands(&mut self, commands: usize) {
+        self.recorder.set_first_part_commands(commands);
     }
 
     /// Takes turns with other processes on this device from now on.

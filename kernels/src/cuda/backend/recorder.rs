@@ -4,7 +4,7 @@
 //! commands came before, it launches them as one CUDA graph; otherwise it launches them one by one.
 //!
 //! The first part is a few layers. The device computes it while the host collects the rest, which
-//! takes 40 to 120 us. One part would leave the device idle for that time.
+//! takes 60 to 140 us. One part would leave the device idle for that time.
 //!
 //! All data that changes from step to step (tokens, positions, tables, plans) is in device memory.
 //! So two steps have the same list if they have the same number of rows and the same bounds of the
@@ -34,11 +34,11 @@ use crate::cuda::{Device, Graph, Stream};
 
 /// The number of graphs of each part that are kept: one for each size of decode batch.
 pub(super) const GRAPHS_MAX: usize = 12;
-/// From this number of commands on, the first part may be enqueued. The device computes so many for
-/// at least 60 us.
+/// From this number of commands on, the first part may be enqueued. The device needs at least 60 us
+/// for them.
 const FIRST_PART_COMMANDS: usize = 64;
-/// The number of hashes kept of lists that occurred once.
-const SEEN_MAX: usize = 256;
+/// The number of hashes kept of lists that occurred once: two for each step.
+const SEEN_MAX: usize = 512;
 /// The number of memory owners in use at which the recorder waits for the device.
 const IN_FLIGHT_MAX: usize = 1 << 15;
 
@@ -50,10 +50,12 @@ pub(super) struct Recorder {
     pending: CommandList,
     /// The part of a step that `pending` belongs to.
     part: StepPart,
+    first_part_commands: usize,
     /// Owners of the memory that `pending` uses. `in_flight` has the owners for work in flight.
     owners: Vec<MemoryOwner>,
     in_flight: Vec<MemoryOwner>,
-    /// Owners for work that has ended. They are dropped when the device is busy again.
+    /// Owners for work that has ended. They are dropped when the device is busy again, because that
+    /// takes some 10 us. The last owner of a buffer waits for the device.
     ended: Vec<MemoryOwner>,
     /// By part. In order of use: the most recently used graph is the last one.
     graphs: [Vec<CapturedGraph>; 2],
@@ -91,6 +93,7 @@ impl Recorder {
             kernels: KernelSet::new(device),
             pending: CommandList::default(),
             part: StepPart::First,
+            first_part_commands: FIRST_PART_COMMANDS,
             owners: Vec::new(),
             in_flight: Vec::new(),
             ended: Vec::new(),
@@ -111,6 +114,10 @@ impl Recorder {
 
     pub(super) fn stream(&self) -> &Stream {
         &self.stream
+    }
+
+    pub(super) fn set_first_part_commands(&mut self, commands: usize) {
+        self.first_part_commands = commands;
     }
 
     pub(super) fn set_graphs(&mut self, on: bool) {
@@ -161,11 +168,13 @@ impl Recorder {
         Ok(())
     }
 
-    /// Enqueues the first part of the step if it is long enough. Called where no launch computes
-    /// commands from both sides.
+    /// Enqueues the first part of the step if it is long enough. It is called before norms of heads
+    /// and rotations, which are never fused with a product before them ([`super::fusion`]), and
+    /// ends the part behind a product alone, so that norms, rotations and the write to the cache
+    /// stay together.
     pub(super) fn end_first_part(&mut self) -> Result<(), OpError> {
         if self.part == StepPart::Rest
-            || self.pending.list.len() < FIRST_PART_COMMANDS
+            || self.pending.list.len() < self.first_part_commands
             || !matches!(self.pending.list.last(), Some(KernelCommand::Product { .. }))
         {
             return Ok(());
@@ -218,7 +227,7 @@ impl Recorder {
         self.ended_at = Some(Instant::now());
     }
 
-    /// Drops what the work that has ended used.
+    /// Drops the owners in `ended`.
     pub(super) fn drop_owners(&mut self) {
         self.ended.clear();
     }

@@ -463,9 +463,10 @@ impl Backend for Cuda {
         self.recorder.flush()?;
         let recorder = &mut self.recorder;
         let trimmed = kv.trim(blocks, || recorder.wait());
-        recorder.drop_owners();
         // This may be the last call before the process has nothing to compute.
-        recorder.end_turn().and(trimmed)
+        let ended = recorder.end_turn();
+        recorder.drop_owners();
+        ended.and(trimmed)
     }
 
     fn write(&mut self, x: &mut CudaTensor, rows: usize, host: &[f32]) -> Result<(), OpError> {
