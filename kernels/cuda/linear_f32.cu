@@ -32,49 +32,37 @@ __device__ float4 load4(const float *row, int k, int cols) {
     return {v[0], v[1], v[2], v[3]};
 }
 
-// A warp computes one row for T tokens. It loads the weights of the first 2,048 columns before it
-// waits for the activations.
-template <bool ALIGNED, int T>
-__device__ void multiply_row(const float *weights, const float *x, const float *bias, float *out, int cols,
-                             int rows, int tokens) {
-    constexpr int STEPS = 16;
-    const int lane = threadIdx.x % 32, row = blockIdx.x * WARPS + threadIdx.x / 32, first = blockIdx.y * T;
-    if (row >= rows) return;
-    const float *w = weights + static_cast<size_t>(row) * cols, *v[T];
-    // If fewer than T tokens are left, the last one is computed again; the store below skips it.
-#pragma unroll
-    for (int t = 0; t < T; t++) v[t] = x + static_cast<size_t>(min(first + t, tokens - 1)) * cols;
-    float4 a[STEPS];
-    auto load_weights = [&](int from) {
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            int k = from + 128 * step + 4 * lane;
-            if (k < cols) a[step] = load4<ALIGNED>(w, k, cols);
-        }
-    };
-    load_weights(0);
+// A warp computes one row for four tokens.
+template <bool ALIGNED>
+__device__ void multiply_tokens(const float *weights, const float *x, const float *bias, float *out, int cols,
+                                int rows, int tokens) {
     wait_for_previous_kernel();
-    float sum[T] = {};
-    for (int from = 0; from < cols; from += 128 * STEPS) {
-        if (from > 0) load_weights(from);
+    int lane = threadIdx.x % 32, row = blockIdx.x * WARPS + threadIdx.x / 32, first = blockIdx.y * TOKENS;
+    if (row >= rows) return;
+    const float *w = weights + static_cast<size_t>(row) * cols, *v[TOKENS];
+    // If fewer than TOKENS tokens are left, the last one is computed again; the store below skips
+    // it.
 #pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            int k = from + 128 * step + 4 * lane;
-            if (k >= cols) break;
+    for (int t = 0; t < TOKENS; t++) v[t] = x + static_cast<size_t>(min(first + t, tokens - 1)) * cols;
+    float sum[TOKENS] = {};
+    for (int k = 4 * lane; k < cols; k += 128) {
+        float4 a = load4<ALIGNED>(w, k, cols), b[TOKENS];
 #pragma unroll
-            for (int t = 0; t < T; t++) {
-                float4 b = load4<ALIGNED>(v[t], k, cols);
-                float &s = sum[t];
-                s = fmaf(a[step].x, b.x, s);
-                if (ALIGNED || k + 1 < cols) s = fmaf(a[step].y, b.y, s);
-                if (ALIGNED || k + 2 < cols) s = fmaf(a[step].z, b.z, s);
-                if (ALIGNED || k + 3 < cols) s = fmaf(a[step].w, b.w, s);
-            }
+        for (int t = 0; t < TOKENS; t++) b[t] = load4<ALIGNED>(v[t], k, cols);
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) {
+            float &s = sum[t];
+            s = fmaf(a.x, b[t].x, s);
+            if (ALIGNED || k + 1 < cols) s = fmaf(a.y, b[t].y, s);
+            if (ALIGNED || k + 2 < cols) s = fmaf(a.z, b[t].z, s);
+            if (ALIGNED || k + 3 < cols) s = fmaf(a.w, b[t].w, s);
         }
     }
 #pragma unroll
-    for (int t = 0; t < T; t++) {
-        float s = warp_sum(sum[t]);
+    for (int t = 0; t < TOKENS; t++) {
+        float s = sum[t];
+#pragma unroll
+        for (int mask = 16; mask > 0; mask /= 2) s += __shfl_xor_sync(~0u, s, mask);
         if (lane == 0 && first + t < tokens)
             out[static_cast<size_t>(first + t) * rows + row] = bias == nullptr ? s : s + bias[row];
     }
@@ -148,13 +136,50 @@ __device__ void multiply_tile(const float *weights, const float *x, const float 
     }
 }
 
+// A warp computes one row for the only token. It loads the weights of the first 2,048 columns
+// before it waits for the activations.
+template <bool ALIGNED>
+__device__ void multiply_token(const float *weights, const float *x, const float *bias, float *out, int cols,
+                               int rows) {
+    constexpr int STEPS = 16;
+    const int lane = threadIdx.x % 32, row = blockIdx.x * WARPS + threadIdx.x / 32;
+    if (row >= rows) return;
+    const float *w = weights + static_cast<size_t>(row) * cols;
+    float4 a[STEPS];
+    auto load_weights = [&](int from) {
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            int k = from + 128 * step + 4 * lane;
+            if (k < cols) a[step] = load4<ALIGNED>(w, k, cols);
+        }
+    };
+    load_weights(0);
+    wait_for_previous_kernel();
+    float sum = 0.0f;
+    for (int from = 0; from < cols; from += 128 * STEPS) {
+        if (from > 0) load_weights(from);
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            int k = from + 128 * step + 4 * lane;
+            if (k >= cols) break;
+            float4 b = load4<ALIGNED>(x, k, cols);
+            sum = fmaf(a[step].x, b.x, sum);
+            if (ALIGNED || k + 1 < cols) sum = fmaf(a[step].y, b.y, sum);
+            if (ALIGNED || k + 2 < cols) sum = fmaf(a[step].z, b.z, sum);
+            if (ALIGNED || k + 3 < cols) sum = fmaf(a[step].w, b.w, sum);
+        }
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) out[row] = bias == nullptr ? sum : sum + bias[row];
+}
+
 template <bool ALIGNED>
 __device__ void multiply(const float *weights, const float *x, const float *bias, float *out, int cols,
                          int rows, int tokens) {
     if (tokens == 1) {
-        multiply_row<ALIGNED, 1>(weights, x, bias, out, cols, rows, tokens);
+        multiply_token<ALIGNED>(weights, x, bias, out, cols, rows);
     } else {
-        multiply_row<ALIGNED, TOKENS>(weights, x, bias, out, cols, rows, tokens);
+        multiply_tokens<ALIGNED>(weights, x, bias, out, cols, rows, tokens);
     }
 }
 

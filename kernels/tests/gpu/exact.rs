@@ -21,7 +21,7 @@ pub(crate) const BLOCK_TOKENS: usize = 16;
 const TOKENS: usize = 150;
 const BLOCKS: usize = 64;
 /// The small models have fewer commands than the first part of a step has otherwise.
-const FIRST_PART_COMMANDS: usize = 8;
+const FIRST_PART_COMMANDS: usize = 4;
 /// Small models of every architecture, in quantized types and floats.
 const MODELS: [&str; 6] =
     ["llama.Q8_0", "llama.Q4_0", "llama-linear.F16", "llama-linear.BF16", "qwen3.Q4_K_M", "qwen3moe-q.Q2_K"];
