@@ -194,7 +194,8 @@ fn measure(
             stacks.push(ExpertWeights { shape, tiles: weights.view(), out: out.view_mut() });
         }
         // SAFETY: `route` made these groups, with the same grouping.
-        Ok(unsafe { kernels.matmul(&gpu.stream, x, of, by_pair, &mut stacks)? })
+        unsafe { kernels.matmul(&gpu.stream, x, of, by_pair, &mut stacks) }?;
+        Ok(())
     })?;
     let experts = read as f64 / ROUTINGS as f64;
     let bytes = experts * (weights.len() * shape.bytes()) as f64;
