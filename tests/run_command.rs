@@ -83,7 +83,9 @@ fn a_running_fleet_with_keys_answers_its_own_user_without_one() {
     for name in ["chat", "other"] {
         let output = fleet.run_command(&["run", "hello", "--name", name, "--max-tokens", "4", "--json"]);
         let object: Value = serde_json::from_str(&text(&output).0).unwrap();
-        assert_eq!(object["usage"]["completion_tokens"], 4, "{object}");
+        // The answer is sampled, so it may end early.
+        let tokens = object["usage"]["completion_tokens"].as_u64().unwrap();
+        assert!((1..=4).contains(&tokens), "{object}");
     }
     let unknown = fleet.refusal(&["run", "hello", "--name", "nothing"]);
     assert!(unknown.contains("it has chat"), "{unknown}");
