@@ -21,14 +21,15 @@ use crate::support::{
 /// A server whose loader stops itself in the middle of loading this model.
 fn stopped_load(
     bytes: u64,
-) -> (TestServer, PathBuf, tokio::task::JoinHandle<Result<wire::Loaded, tonic::Status>>) {
+) -> (TestServer, PathBuf, tokio::task::JoinHandle<Result<wire::Loaded, tonic::Status>>, i32) {
     let server =
         TestServer::start(ServerOptions { loader_stop_at: Some(bytes / 4), ..ServerOptions::default() });
     let path = server.path("big.gguf");
     make_sparse_model(&path, bytes);
     let loading = server.runtime.spawn(load(server.admin(), load_request("big", &path, false)));
-    server.wait_stopped_loader();
-    (server, path, loading)
+    // Other children of the server may not have ended yet.
+    let loader = server.wait_stopped_loader();
+    (server, path, loading, loader)
 }
 
 fn assert_nothing_left(server: &TestServer) {
@@ -46,7 +47,7 @@ fn assert_nothing_left(server: &TestServer) {
 
 #[test]
 fn killed_loader_fails_the_load_for_every_waiter_and_leaves_nothing() {
-    let (server, _, loading) = stopped_load(128 << 20);
+    let (server, _, loading, loader) = stopped_load(128 << 20);
     let socket = server.socket();
     let (report, reports) = std::sync::mpsc::channel();
     let early = std::thread::spawn(move || {
@@ -56,7 +57,7 @@ fn killed_loader_fails_the_load_for_every_waiter_and_leaves_nothing() {
         attached.unwrap_err().to_string()
     });
     reports.recv_timeout(TEST_TIMEOUT).unwrap();
-    signal(server.loaders()[0], Signal::SIGKILL);
+    signal(loader, Signal::SIGKILL);
     let error = server.runtime.block_on(loading).unwrap().unwrap_err();
     assert_eq!(load_failure(&error), LoadFailure::LoaderLost);
     assert!(error.message().contains("killed by signal 9"), "{}", error.message());
@@ -70,7 +71,7 @@ fn killed_loader_fails_the_load_for_every_waiter_and_leaves_nothing() {
 
 #[test]
 fn unload_cancels_a_running_load() {
-    let (server, _, loading) = stopped_load(64 << 20);
+    let (server, _, loading, _) = stopped_load(64 << 20);
     server.unload("big").unwrap();
     let error = server.runtime.block_on(loading).unwrap().unwrap_err();
     assert_eq!(load_failure(&error), LoadFailure::Unloaded);
@@ -79,8 +80,7 @@ fn unload_cancels_a_running_load() {
 
 #[test]
 fn loader_exits_after_the_death_of_the_weight_server() {
-    let (mut server, _, _loading) = stopped_load(64 << 20);
-    let loader = server.loaders()[0];
+    let (mut server, _, _loading, loader) = stopped_load(64 << 20);
     server.kill_server();
     signal(loader, Signal::SIGCONT);
     let deadline = Instant::now() + TEST_TIMEOUT;
@@ -103,9 +103,9 @@ fn file_that_changes_during_the_load_fails_the_load() {
         ("cut off", |path| File::options().write(true).open(path).unwrap().set_len(1 << 20).unwrap()),
     ];
     for (name, change) in changes {
-        let (server, path, loading) = stopped_load(64 << 20);
+        let (server, path, loading, loader) = stopped_load(64 << 20);
         change(&path);
-        signal(server.loaders()[0], Signal::SIGCONT);
+        signal(loader, Signal::SIGCONT);
         let error = server.runtime.block_on(loading).unwrap().unwrap_err();
         assert_eq!(load_failure(&error), LoadFailure::FileChanged, "{name}: {}", error.message());
         assert!(error.message().contains("big.gguf changed while"), "{name}: {}", error.message());
