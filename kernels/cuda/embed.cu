@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out[i] = table[tokens[i]] as f32: rows of the embedding table.
+// out[i] = table[tokens[i]] as f32: rows of the embedding table. An entry DRAWN_TOKEN | n of
+// `tokens` stands for drawn[n], which argmax.cu wrote in the step before.
 //
 //   quantized types: table in tiles of 16 rows by 256 values, grid (tiles of a row, tokens)
 //     planes of the row's tile -> block bytes in shared memory -> a thread decodes one value
@@ -100,16 +101,21 @@ __device__ float decode(int type, const uint8_t *b, int e) {
     }
 }
 
+// The host knows how many tokens were drawn.
+__device__ uint32_t token_of(uint32_t entry, const uint32_t *drawn) {
+    return entry & DRAWN_TOKEN ? drawn[entry & ~DRAWN_TOKEN] : entry;
+}
+
 }  // namespace
 
 // Grid: (tiles of a row, tokens). The output row of a token beyond the table is not written.
 extern "C" __global__ void __launch_bounds__(TILE_COLS)
     embed_quantized(const __grid_constant__ TilePlanes planes, int type, const uint8_t *tiles,
-                    const uint32_t *tokens, float *out, int cols, int rows) {
+                    const uint32_t *tokens, const uint32_t *drawn, float *out, int cols, int rows) {
     __shared__ __align__(16) uint8_t raw[ROW_BYTES_MAX];
     launch_next_kernel();
     wait_for_previous_kernel();
-    uint32_t token = tokens[blockIdx.y];
+    uint32_t token = token_of(tokens[blockIdx.y], drawn);
     if (token >= static_cast<uint32_t>(rows)) return;
     int row = token % TILE_ROWS;
     const uint8_t *tile =
@@ -134,10 +140,11 @@ CHECK_SIGNATURE(embed_quantized, EmbedQuantized);
 
 // The same for tables of F32, F16 and BF16.
 extern "C" __global__ void __launch_bounds__(TILE_COLS)
-    embed_float(int type, const uint8_t *table, const uint32_t *tokens, float *out, int cols, int rows) {
+    embed_float(int type, const uint8_t *table, const uint32_t *tokens, const uint32_t *drawn, float *out,
+                int cols, int rows) {
     launch_next_kernel();
     wait_for_previous_kernel();
-    uint32_t token = tokens[blockIdx.y];
+    uint32_t token = token_of(tokens[blockIdx.y], drawn);
     int col = blockIdx.x * TILE_COLS + threadIdx.x;
     if (token >= static_cast<uint32_t>(rows) || col >= cols) return;
     size_t at = static_cast<size_t>(token) * cols + col;

@@ -3,6 +3,7 @@
 //! [`Engine`]: owns the model and joins admission, scheduler, drafts, batch, sampler and outputs.
 
 mod beams;
+mod launched;
 mod maintenance;
 mod submit;
 
@@ -10,6 +11,7 @@ use crate::beam::group::BeamGroup;
 use crate::config::{EngineConfig, EngineConfigError, check_draft};
 use crate::draft::drafter::Drafter;
 use crate::draft::speculation::Speculation;
+use crate::engine::launched::{LaunchedStep, StepsInFlight};
 use crate::error::{EngineStartError, StepError};
 use crate::kv::block_key::BlockId;
 use crate::kv::group::KvGroupKind;
@@ -52,6 +54,7 @@ pub struct Engine<B: Backend> {
     /// What the model computes for each output of the current step.
     output_kinds: Vec<OutputKind>,
     deferred: DeferredLogits,
+    in_flight: StepsInFlight,
     /// By sequence id.
     requests: Vec<Option<ActiveRequest>>,
     sequence_ids: HashMap<RequestId, SequenceId>,
@@ -161,6 +164,7 @@ impl<B: Backend> Engine<B> {
             rows: OutputRows::default(),
             output_kinds: Vec::new(),
             deferred: DeferredLogits::default(),
+            in_flight: StepsInFlight::default(),
             requests: Vec::new(),
             sequence_ids: HashMap::new(),
             deadlines: BTreeSet::new(),
@@ -197,9 +201,10 @@ impl<B: Backend> Engine<B> {
         self.draining = true;
     }
 
-    /// Whether requests wait or run. A step may have no rows even so, if all requests are paused.
+    /// Whether requests wait or run, or a step is in flight. A step may have no rows even so, if
+    /// all requests are paused.
     pub fn has_work(&self) -> bool {
-        !self.sequence_ids.is_empty()
+        !self.sequence_ids.is_empty() || self.in_flight.ahead.is_some()
     }
 
     /// The earliest deadline. The caller must call `step` then, even if no request has rows.
@@ -208,6 +213,7 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Ends requests whose deadline is not after `now`, computes one step and reports its outputs.
+    /// The device may already compute the next step when this function returns.
     pub fn step(&mut self, now: Duration, out: &mut Vec<EngineOutput>) -> Result<StepReport, StepError> {
         let ended_before = self.stats.finished;
         while let Some(&(deadline, sequence_id)) = self.deadlines.first()
@@ -219,16 +225,44 @@ impl<B: Backend> Engine<B> {
         self.sample_deferred(out);
         let sampled_deferred = tokens(&out[outputs_before..]);
         self.stats.output_tokens += sampled_deferred as u64;
+        let mut launched = match self.in_flight.ahead.take() {
+            Some(launched) => launched,
+            None => {
+                let report = self.plan(now, out);
+                self.launch(report).map_err(|source| self.fail_step(source, out))?
+            }
+        };
+        let outputs_before = out.len();
+        if launched.is_drawn_on_device {
+            let next = self.launch_ahead(&launched, now, out);
+            let read = self.report_drawn(&mut launched, out);
+            read.map_err(|source| self.fail_launched(&launched, source, out))?;
+            next.map_err(|source| self.fail_step(source, out))?;
+        } else if launched.report.rows > 0 {
+            self.report_rows(&launched, out);
+            self.advance_beams(out);
+        }
+        let drawn = tokens(&out[outputs_before..]);
+        self.stats.output_tokens += drawn as u64;
+        self.stats.steps += u64::from(launched.report.rows > 0);
+        self.in_flight.spare_outputs = launched.outputs;
+        Ok(StepReport {
+            tokens_sampled: sampled_deferred + drawn,
+            finished: (self.stats.finished - ended_before) as usize,
+            ..launched.report
+        })
+    }
+
+    /// Plans a step, and reports the requests that are admitted.
+    fn plan(&mut self, now: Duration, out: &mut Vec<EngineOutput>) -> StepReport {
         self.admission.start_step(now);
         let plan = self.scheduler.schedule(self.prefill_rate.prefill_row_limit(self.max_prefill_stall));
-        let mut report = StepReport {
+        let report = StepReport {
             rows: plan.rows,
             decode_rows: plan.decode_rows,
-            draft_rows: 0,
             sequences: plan.chunks.len(),
             admitted: plan.admitted.len(),
             preempted: plan.preempted,
-            tokens_sampled: sampled_deferred,
             ..StepReport::default()
         };
         self.stats.preemptions += plan.preempted as u64;
@@ -243,22 +277,24 @@ impl<B: Backend> Engine<B> {
             self.stats.prompt_tokens_cached += cached_tokens as u64;
             out.push(EngineOutput::Admitted { id: request_state.id, cached_tokens });
         }
-        if report.rows > 0 {
-            self.stats.prompt_tokens_computed += (report.rows - report.decode_rows) as u64;
-            self.draft().and_then(|()| self.compute()).map_err(|source| self.fail_step(source, out))?;
-            let plan = self.scheduler.plan();
-            (report.rows, report.draft_rows) = (plan.rows, plan.draft_rows);
-            self.scheduler.commit();
-            self.stats.steps += 1;
-            let outputs_before = out.len();
-            self.report_rows(out);
-            self.advance_beams(out);
-            let drawn = tokens(&out[outputs_before..]);
-            self.stats.output_tokens += drawn as u64;
-            report.tokens_sampled += drawn;
+        self.stats.prompt_tokens_computed += (report.rows - report.decode_rows) as u64;
+        report
+    }
+
+    /// Computes the planned step, or lets the device compute it if the tokens can stay there.
+    fn launch(&mut self, mut report: StepReport) -> Result<LaunchedStep, OpError> {
+        let mut outputs = std::mem::take(&mut self.in_flight.spare_outputs);
+        outputs.clear();
+        if report.rows == 0 {
+            return Ok(LaunchedStep { outputs, report, is_drawn_on_device: false });
         }
-        report.finished = (self.stats.finished - ended_before) as usize;
-        Ok(report)
+        self.draft()?;
+        let is_drawn_on_device = self.compute()?;
+        let plan = self.scheduler.plan();
+        (report.rows, report.draft_rows) = (plan.rows, plan.draft_rows);
+        self.scheduler.commit();
+        outputs.extend(self.batch.output_rows().iter().copied().map(Some));
+        Ok(LaunchedStep { outputs, report, is_drawn_on_device })
     }
 
     /// Records the duration of the last step, from which the engine derives the draft depth and the
@@ -285,8 +321,11 @@ impl<B: Backend> Engine<B> {
         speculation.draft(&mut **drafter, &mut self.backend, &mut self.scheduler, may)
     }
 
-    /// Runs the model over the plan and copies the needed tokens and logits to the host.
-    fn compute(&mut self) -> Result<(), OpError> {
+    /// Runs the model over the plan and copies the needed tokens and logits to the host. Returns
+    /// true if the tokens stay on the device: one argmax was started, which has all of them.
+    fn compute(&mut self) -> Result<bool, OpError> {
+        let may_leave_tokens = self.may_leave_tokens();
+        let mut is_drawn_on_device = false;
         let drafts = self.drafting.iter().flat_map(|drafting| drafting.speculation.drafts());
         self.batch.fill(&self.scheduler, self.block_tokens, drafts);
         let copies = &self.scheduler.plan().copies;
@@ -324,13 +363,18 @@ impl<B: Backend> Engine<B> {
             .copied()
             .unwrap_or_default()
         {
+            OutputKind::Logits if may_leave_tokens && run == (0..wanted.len()) => {
+                is_drawn_on_device = true;
+                backend.start_argmax(values, run.len(), vocab_size)
+            }
             OutputKind::Logits => {
                 rows.take(backend, sampler, vocab_size, run.clone(), values, wanted[run].iter().map(draw))
             }
             OutputKind::HiddenState => rows.take_states(backend, state_width, run, values),
             OutputKind::Labels => rows.take_states(backend, labels, run, values),
         };
-        self.model.forward(&mut self.backend, &mut self.kv, &self.batch.step(&tables), kinds, &mut take)
+        self.model.forward(&mut self.backend, &mut self.kv, &self.batch.step(&tables), kinds, &mut take)?;
+        Ok(is_drawn_on_device)
     }
 
     /// Samples from deferred logits whose token mask is ready now.
@@ -348,13 +392,10 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Passes every output row to its request.
-    fn report_rows(&mut self, out: &mut Vec<EngineOutput>) {
+    fn report_rows(&mut self, launched: &LaunchedStep, out: &mut Vec<EngineOutput>) {
         let rows = std::mem::take(&mut self.rows);
-        for index in 0..self.batch.output_rows().len() {
-            let wanted = self.batch.output_rows()[index];
-            if !self.is_valid_row(&wanted) {
-                continue;
-            }
+        for (index, wanted) in launched.outputs.iter().enumerate() {
+            let Some(wanted) = wanted.filter(|wanted| self.is_valid_row(wanted)) else { continue };
             let row = rows.row(index, self.capacity.vocab_size);
             self.report_row_and_end(wanted.sequence_id, wanted.position, row, out);
             if wanted.drafted.is_none() {
@@ -478,6 +519,25 @@ impl<B: Backend> Engine<B> {
         StepError { rows, requests: sequence_ids.len(), source }
     }
 
+    /// Ends the requests of a step that the device could not compute, and of the step behind it.
+    fn fail_launched(
+        &mut self,
+        launched: &LaunchedStep,
+        source: OpError,
+        out: &mut Vec<EngineOutput>,
+    ) -> StepError {
+        let behind = self.in_flight.ahead.take();
+        let outputs = launched.outputs.iter().chain(behind.iter().flat_map(|behind| &behind.outputs));
+        let mut requests = 0;
+        for &OutputRow { sequence_id, .. } in outputs.flatten() {
+            if self.requests[sequence_id.index()].is_some() {
+                self.finish(sequence_id, FinishReason::StepFailed, out);
+                requests += 1;
+            }
+        }
+        StepError { rows: launched.report.rows, requests, source }
+    }
+
     fn finish(&mut self, sequence_id: SequenceId, reason: FinishReason, out: &mut Vec<EngineOutput>) {
         let sequence_id = self.end_other_beams(sequence_id);
         let Some(request_state) = self.requests[sequence_id.index()].take() else {
@@ -485,6 +545,9 @@ impl<B: Backend> Engine<B> {
         };
         self.scheduler.remove(sequence_id);
         self.deferred.remove(sequence_id);
+        if let Some(ahead) = &mut self.in_flight.ahead {
+            ahead.forget(sequence_id);
+        }
         if let Some(tenant) = request_state.queued_tenant {
             self.admission.leave(tenant);
         }

@@ -52,6 +52,8 @@ pub struct EngineStats {
     /// Free blocks that a prefix lookup still finds.
     pub kv_blocks_cached: usize,
     pub steps: u64,
+    /// Steps that were launched before the tokens of the step before were read.
+    pub steps_ahead: u64,
     /// Rows that were no decodes: prompt tokens, and tokens recomputed after a preemption.
     pub prompt_tokens_computed: u64,
     pub prompt_tokens_cached: u64,

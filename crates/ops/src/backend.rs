@@ -281,6 +281,24 @@ pub trait Backend: Sized + Send + 'static {
         Ok(())
     }
 
+    /// Whether the next step may be enqueued before the tokens of this one are read. If true, the
+    /// backend has [`Backend::start_argmax`]. The answer may change from step to step.
+    fn may_run_ahead(&self) -> bool {
+        false
+    }
+
+    /// Enqueues an argmax. [`Backend::finish_argmax`] reads its result. Until the next call of this
+    /// function, steps may name the tokens by [`crate::DRAWN_TOKEN`]. A row whose token is
+    /// [`NO_ARGMAX`] has undefined results.
+    fn start_argmax(&mut self, _x: &Self::Tensor, _rows: usize, _cols: usize) -> Result<(), OpError> {
+        Err(OpError::Unsupported { op: "start_argmax", what: "tokens that stay on the device" })
+    }
+
+    /// Waits for the oldest argmax that was started and not finished. At most two are in flight.
+    fn finish_argmax(&mut self, _best: &mut [u32]) -> Result<(), OpError> {
+        Err(OpError::Unsupported { op: "finish_argmax", what: "tokens that stay on the device" })
+    }
+
     /// Computes the shortlist of each of the first rows of `x`, which have `cols` values, with the
     /// row's entry of `draw_params`. The backend may leave a list empty; the caller then reads the
     /// row.

@@ -33,5 +33,5 @@ pub use kv_types::{KvTypes, KvTypesError};
 pub use reference::{HostKv, HostTensor, Reference};
 pub use rope::{RopePairing, RopeSpec};
 pub use shortlist::{DrawParams, SHORTLIST_LEN, Shortlist};
-pub use step::Step;
+pub use step::{DRAWN_TOKEN, Step};
 pub use weight::{Experts, Linear, Weight};

@@ -17,11 +17,12 @@ mod rows;
 mod weights;
 
 use crate::{
-    Activation, AttentionSpec, Backend, GELU_CUBIC, GELU_LINEAR, KvLayout, Linear, OpError, RopePairing,
-    RopeSpec, Step, Weight,
+    Activation, AttentionSpec, Backend, DRAWN_TOKEN, GELU_CUBIC, GELU_LINEAR, KvLayout, Linear, NO_ARGMAX,
+    OpError, RopePairing, RopeSpec, Step, Weight,
 };
 use bytes::Bytes;
 use rows::ReferenceStep;
+use std::collections::VecDeque;
 use std::ops::Range;
 
 pub use cache::HostKv;
@@ -31,7 +32,12 @@ pub use host_tensor::HostTensor;
 #[derive(Debug, Default)]
 pub struct Reference {
     dequantize: bool,
+    runs_ahead: bool,
     step: ReferenceStep,
+    /// Results of argmax that were not read yet.
+    unread: VecDeque<Vec<u32>>,
+    /// Those of the last argmax.
+    drawn: Vec<u32>,
 }
 
 impl Reference {
@@ -44,6 +50,19 @@ impl Reference {
     /// Weights are decoded to f32 and activations not rounded.
     pub fn dequantized() -> Self {
         Self { dequantize: true, ..Self::default() }
+    }
+
+    /// Lets the caller compute a step before it reads the tokens of the step before, as on a GPU.
+    pub fn running_ahead(self) -> Self {
+        Self { runs_ahead: true, ..self }
+    }
+
+    /// The token that an entry of [`Step::tokens`] stands for.
+    pub fn token(&self, token: u32) -> u32 {
+        match token & DRAWN_TOKEN {
+            0 => token,
+            _ => self.drawn.get((token & !DRAWN_TOKEN) as usize).copied().unwrap_or(NO_ARGMAX),
+        }
     }
 }
 
@@ -92,8 +111,13 @@ impl Backend for Reference {
         self.step.check(OP, rows)?;
         out.check(OP, "columns of out", rows, table.cols())?;
         for (r, &token) in self.step.tokens.iter().enumerate() {
-            let bytes = weights::row(OP, "token", table, token as usize)?;
-            weights::decode(OP, table.dtype, bytes, out.row_mut(r))?;
+            match self.token(token) {
+                NO_ARGMAX => out.row_mut(r).fill(f32::NAN),
+                token => {
+                    let bytes = weights::row(OP, "token", table, token as usize)?;
+                    weights::decode(OP, table.dtype, bytes, out.row_mut(r))?;
+                }
+            }
         }
         Ok(())
     }
@@ -319,6 +343,32 @@ impl Backend for Reference {
         for (i, &r) in wanted.iter().enumerate() {
             out.row_mut(i).copy_from_slice(x.row(r as usize));
         }
+        Ok(())
+    }
+
+    fn may_run_ahead(&self) -> bool {
+        self.runs_ahead
+    }
+
+    fn start_argmax(&mut self, x: &HostTensor, rows: usize, cols: usize) -> Result<(), OpError> {
+        self.drawn.resize(rows, NO_ARGMAX);
+        let mut best = std::mem::take(&mut self.drawn);
+        let found = self.argmax(x, rows, cols, &mut best);
+        self.drawn.clone_from(&best);
+        self.unread.push_back(best);
+        found
+    }
+
+    fn finish_argmax(&mut self, best: &mut [u32]) -> Result<(), OpError> {
+        const OP: &str = "finish_argmax";
+        let Some(found) = self.unread.pop_front() else {
+            return Err(OpError::Shape { op: OP, what: "number of results", found: 0, expected: 1 });
+        };
+        if found.len() != best.len() {
+            let (found, expected) = (best.len(), found.len());
+            return Err(OpError::Shape { op: OP, what: "host slice", found, expected });
+        }
+        best.copy_from_slice(&found);
         Ok(())
     }
 

@@ -4,11 +4,15 @@
 
 use crate::OpError;
 
+/// In [`Step::tokens`], `DRAWN_TOKEN | output` is the token that [`crate::Backend::start_argmax`]
+/// found last for this output. The host need not know it. No vocabulary has so many tokens.
+pub const DRAWN_TOKEN: u32 = 1 << 31;
+
 /// Row data of a step, which mixes decodes and chunked prefills. Rows of one sequence are in order
 /// of position.
 #[derive(Clone, Copy, Debug)]
 pub struct Step<'a> {
-    /// Token id of each row.
+    /// Token id of each row, or [`DRAWN_TOKEN`] and an output.
     pub tokens: &'a [u32],
     /// Absolute position of each row in its sequence.
     pub positions: &'a [u32],

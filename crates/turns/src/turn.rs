@@ -139,6 +139,11 @@ impl HeldTurn {
         is_turn_over(self.since.elapsed(), self.waiting())
     }
 
+    /// Whether another process waits.
+    pub fn is_awaited(&self) -> bool {
+        self.waiting() > 0
+    }
+
     /// Called after a step. Ends the turn, or keeps it for the next step if that is due soon and
     /// the turn is not over. `rest` is the host work between the last two steps.
     pub fn rest(self, rest: Duration) -> Option<Self> {

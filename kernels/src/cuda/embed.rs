@@ -2,10 +2,10 @@
 
 //! Launcher of embed.cu: copies rows of the embedding table and converts them to f32.
 
-use ops::OpError;
+use ops::{DRAWN_TOKEN, OpError};
 use quant::layout::{TILE_COLS, Tiles, planes};
 
-use super::abi::elementwise::{EmbedFloat, EmbedQuantized};
+use super::abi::elementwise::{self, EmbedFloat, EmbedQuantized};
 use super::error::device_error;
 use super::launch::{kernel_name, launch_kernel};
 use super::module::image;
@@ -16,6 +16,8 @@ const OP: &str = "embed";
 /// The limit of a grid's second dimension.
 const TOKENS_MAX: usize = 65_535;
 
+const _: () = assert!(elementwise::DRAWN_TOKEN == DRAWN_TOKEN);
+
 pub struct EmbedKernels(LazyModule);
 
 impl EmbedKernels {
@@ -23,14 +25,16 @@ impl EmbedKernels {
         Self(LazyModule::new(device, "embed", image!("embed")))
     }
 
-    /// Computes `out[i] = table[tokens[i]]`, `[tokens, cols]`. `table` is in layout 1. The kernel
-    /// skips a token beyond the table; callers check tokens on the host.
+    /// Computes `out[i] = table[tokens[i]]`, `[tokens, cols]`. `table` is in layout 1. An entry
+    /// `DRAWN_TOKEN | n` of `tokens` stands for `drawn[n]`. The kernel skips a token beyond the
+    /// table; callers check tokens, and each n, on the host.
     pub fn launch(
         &self,
         stream: &Stream,
         shape: &Tiles,
         table: DeviceView<'_, u8>,
         tokens: DeviceView<'_, u32>,
+        drawn: DeviceView<'_, u32>,
         out: &mut DeviceViewMut<'_, f32>,
     ) -> Result<(), OpError> {
         let (cols, rows) = (shape.cols(), shape.rows());
@@ -62,18 +66,19 @@ impl EmbedKernels {
         };
         let dtype = shape.dtype().id() as i32;
         let (cols, rows) = (cols as i32, rows as i32);
-        let (table, tokens, out) = (table.address(), tokens.address(), out.address());
+        let (table, out) = (table.address(), out.address());
+        let (tokens, drawn) = (tokens.address(), drawn.address());
         let is_float = planes(shape.dtype()).is_none_or(<[_]>::is_empty);
         if is_float {
             let name = kernel_name!("embed", "embed_float");
-            let arguments = EmbedFloat { dtype, table, tokens, out, cols, rows };
+            let arguments = EmbedFloat { dtype, table, tokens, drawn, out, cols, rows };
             // SAFETY: block (c, t) reads 256 columns of one row below `rows` and writes those of
             // row t of `out`, inside lengths that were checked.
             unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
         } else {
             let name = kernel_name!("embed", "embed_quantized");
             let planes = tile_planes(shape);
-            let arguments = EmbedQuantized { planes, dtype, tiles: table, tokens, out, cols, rows };
+            let arguments = EmbedQuantized { planes, dtype, tiles: table, tokens, drawn, out, cols, rows };
             // SAFETY: as for `embed_float`.
             unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
         }

@@ -119,7 +119,8 @@ fn of_rows(gpu: &TestGpu, rows: usize) -> Result<()> {
         let tokens = Buffer::from_host(stream, &tokens)?;
         let read = shape.bytes() / VOCABULARY;
         line(gpu, &format!("embeddings of {dtype}"), rows, read + row, |_| {
-            Ok(embed.launch(stream, &shape, table.view(), tokens.view(), &mut out.view_mut())?)
+            let (tokens, mut out) = (tokens.view(), out.view_mut());
+            Ok(embed.launch(stream, &shape, table.view(), tokens, tokens, &mut out)?)
         })?;
     }
     Ok(())

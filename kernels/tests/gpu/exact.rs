@@ -12,7 +12,7 @@ use gguf::Metadata;
 use kernels::cuda::{Cuda, CudaKv};
 use models::testing::ModelFile;
 use models::{ForwardLimits, Model, WeightTable, build};
-use ops::{Backend, KvLayout, KvTypes, Step};
+use ops::{Backend, DRAWN_TOKEN, KvLayout, KvTypes, NO_ARGMAX, Step};
 
 use crate::TestGpu;
 use crate::random::TestRng;
@@ -128,7 +128,7 @@ fn blocks(first: usize) -> Vec<u32> {
 /// A way to compute the logits of `tokens`.
 type ComputePath = fn(&mut ModelRun, &[u32], &[u32]) -> Result<Vec<Vec<f32>>>;
 
-const COMPUTE_PATHS: [(&str, ComputePath); 10] = [
+const COMPUTE_PATHS: [(&str, ComputePath); 11] = [
     ("token by token", |run, tokens, _| {
         let table = blocks(0);
         (0..TOKENS).map(|at| Ok(run.one(&table, tokens, at..at + 1)?.concat())).collect()
@@ -222,6 +222,32 @@ const COMPUTE_PATHS: [(&str, ComputePath); 10] = [
             (0..TOKENS).map(|at| Ok(run.one(&table, tokens, at..at + 1)?.concat())).collect();
         ensure!(run.cuda.graphs() >= 2, "a graph of each part, found {}", run.cuda.graphs());
         rows
+    }),
+    ("drawn on the device, token by token", |run, tokens, _| {
+        let (table, vocabulary) = (blocks(0), run.model.vocab_size());
+        let mut row = run.cuda.tensor(1, vocabulary)?;
+        let (mut rows, mut read) = (Vec::new(), Vec::new());
+        let mut finish = |cuda: &mut Cuda| -> Result<()> {
+            let mut best = [NO_ARGMAX];
+            cuda.finish_argmax(&mut best)?;
+            read.extend(best);
+            Ok(())
+        };
+        for (at, &token) in tokens.iter().enumerate() {
+            let mut largest = vec![0.0; vocabulary];
+            largest[token as usize] = 1.0;
+            run.cuda.write(&mut row, 1, &largest)?;
+            run.cuda.start_argmax(&row, 1, vocabulary)?;
+            // Two are in flight. The host reads the older one.
+            if at > 0 {
+                finish(&mut run.cuda)?;
+            }
+            let part = SequencePart { table: &table, first: at, tokens: &[DRAWN_TOKEN] };
+            rows.push(run.step(&[part])?.concat());
+        }
+        finish(&mut run.cuda)?;
+        ensure!(read == tokens, "the host reads other tokens than the device");
+        Ok(rows)
     }),
     ("without graphs", |run, tokens, _| {
         let table = blocks(0);

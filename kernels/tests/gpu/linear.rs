@@ -13,6 +13,7 @@ use kernels::cuda::linear::{
 use kernels::cuda::naive::NaiveKernels;
 use kernels::cuda::quantize::{ActivationLayout, QuantizeKernels};
 use kernels::cuda::repack::RepackKernels;
+use ops::DRAWN_TOKEN;
 use quant::layout::{TILE_COLS, Tiles};
 use quant::{Activations, DType};
 
@@ -374,13 +375,22 @@ pub(crate) fn embeddings_are_decoded_as_on_the_host(gpu: &TestGpu) -> anyhow::Re
             let (cols, rows) = (blocks * dtype.block_len().max(32), 75);
             let case = LinearCase::new(gpu, &mut random, dtype, cols, rows)?;
             let tokens: Vec<u32> = (0..40).map(|_| (random.bits() % rows as u64) as u32).collect();
-            let device_tokens = Buffer::from_host(&gpu.stream, &tokens)?;
+            // Every third token is one that was drawn on the device: the entry names it.
+            let drawn: Vec<u32> = tokens.iter().rev().copied().collect();
+            let entry = |(at, &token): (usize, &u32)| match at % 3 {
+                0 => DRAWN_TOKEN | (tokens.len() - 1 - at) as u32,
+                _ => token,
+            };
+            let entries: Vec<u32> = tokens.iter().enumerate().map(entry).collect();
+            let device_tokens = Buffer::from_host(&gpu.stream, &entries)?;
+            let device_drawn = Buffer::from_host(&gpu.stream, &drawn)?;
             let mut out = Buffer::<f32>::new(&gpu.device, tokens.len() * cols)?;
             embed.launch(
                 &gpu.stream,
                 &case.shape,
                 case.tiles.view(),
                 device_tokens.view(),
+                device_drawn.view(),
                 &mut out.view_mut(),
             )?;
             let mut expected = vec![0.0; tokens.len() * cols];

@@ -190,6 +190,7 @@ impl GenerationState {
                 self.history.push(token);
                 token
             }
+            RowOutput::NoToken => return Err(SampleError::NoMaximum),
             RowOutput::State(_) => panic!("{id}: a request that generates gets no hidden state"),
         };
         if self.stop.stop_tokens.contains(&token) {

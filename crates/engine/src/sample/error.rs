@@ -13,6 +13,8 @@ pub enum SampleError {
     HiddenState { index: usize },
     #[error("every token is ruled out")]
     NothingLeft,
+    #[error("no logit is the largest finite one: the model's weights or kernels are broken")]
+    NoMaximum,
 }
 
 /// A model may remove a token with -inf. NaN and +inf come from broken weights or kernels.

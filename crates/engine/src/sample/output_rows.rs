@@ -24,7 +24,7 @@ pub(crate) struct DeviceDraw<'a> {
 
 impl DeviceDraw<'_> {
     /// Whether the token is the one of the highest logit, and nothing else is wanted.
-    fn is_argmax(&self) -> bool {
+    pub(crate) fn is_argmax(&self) -> bool {
         let is_greedy = self.context.params.temperature == 0.0;
         is_greedy && self.logprobs.is_none() && self.context.uses_raw_logits(self.history)
     }
@@ -176,6 +176,8 @@ pub(crate) enum RowOutput<'a> {
     /// The token, chosen as `ActiveRequest::draw` says, and its log-probabilities if they are
     /// wanted.
     Token(u32, Option<&'a TokenLogProbs>),
+    /// The device drew the token and found no finite maximum.
+    NoToken,
     /// The hidden state, or the classifier's labels.
     State(&'a [f32]),
 }

@@ -54,6 +54,8 @@ use crate::schedule::step_plan::{ChunkOutputs, ScheduledChunk, SchedulerLimits, 
 use crate::schedule::waiting_queue::{ServiceRank, WaitingQueue};
 
 // The paths are explicit because tests/planted compiles this file a second time.
+#[path = "scheduler/ahead.rs"]
+mod ahead;
 #[path = "scheduler/drafts.rs"]
 mod drafts;
 #[path = "scheduler/forks.rs"]
@@ -180,7 +182,10 @@ impl Scheduler {
     }
 
     pub fn push_token(&mut self, sequence_id: SequenceId, token: u32) {
-        expect_sequence(&mut self.sequences, sequence_id).push(token);
+        let sequence = expect_sequence(&mut self.sequences, sequence_id);
+        sequence.push(token);
+        // A step that was planned ahead may have filled a block.
+        sequence.cache_full_blocks(&mut self.pool, 0);
     }
 
     pub fn pool(&self) -> &BlockPool {
@@ -267,8 +272,10 @@ impl Scheduler {
     /// have filled.
     pub fn abandon(&mut self) {
         for chunk in &self.plan.chunks {
-            let sequence = expect_sequence(&mut self.sequences, chunk.sequence_id);
-            sequence.uncache_last(&mut self.pool, chunk.cached_blocks);
+            // Sequences of a step that was planned ahead may have ended meanwhile.
+            if let Some(sequence) = &mut self.sequences[chunk.sequence_id.index()] {
+                sequence.uncache_last(&mut self.pool, chunk.cached_blocks);
+            }
         }
     }
 
@@ -309,7 +316,8 @@ impl Scheduler {
             }
             // Most decodes need no new block.
             if sequence.allocate(&mut self.pool, 1, &mut self.plan.copies) {
-                if sequence.fills_block(1) {
+                // The block of a token that only the device knows has no hash yet.
+                if sequence.fills_block(1) && !sequence.is_last_token_drawn() {
                     self.block_filling_chunks.push(self.plan.chunks.len());
                 }
                 let (start, outputs) = (sequence.computed(), ChunkOutputs::Last);
@@ -407,6 +415,7 @@ impl Scheduler {
     fn preempt(&mut self, victim: SequenceId, budget: &mut TokenBudget) {
         self.release_followers(victim);
         let sequence = expect_sequence(&mut self.sequences, victim);
+        assert!(!sequence.is_last_token_drawn(), "a step that is planned ahead preempts no sequence");
         if let Some(at) = self.plan.chunks.iter().position(|chunk| chunk.sequence_id == victim) {
             let chunk = self.plan.chunks.remove(at);
             self.plan.rows -= chunk.rows;

@@ -9,6 +9,7 @@ use crate::kv::block_tables::{BlockCopy, BlockTables, PrefixHit};
 use crate::kv::group::KvGroupKind;
 use crate::schedule::sequence_id::SequenceId;
 use crate::schedule::waiting_queue::ServiceRank;
+use ops::DRAWN_TOKEN;
 use prefix::{BlockHash, Scope};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -246,17 +247,42 @@ impl Sequence {
         self.prompt_hash.take()
     }
 
-    /// Appends a sampled token, which a later step computes.
+    /// Appends a sampled token, which a later step computes, or sets the token that
+    /// [`Self::push_drawn`] has announced.
     #[inline]
     pub fn push(&mut self, token: u32) {
+        match self.tokens.last_mut() {
+            Some(last) if *last & DRAWN_TOKEN != 0 => *last = token,
+            _ => self.append(token),
+        }
+        if self.tokens.len() >= self.next_hash_at as usize {
+            self.hash_last_block();
+        }
+    }
+
+    /// Appends a token that only the device knows: that of an output of the last step. Until
+    /// [`Self::push`] sets it, the sequence must not be preempted, and its last block has no hash.
+    pub fn push_drawn(&mut self, output: usize) {
+        self.append(DRAWN_TOKEN | output as u32);
+    }
+
+    #[inline]
+    fn append(&mut self, token: u32) {
         assert!(
             self.tokens.len() < self.tokens_max,
             "a sequence never outgrows the length it was admitted for"
         );
         self.tokens.push(token);
-        if self.tokens.len() >= self.next_hash_at as usize {
-            self.hash_last_block();
-        }
+    }
+
+    /// Whether the last token is known to the device alone.
+    pub fn is_last_token_drawn(&self) -> bool {
+        self.tokens.last().is_some_and(|last| last & DRAWN_TOKEN != 0)
+    }
+
+    /// Whether a further token would not be the last one.
+    pub fn outlasts_next_token(&self) -> bool {
+        self.tokens.len() + 1 < self.tokens_max
     }
 
     fn hash_last_block(&mut self) {

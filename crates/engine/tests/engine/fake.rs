@@ -30,6 +30,8 @@ pub(crate) struct FakeModel {
     cache: HashMap<u32, (u32, u64)>,
     /// Number of steps before one fails.
     fail_after: Arc<AtomicUsize>,
+    /// Number of outputs before one is NaN.
+    break_after: Arc<AtomicUsize>,
     /// Rows that the model has computed.
     pub(crate) rows: Arc<AtomicUsize>,
 }
@@ -41,12 +43,17 @@ impl FakeModel {
             context: 200,
             cache: HashMap::new(),
             fail_after: Arc::new(AtomicUsize::new(usize::MAX)),
+            break_after: Arc::new(AtomicUsize::new(usize::MAX)),
             rows: Arc::default(),
         }
     }
 
     pub(crate) fn fail_after(&self) -> Arc<AtomicUsize> {
         self.fail_after.clone()
+    }
+
+    pub(crate) fn break_after(&self) -> Arc<AtomicUsize> {
+        self.break_after.clone()
     }
 }
 
@@ -148,7 +155,7 @@ impl Model<Reference> for FakeModel {
                     self.cache[&sequence_id(position - 1)].1
                 }
             };
-            let state = chain(parent, step.tokens[row]);
+            let state = chain(parent, backend.token(step.tokens[row]));
             self.cache.insert(sequence_id(position), (position, state));
             states.push(state);
         }
@@ -156,7 +163,13 @@ impl Model<Reference> for FakeModel {
         let outputs: Vec<usize> = (0..step.outputs.len()).collect();
         for run in outputs.chunk_by(|&a, &b| kind_of(a) == kind_of(b)) {
             let kind = kind_of(run[0]);
-            let row = |&output: &usize| output_row(kind, states[step.outputs[output] as usize]);
+            let row = |&output: &usize| {
+                let mut row = output_row(kind, states[step.outputs[output] as usize]);
+                if self.break_after.fetch_sub(1, Ordering::Relaxed) == 0 {
+                    row[1] = f32::NAN;
+                }
+                row
+            };
             let host: Vec<f32> = run.iter().flat_map(row).collect();
             let mut tensor = backend.tensor(run.len(), self.output_width(kind))?;
             backend.write(&mut tensor, run.len(), &host)?;

@@ -7,6 +7,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
+mod ahead;
 mod beam_search;
 mod block_pool;
 mod constraint;

@@ -137,10 +137,28 @@ struct SubmissionSchedule {
     /// For each step: whether the first request is paused.
     paused: Vec<bool>,
     kind: usize,
+    backend: Reference,
 }
 
-fn numbered(requests: Vec<Request>) -> Vec<Request> {
-    let number = |(index, request)| Request { id: engine::RequestId(index as u64), ..request };
+/// A backend, and the number of the first requests that are not greedy. The device draws the tokens
+/// of greedy requests.
+fn backend() -> impl Strategy<Value = (Reference, usize)> {
+    (any::<bool>(), prop_oneof![Just(0), 1..16_usize, Just(usize::MAX)]).prop_map(|(runs_ahead, sampled)| {
+        (if runs_ahead { Reference::new().running_ahead() } else { Reference::new() }, sampled)
+    })
+}
+
+fn greedy(request: Request) -> Request {
+    let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
+    Request { sampling, logprobs: None, ..request }
+}
+
+/// Numbers the requests. All but the first `sampled` are greedy.
+fn numbered(requests: Vec<Request>, sampled: usize) -> Vec<Request> {
+    let number = |(index, request)| {
+        let request = Request { id: engine::RequestId(index as u64), ..request };
+        if index < sampled { request } else { greedy(request) }
+    };
     requests.into_iter().enumerate().map(number).collect()
 }
 
@@ -149,10 +167,9 @@ fn served_as_if_alone(
     requests: Vec<Request>,
     plan: SubmissionSchedule,
 ) -> Result<(), TestCaseError> {
-    let SubmissionSchedule { gaps, cuts, paused, kind } = plan;
+    let SubmissionSchedule { gaps, cuts, paused, kind, backend } = plan;
     let model = Box::new(FakeModel::new(config));
-    let mut engine =
-        Engine::with_drafter(model, drafter(kind, config, &requests), Reference::new(), config).unwrap();
+    let mut engine = Engine::with_drafter(model, drafter(kind, config, &requests), backend, config).unwrap();
     let mut arrivals: VecDeque<(usize, Request)> = gaps.iter().copied().zip(requests.clone()).collect();
     let mut cuts: HashMap<_, _> =
         requests.iter().zip(cuts).filter_map(|(request, cut)| Some((request.id, cut?))).collect();
@@ -215,9 +232,10 @@ proptest! {
         cuts in prop::collection::vec(prop::option::of(0..12_usize), 16),
         paused in prop::collection::vec(any::<bool>(), 64),
         kind in 0..KINDS,
+        (backend, sampled) in backend(),
     ) {
-        let plan = SubmissionSchedule { gaps, cuts, paused, kind };
-        served_as_if_alone(&config, numbered(requests), plan)?;
+        let plan = SubmissionSchedule { gaps, cuts, paused, kind, backend };
+        served_as_if_alone(&config, numbered(requests, sampled), plan)?;
     }
 
     /// The choices of a prompt arrive together, so that the scheduler forks them. The choices
@@ -230,6 +248,7 @@ proptest! {
         cuts in prop::collection::vec(prop::option::of(0..12_usize), 18),
         paused in prop::collection::vec(any::<bool>(), 64),
         kind in 0..KINDS,
+        (backend, sampled) in backend(),
     ) {
         let (mut together, mut pauses) = (Vec::new(), Vec::new());
         for (gap, (first, others)) in gaps.into_iter().zip(requests) {
@@ -238,8 +257,8 @@ proptest! {
             let same_prompt = |other| Request { prompt: prompt.clone(), ..other };
             together.extend(std::iter::once(first).chain(others.into_iter().map(same_prompt)));
         }
-        let plan = SubmissionSchedule { gaps: pauses, cuts, paused, kind };
-        served_as_if_alone(&config, numbered(together), plan)?;
+        let plan = SubmissionSchedule { gaps: pauses, cuts, paused, kind, backend };
+        served_as_if_alone(&config, numbered(together, sampled), plan)?;
     }
 }
 

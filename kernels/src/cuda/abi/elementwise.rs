@@ -23,6 +23,8 @@ abi! {
         const SILU_WARPS: usize = 8;
         const ROPE_THREADS: u32 = 256;
         const GATHER_THREADS: u32 = 256;
+        /// Marks an entry of embed.cu's tokens that names a drawn token.
+        const DRAWN_TOKEN: u32 = 1 << 31;
         const ARGMAX_THREADS: u32 = 1024;
         /// Blocks of a cluster of argmax.cu, which takes one row. Every GPU takes clusters of 8.
         const ARGMAX_BLOCKS: u32 = 8;
@@ -101,6 +103,7 @@ abi! {
             dtype: i32,
             tiles: u64 as "const uint8_t *",
             tokens: u64 as "const uint32_t *",
+            drawn: u64 as "const uint32_t *",
             out: u64 as "float *",
             cols: i32,
             rows: i32,
@@ -109,6 +112,7 @@ abi! {
             dtype: i32,
             table: u64 as "const uint8_t *",
             tokens: u64 as "const uint32_t *",
+            drawn: u64 as "const uint32_t *",
             out: u64 as "float *",
             cols: i32,
             rows: i32,

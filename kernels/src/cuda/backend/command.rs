@@ -39,6 +39,8 @@ pub(super) enum KernelCommand {
     Embed {
         table: WeightMatrix,
         tokens: WordRange,
+        /// The tokens that were drawn on the device last.
+        drawn: WordRange,
         out: FloatRange,
     },
     Quantize {

@@ -100,11 +100,12 @@ impl KernelSet {
                 KernelCommand::Add { x, y } => {
                     self.norms.add(stream, &mut x.view_mut(), y.view()).map_err(device_error("add"))
                 }
-                KernelCommand::Embed { table, tokens, out } => self.embed.launch(
+                KernelCommand::Embed { table, tokens, drawn, out } => self.embed.launch(
                     stream,
                     &table.tiles()?,
                     table.range.view(),
                     tokens.view(),
+                    drawn.view(),
                     &mut out.view_mut(),
                 ),
                 KernelCommand::Quantize { x, activation_tiles } => {

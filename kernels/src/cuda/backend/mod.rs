@@ -10,13 +10,14 @@
 //! attention  decides which kernel computes which rows                 plan, attention_plan
 //! rotation   in one layer, enqueues the commands so far               recorder, fused_launch
 //! read       enqueues the rest, as a CUDA graph if the same list came recorder, fused_launch
-//!            before, and copies the result to the host                readback
+//!            before, and copies the result to the host                readback, drawn_tokens
 //! ```
 
 mod attention_plan;
 mod block_set;
 mod command;
 mod data;
+mod drawn_tokens;
 mod expert_command;
 mod experts;
 mod fused_launch;
@@ -49,6 +50,7 @@ use super::{Buffer, CudaError, Device, Stream};
 use attention_plan::{AttentionPlanShape, DeviceAttentionPlan};
 use command::KernelCommand;
 use data::{ResidentWeight, make_resident};
+use drawn_tokens::DrawnTokens;
 use operand::{ActivationTiles, ByteRange, FloatRange, WeightMatrix};
 use readback::Readback;
 use recorder::Recorder;
@@ -63,9 +65,6 @@ pub use rope::CudaRope;
 pub use tensor::CudaTensor;
 pub use usage::{CudaWorkerShape, DeviceBytes, predict_device_bytes};
 
-/// Rows for which argmax needs no larger buffer.
-const BEST_ROWS: usize = 64;
-
 /// The GPU backend. It collects ops and runs them when a result is read.
 pub struct Cuda {
     device: Device,
@@ -78,7 +77,7 @@ pub struct Cuda {
     /// Quantized activations. One op at a time uses this buffer.
     activation_tiles: Arc<Buffer<u8>>,
     expert_scratch: Arc<Buffer<u8>>,
-    best: Arc<Buffer<u32>>,
+    drawn: DrawnTokens,
     draw_params: StepUpload,
     /// The work space of the shortlist kernels. It begins with their results.
     shortlists: Arc<Buffer<u64>>,
@@ -106,7 +105,7 @@ impl Cuda {
             caches: Vec::new(),
             activation_tiles: Arc::new(Buffer::new(device, 0)?),
             expert_scratch: Arc::new(Buffer::new(device, 0)?),
-            best: Arc::new(Buffer::new(device, BEST_ROWS)?),
+            drawn: DrawnTokens::new(device)?,
             readback: Readback::new(device),
             tensor_bytes: Arc::default(),
         })
@@ -148,12 +147,7 @@ impl Cuda {
     /// The device memory that this backend has allocated so far.
     pub fn device_bytes(&self) -> DeviceBytes {
         let lists = self.shortlists.len() * size_of::<u64>();
-        let scratch = [
-            self.activation_tiles.len(),
-            self.expert_scratch.len(),
-            self.best.len() * size_of::<u32>(),
-            lists,
-        ];
+        let scratch = [self.activation_tiles.len(), self.expert_scratch.len(), self.drawn.bytes(), lists];
         DeviceBytes {
             tensors: self.tensor_bytes.load(Ordering::Relaxed),
             scratch: scratch.map(|bytes| allocated(bytes as u64)).iter().sum::<u64>()

@@ -4,7 +4,8 @@
 //! commands came before, it launches them as one CUDA graph; otherwise it launches them one by one.
 //!
 //! The first part is a few layers. The device computes it while the host collects the rest, which
-//! takes 60 to 140 us. One part would leave the device idle for that time.
+//! takes 60 to 140 us. One part would leave the device idle for that time. A device that is still
+//! busy with the step before gets the step as one part.
 //!
 //! All data that changes from step to step (tokens, positions, tables, plans) is in device memory.
 //! So two steps have the same list if they have the same number of rows and the same bounds of the
@@ -32,7 +33,8 @@ use crate::cuda::attention::AttentionPlanAddress;
 use crate::cuda::error::device_error;
 use crate::cuda::{Device, Graph, Stream};
 
-/// The number of graphs of each part that are kept: one for each size of decode batch.
+/// The number of graphs of each part, and of whole steps, that are kept: one for each size of
+/// decode batch.
 pub(super) const GRAPHS_MAX: usize = 12;
 /// From this number of commands on, the first part may be enqueued. The device needs at least 60 us
 /// for them.
@@ -48,17 +50,19 @@ pub(super) struct Recorder {
     stream: Stream,
     kernels: KernelSet,
     pending: CommandList,
-    /// The part of a step that `pending` belongs to.
+    /// What `pending` is.
     part: StepPart,
     first_part_commands: usize,
     /// Owners of the memory that `pending` uses. `in_flight` has the owners for work in flight.
     owners: Vec<MemoryOwner>,
     in_flight: Vec<MemoryOwner>,
+    /// By mark, the oldest first: how many of `in_flight` are before it and behind the one before.
+    marks: VecDeque<usize>,
     /// Owners for work that has ended. They are dropped when the device is busy again, because that
     /// takes some 10 us. The last owner of a buffer waits for the device.
     ended: Vec<MemoryOwner>,
     /// By part. In order of use: the most recently used graph is the last one.
-    graphs: [Vec<CapturedGraph>; 2],
+    graphs: [Vec<CapturedGraph>; 3],
     seen: VecDeque<u64>,
     use_graphs: bool,
     /// The time spent on captures so far.
@@ -73,9 +77,10 @@ pub(super) struct Recorder {
     host_work: Duration,
 }
 
-/// The beginning of a step, or of a micro-batch, and the rest.
+/// A step, or a micro-batch, that was not divided so far, or the parts of a divided one.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum StepPart {
+    Whole,
     First,
     Rest,
 }
@@ -92,10 +97,11 @@ impl Recorder {
             stream,
             kernels: KernelSet::new(device),
             pending: CommandList::default(),
-            part: StepPart::First,
+            part: StepPart::Whole,
             first_part_commands: FIRST_PART_COMMANDS,
             owners: Vec::new(),
             in_flight: Vec::new(),
+            marks: VecDeque::new(),
             ended: Vec::new(),
             graphs: Default::default(),
             seen: VecDeque::new(),
@@ -164,21 +170,23 @@ impl Recorder {
     /// of a micro-batch.
     pub(super) fn begin_step(&mut self) -> Result<(), OpError> {
         self.flush()?;
-        self.part = StepPart::First;
+        self.part = StepPart::Whole;
         Ok(())
     }
 
-    /// Enqueues the first part of the step if it is long enough. It is called before norms of heads
-    /// and rotations, which are never fused with a product before them ([`super::fusion`]), and
-    /// ends the part behind a product alone, so that norms, rotations and the write to the cache
-    /// stay together.
+    /// Enqueues the first part of the step if it is long enough and the device idle. It is called
+    /// before norms of heads and rotations, which are never fused with a product before them
+    /// ([`super::fusion`]), and ends the part behind a product alone, so that norms, rotations and
+    /// the write to the cache stay together.
     pub(super) fn end_first_part(&mut self) -> Result<(), OpError> {
-        if self.part == StepPart::Rest
+        if self.part != StepPart::Whole
+            || !self.in_flight.is_empty()
             || self.pending.list.len() < self.first_part_commands
             || !matches!(self.pending.list.last(), Some(KernelCommand::Product { .. }))
         {
             return Ok(());
         }
+        self.part = StepPart::First;
         self.flush()?;
         self.part = StepPart::Rest;
         Ok(())
@@ -220,6 +228,28 @@ impl Recorder {
     pub(super) fn work_has_ended(&mut self) {
         self.rest_turn();
         self.ended.append(&mut self.in_flight);
+        self.marks.iter_mut().for_each(|owners| *owners = 0);
+    }
+
+    /// Marks the end of the work that was flushed so far.
+    pub(super) fn mark(&mut self) {
+        let before: usize = self.marks.iter().sum();
+        self.marks.push_back(self.in_flight.len() - before);
+    }
+
+    /// The work before the oldest mark has ended. Other work may be behind it: then the device
+    /// stays busy, and the turn goes on.
+    pub(super) fn mark_has_ended(&mut self) {
+        let owners = self.marks.pop_front().unwrap_or(0);
+        self.ended.extend(self.in_flight.drain(..owners));
+        if self.in_flight.is_empty() && self.ended_at.is_none() {
+            self.rest_turn();
+        }
+    }
+
+    /// Whether another process waits for the turn of this one.
+    pub(super) fn is_turn_awaited(&self) -> bool {
+        self.turn.as_ref().is_some_and(HeldTurn::is_awaited)
     }
 
     fn rest_turn(&mut self) {

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use ops::{OpError, Step};
+use ops::{DRAWN_TOKEN, OpError, Step};
 
 use super::block_set::BlockSet;
 use super::upload::StepUpload;
@@ -39,6 +39,8 @@ pub(super) struct StepRows {
     /// The number of keys that the rows of each sequence attend to.
     keys: Vec<usize>,
     token_max: u32,
+    /// One more than the highest output whose drawn token is a token of this step.
+    drawn_end: usize,
     slot_max: u32,
     outputs: usize,
     /// The blocks of a cache that the rows read, if they were asked for.
@@ -56,6 +58,7 @@ impl StepRows {
             tables: Vec::new(),
             keys: Vec::new(),
             token_max: 0,
+            drawn_end: 0,
             slot_max: 0,
             outputs: 0,
             read: None,
@@ -102,7 +105,10 @@ impl StepRows {
         self.positions.extend_from_slice(step.positions);
         self.kv_slots.clear();
         self.kv_slots.extend_from_slice(step.kv_slots);
-        self.token_max = step.tokens.iter().copied().max().unwrap_or(0);
+        let is_drawn = |token: &u32| token & DRAWN_TOKEN != 0;
+        self.token_max = step.tokens.iter().copied().filter(|token| !is_drawn(token)).max().unwrap_or(0);
+        let drawn = step.tokens.iter().filter(|token| is_drawn(token));
+        self.drawn_end = drawn.map(|token| (token & !DRAWN_TOKEN) as usize + 1).max().unwrap_or(0);
         self.slot_max = step.kv_slots.iter().copied().max().unwrap_or(0);
         self.outputs = step.outputs.len();
 
@@ -139,6 +145,10 @@ impl StepRows {
 
     pub(super) fn token_max(&self) -> u32 {
         self.token_max
+    }
+
+    pub(super) fn drawn_end(&self) -> usize {
+        self.drawn_end
     }
 
     pub(super) fn check(&self, op: &'static str, rows: usize) -> Result<(), OpError> {

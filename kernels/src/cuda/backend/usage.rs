@@ -109,7 +109,8 @@ pub fn predict_device_bytes(shape: &CudaWorkerShape) -> DeviceBytes {
     DeviceBytes {
         tensors: shape.tensors.iter().map(|&bytes| allocated(bytes)).sum(),
         scratch: allocated(activation_tiles) + allocated(experts) + attention + STEP_BYTES,
-        graphs: graph_bytes(GRAPHS_MAX as u64 * launches),
+        // Those of whole steps, and those of steps in two parts.
+        graphs: graph_bytes(2 * GRAPHS_MAX as u64 * launches),
         modules: MODULES_BYTES + DRIVER_BYTES,
     }
 }

@@ -79,9 +79,17 @@ impl Backend for Cuda {
         if rows > 0 && index >= len {
             return Err(OpError::Index { op: OP, what: "token", index, len });
         }
+        let (drawn, owner) = self.drawn.last();
+        if self.step.drawn_end() > drawn.len {
+            let (index, len) = (self.step.drawn_end() - 1, drawn.len);
+            return Err(OpError::Index { op: OP, what: "drawn token", index, len });
+        }
+        self.recorder.keep(owner);
         let table = self.matrix(OP, table)?;
         let out = self.use_tensor(out, rows);
-        self.push(KernelCommand::Embed { table, tokens: self.step.tokens_on_device(), out });
+        // The length varies with the step before, and a command must not.
+        let drawn = WordRange { len: 0, ..drawn };
+        self.push(KernelCommand::Embed { table, tokens: self.step.tokens_on_device(), drawn, out });
         Ok(())
     }
 
@@ -394,20 +402,37 @@ impl Backend for Cuda {
 
     fn argmax(&mut self, x: &CudaTensor, rows: usize, cols: usize, best: &mut [u32]) -> Result<(), OpError> {
         const OP: &str = "argmax";
-        x.check(OP, "columns", rows, cols)?;
         if best.len() != rows {
             let (found, expected) = (best.len(), rows);
             return Err(OpError::Shape { op: OP, what: "host slice", found, expected });
         }
-        if rows > self.best.len() {
-            self.best = Arc::new(Buffer::new(&self.device, rows).map_err(device_error(OP))?);
-        }
-        self.recorder.keep(self.best.clone());
-        let at = WordRange { address: self.best.view().address(), len: rows };
-        let x = self.use_tensor(x, rows);
-        self.push(KernelCommand::Argmax { x, cols: cols as u32, out: at });
-        self.recorder.flush()?;
+        let at = self.enqueue_argmax(OP, x, rows, cols)?;
         self.read_to_host(OP, at.address, best)
+    }
+
+    fn may_run_ahead(&self) -> bool {
+        !self.recorder.is_turn_awaited()
+    }
+
+    fn start_argmax(&mut self, x: &CudaTensor, rows: usize, cols: usize) -> Result<(), OpError> {
+        const OP: &str = "start_argmax";
+        self.enqueue_argmax(OP, x, rows, cols)?;
+        self.drawn.send(self.recorder.stream()).map_err(device_error(OP))?;
+        self.recorder.mark();
+        Ok(())
+    }
+
+    fn finish_argmax(&mut self, best: &mut [u32]) -> Result<(), OpError> {
+        const OP: &str = "finish_argmax";
+        let expected = self.drawn.unread_rows().unwrap_or(0);
+        if best.len() != expected {
+            return Err(OpError::Shape { op: OP, what: "host slice", found: best.len(), expected });
+        }
+        // Maps cache units for the next step while the device is busy.
+        self.caches.retain(|cache| cache.map().is_some());
+        self.drawn.receive(best).map_err(device_error(OP))?;
+        self.recorder.mark_has_ended();
+        Ok(())
     }
 
     fn shortlists(
@@ -484,5 +509,24 @@ impl Backend for Cuda {
         x.check_host(OP, rows.end, first + len)?;
         self.recorder.flush()?;
         self.read_to_host(OP, x.rows(rows.end).part(first, len).address, host)
+    }
+}
+
+impl Cuda {
+    /// Enqueues an argmax, and returns where its result will be.
+    fn enqueue_argmax(
+        &mut self,
+        op: &'static str,
+        x: &CudaTensor,
+        rows: usize,
+        cols: usize,
+    ) -> Result<WordRange, OpError> {
+        x.check(op, "columns", rows, cols)?;
+        let (out, owner) = self.drawn.begin(rows).map_err(device_error(op))?;
+        self.recorder.keep(owner);
+        let x = self.use_tensor(x, rows);
+        self.push(KernelCommand::Argmax { x, cols: cols as u32, out });
+        self.recorder.flush()?;
+        Ok(out)
     }
 }

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! [`LaunchedStep`]: a step whose outputs the engine has not reported.
+//!
+//! If the device draws every token of a step, and the next step certainly computes these tokens,
+//! the engine launches the next step before it reads them:
+//!
+//! ```text
+//! host     | launch n + 1 | wait for n | report n, deliver | launch n + 2 | wait for n + 1 |
+//! device   | step n                    | step n + 1                       | step n + 2
+//! ```
+//!
+//! 1. At most one step is in flight between two calls of `Engine::step`.
+//! 2. A request that ends with a token of step n has a row in step n + 1. The row's result is
+//!    dropped. It was written behind the request's last token, into a block that no other request
+//!    reads: the blocks of the request are given to others from step n + 2 on.
+//! 3. A request that arrives waits for one step more than otherwise, because no prompt is computed
+//!    in a step that was planned before it arrived.
+
+use super::Engine;
+use crate::request::output::EngineOutput;
+use crate::sample::output_rows::RowOutput;
+use crate::schedule::batch::OutputRow;
+use crate::schedule::sequence_id::SequenceId;
+use crate::schedule::step_plan::ScheduledChunk;
+use crate::stats::StepReport;
+use ops::{Backend, NO_ARGMAX, OpError};
+use std::time::Duration;
+
+/// The engine's steps in flight, and buffers that are kept between steps.
+#[derive(Default)]
+pub(super) struct StepsInFlight {
+    /// The step that was launched before the last one was read.
+    pub(super) ahead: Option<LaunchedStep>,
+    /// Tokens that were read from the device.
+    drawn: Vec<u32>,
+    /// The outputs of a step that was reported.
+    pub(super) spare_outputs: Vec<Option<OutputRow>>,
+}
+
+pub(super) struct LaunchedStep {
+    /// In the order of the step. None if the request has ended.
+    pub(super) outputs: Vec<Option<OutputRow>>,
+    pub(super) report: StepReport,
+    /// The device has the tokens. Otherwise `Engine::rows` has the outputs.
+    pub(super) is_drawn_on_device: bool,
+}
+
+impl LaunchedStep {
+    /// Drops the outputs of a request that ends.
+    pub(super) fn forget(&mut self, sequence_id: SequenceId) {
+        for output in &mut self.outputs {
+            if output.is_some_and(|output| output.sequence_id == sequence_id) {
+                *output = None;
+            }
+        }
+    }
+}
+
+impl<B: Backend> Engine<B> {
+    /// Whether the device draws the tokens of all requests that run.
+    fn runs_greedily(&self) -> bool {
+        self.scheduler.running().iter().all(|&sequence_id| {
+            let request_state = self.requests[sequence_id.index()].as_ref();
+            // The position matters for random numbers alone.
+            request_state.and_then(|state| state.draw(0, false)).is_some_and(|draw| draw.is_argmax())
+        })
+    }
+
+    /// Whether the tokens of the planned step can stay on the device.
+    pub(super) fn may_leave_tokens(&self) -> bool {
+        let plan = self.scheduler.plan();
+        // The host needs the logits of a prompt from which others are forked.
+        let has_followers = |chunk: &ScheduledChunk| {
+            self.scheduler.sequence(chunk.sequence_id).is_some_and(|sequence| sequence.followers > 0)
+        };
+        self.drafting.is_none()
+            && plan.rows == plan.decode_rows
+            && self.backend.may_run_ahead()
+            && !plan.chunks.iter().any(has_followers)
+            && self.runs_greedily()
+    }
+
+    /// Launches the step behind `launched`, whose tokens the host does not know yet.
+    pub(super) fn launch_ahead(
+        &mut self,
+        launched: &LaunchedStep,
+        now: Duration,
+        out: &mut Vec<EngineOutput>,
+    ) -> Result<(), OpError> {
+        let may_run_ahead = self.backend.may_run_ahead() && self.scheduler.can_plan_ahead();
+        if !may_run_ahead || !self.runs_greedily() {
+            return Ok(());
+        }
+        let mut goes_on = false;
+        for (output, row) in launched.outputs.iter().enumerate() {
+            if let Some(OutputRow { sequence_id, .. }) = row {
+                goes_on |= self.scheduler.push_drawn(*sequence_id, output);
+            }
+        }
+        if goes_on {
+            let report = self.plan(now, out);
+            self.in_flight.ahead = Some(self.launch(report)?);
+            self.stats.steps_ahead += 1;
+        }
+        Ok(())
+    }
+
+    /// Reads the tokens of a step that the device has drawn, and passes them to their requests.
+    pub(super) fn report_drawn(
+        &mut self,
+        launched: &mut LaunchedStep,
+        out: &mut Vec<EngineOutput>,
+    ) -> Result<(), OpError> {
+        let mut drawn = std::mem::take(&mut self.in_flight.drawn);
+        drawn.clear();
+        drawn.resize(launched.outputs.len(), NO_ARGMAX);
+        let read = self.backend.finish_argmax(&mut drawn);
+        if read.is_ok() {
+            for (row, &token) in launched.outputs.iter().zip(&drawn) {
+                let Some(OutputRow { sequence_id, position, .. }) = *row else { continue };
+                let row = match token {
+                    NO_ARGMAX => RowOutput::NoToken,
+                    token => RowOutput::Token(token, None),
+                };
+                self.report_row_and_end(sequence_id, position, row, out);
+            }
+        }
+        self.in_flight.drawn = drawn;
+        read
+    }
+}
