@@ -62,7 +62,9 @@ impl EmbedKernels {
             grid: (shape.col_tiles() as u32, tokens.len() as u32, 1),
             block: TILE_COLS as u32,
             shared_bytes: 0,
-            overlaps_predecessor: true,
+            // The first kernel of a step. Those behind it may read what the host sent before they
+            // wait, so it must have arrived when this one starts.
+            overlaps_predecessor: false,
         };
         let dtype = shape.dtype().id() as i32;
         let (cols, rows) = (cols as i32, rows as i32);

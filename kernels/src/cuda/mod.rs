@@ -40,6 +40,7 @@ pub mod silu_and_mul;
 mod skinny_linear;
 mod wgmma_experts;
 mod wgmma_linear;
+pub mod word_copies;
 
 pub use archs::{compiled_archs, runs_on};
 pub use backend::{

@@ -50,6 +50,7 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ("ops: gathered rows are the wanted ones", ops::gathered_rows_are_the_wanted_ones),
     ("ops: the best of a row is that of the host", ops::the_best_of_a_row_is_that_of_the_host),
     ("ops: what is written is read", ops::what_is_written_is_read),
+    ("ops: words arrive on both sides", ops::words_arrive_on_both_sides),
     ("shortlist: lists are those of the host", shortlist::they_are_those_of_the_host),
     ("shortlist: single rows are read", shortlist::single_rows_are_read),
     ("ops: replayed steps are those run one by one", ops::replayed_steps_are_those_run_one_by_one),

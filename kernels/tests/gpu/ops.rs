@@ -2,9 +2,10 @@
 
 //! Compares the ops of `Cuda`, except linear layers, with `ops::Reference` and with themselves.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
-use kernels::cuda::Cuda;
+use kernels::cuda::word_copies::{WordCopy, WordCopyKernels};
+use kernels::cuda::{Buffer, Cuda, PinnedBuffer};
 use ops::{Activation, Backend, Reference, RopePairing, RopeSpec, Step, Weight};
 use quant::DType;
 
@@ -259,5 +260,41 @@ pub(crate) fn replayed_steps_are_those_run_one_by_one(gpu: &TestGpu) -> Result<(
         ensure!(results[0].iter().all(|x| x.is_finite()) && results[0] == results[1], "step {step}");
     }
     ensure!(runs[0].0.graphs() == 1 && runs[1].0.graphs() == 0, "{} graphs", runs[0].0.graphs());
+    Ok(())
+}
+
+/// Copies words to the device and back by kernels, in one to four ranges of odd lengths.
+pub(crate) fn words_arrive_on_both_sides(gpu: &TestGpu) -> Result<()> {
+    const ROOM: usize = 20_000;
+    let copies = WordCopyKernels::new(&gpu.device);
+    let mut random = TestRng::new(8);
+    for lens in [&[1][..], &[0, 1], &[2047, 2048, 2049], &[5, 0, 16_384, 4097], &[ROOM]] {
+        let (mut from, mut to) = (Vec::new(), Vec::new());
+        for _ in lens {
+            let mut words = PinnedBuffer::<u32>::new(&gpu.device, ROOM)?;
+            words.as_mut_slice().fill_with(|| random.bits() as u32);
+            from.push(words);
+            to.push(Buffer::from_host(&gpu.stream, &vec![7_u32; ROOM])?);
+        }
+        let fetched: Vec<WordCopy> = (from.iter().zip(&to))
+            .zip(lens)
+            .map(|((from, to), &len)| WordCopy::new(from, to.view(), len))
+            .collect();
+        // SAFETY: the buffers live until the stream has ended, and nothing else uses them.
+        unsafe { copies.fetch(&gpu.stream, &fetched) }?;
+        for ((from, to), &len) in from.iter().zip(&to).zip(lens) {
+            let found = to.to_host(&gpu.stream)?;
+            ensure!(found[..len] == from.as_slice()[..len], "{lens:?}: {len} words arrive");
+            ensure!(found[len..].iter().all(|&word| word == 7), "{lens:?}: nothing behind {len} words");
+            let mut back = PinnedBuffer::<u32>::new(&gpu.device, ROOM)?;
+            back.as_mut_slice().fill(9);
+            let words = to.view().slice(0, len).context("the words are in the buffer")?;
+            // SAFETY: as above.
+            unsafe { copies.send(&gpu.stream, words, &mut back) }?;
+            gpu.stream.synchronize()?;
+            ensure!(back.as_slice()[..len] == from.as_slice()[..len], "{lens:?}: {len} words come back");
+            ensure!(back.as_slice()[len..].iter().all(|&word| word == 9), "{lens:?}: nothing behind them");
+        }
+    }
     Ok(())
 }

@@ -31,11 +31,27 @@ abi! {
         /// Warps of a block of quantize.cu. Each takes 256 columns of a token.
         const QUANTIZE_WARPS: usize = 8;
         const CHECKSUM_THREADS: u32 = 512;
+        const WORD_COPY_THREADS: u32 = 256;
+        /// Words that a block of fetch_words copies.
+        const WORD_COPY_BLOCK_WORDS: u32 = 2048;
+        /// The largest number of ranges that one launch copies.
+        const WORD_COPY_RANGES: usize = 3;
         /// Bytes of a piece, the unit of checksums. The weight-server's loader has the same number.
         const PIECE_BYTES: usize = 1 << 20;
     }
-    structs {}
+    structs {
+        /// Ranges of words in pinned host memory, and where they go.
+        #[derive(Default)]
+        struct WordCopies [64 bytes] {
+            from: [u64; WORD_COPY_RANGES] as "const uint32_t *",
+            to: [u64; WORD_COPY_RANGES] as "uint32_t *",
+            words: [u32; WORD_COPY_RANGES],
+            ranges: i32,
+        }
+    }
     kernels {
+        kernel FetchWords(copies: WordCopies);
+        kernel SendWords(from: u64 as "const uint32_t *", to: u64 as "uint32_t *", words: u32);
         kernel RmsNorm(
             x: u64 as "float *",
             weight: u64 as "const float *",

@@ -10,6 +10,7 @@ use ops::OpError;
 use super::plan::{
     AttentionPlan, AttentionPlanLimits, KvSplits, PARTIALS_MAX, PartialMerge, PlannedRows, QueryTile,
 };
+use super::recorder::Recorder;
 use super::step::StepRows;
 use super::upload::StepUpload;
 use super::usage::allocated;
@@ -74,25 +75,25 @@ impl DeviceAttentionPlan {
     /// Returns the addresses of the plans of step number `step`. Each plan covers other rows.
     pub(super) fn addresses(
         &mut self,
-        stream: &Stream,
+        recorder: &mut Recorder,
         step: u64,
         rows: &StepRows,
     ) -> Result<&[AttentionPlanAddress], OpError> {
         if self.step != step {
-            self.build(stream, rows)?;
+            self.build(recorder, rows)?;
             self.step = step;
         }
         Ok(&self.addresses)
     }
 
-    fn build(&mut self, stream: &Stream, rows: &StepRows) -> Result<(), OpError> {
+    fn build(&mut self, recorder: &mut Recorder, rows: &StepRows) -> Result<(), OpError> {
         let AttentionPlanShape { split_tokens, prefill_tokens, kv_heads, block_tokens, .. } = self.shape;
         let limits = AttentionPlanLimits {
             split_tokens,
             prefill_tokens,
             partials_max: PARTIALS_MAX,
             kv_heads: kv_heads as u32,
-            multiprocessors: stream.device().multiprocessors(),
+            multiprocessors: recorder.stream().device().multiprocessors(),
         };
         let written = rows.blocks_written(block_tokens);
         let planned = PlannedRows {
@@ -119,7 +120,7 @@ impl DeviceAttentionPlan {
                 sections.fill(plan, to);
             }
         };
-        self.upload.send(stream, words, fill).map_err(device_error(OP))?;
+        self.upload.send(recorder, words, fill).map_err(device_error(OP))?;
         let at = |word: usize| self.upload.address() + (word * size_of::<u32>()) as u64;
         let address = |(plan, sections): (&AttentionPlan, &PlanSections)| AttentionPlanAddress {
             counts: at(sections.counts),

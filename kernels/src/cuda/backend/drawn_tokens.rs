@@ -8,8 +8,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::recorder::Recorder;
 use super::step::WordRange;
-use crate::cuda::{Buffer, CudaError, Device, Event, PinnedBuffer, Stream};
+use crate::cuda::{Buffer, CudaError, Device, Event, PinnedBuffer};
 
 /// Rows for which there is room at first.
 const ROWS_MIN: usize = 64;
@@ -52,7 +53,7 @@ impl DrawnTokens {
     }
 
     /// Enqueues the copy of the tokens to the host.
-    pub(super) fn send(&mut self, stream: &Stream) -> Result<(), CudaError> {
+    pub(super) fn send(&mut self, recorder: &Recorder) -> Result<(), CudaError> {
         let fits = self.spare.iter().position(|copy| copy.staging.as_slice().len() >= self.rows);
         let mut copy = match fits {
             Some(at) => self.spare.swap_remove(at),
@@ -65,13 +66,8 @@ impl DrawnTokens {
         copy.rows = self.rows;
         // SAFETY: `best` holds `rows` words. The stream computes what overwrites or frees them
         // later than this copy. Nothing touches `staging` before `receive` has waited.
-        let sent = unsafe {
-            stream.enqueue_copy_to_host(
-                &mut copy.staging.as_mut_slice()[..self.rows],
-                self.best.view().address(),
-            )
-        };
-        sent.and_then(|()| copy.arrived.record(stream))?;
+        let sent = unsafe { recorder.send(self.on_device().view(), &mut copy.staging) };
+        sent.and_then(|()| copy.arrived.record(recorder.stream()))?;
         self.unread.push_back(copy);
         Ok(())
     }

@@ -241,8 +241,7 @@ impl Cuda {
                 self.plans.len() - 1
             }
         };
-        let stream = self.recorder.stream().clone();
-        let addresses = self.plans[at].addresses(&stream, self.steps, &self.step)?;
+        let addresses = self.plans[at].addresses(&mut self.recorder, self.steps, &self.step)?;
         Ok(addresses.iter().map(|&address| self.recorder.plan(address)).collect())
     }
 

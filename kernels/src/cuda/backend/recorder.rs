@@ -31,7 +31,8 @@ use super::command::{CommandList, KernelCommand};
 use super::kernel_set::KernelSet;
 use crate::cuda::attention::AttentionPlanAddress;
 use crate::cuda::error::device_error;
-use crate::cuda::{Device, Graph, Stream};
+use crate::cuda::word_copies::{WordCopy, WordCopyKernels};
+use crate::cuda::{CudaError, Device, DeviceView, Event, Graph, PinnedBuffer, Stream};
 
 /// The number of graphs of each part, and of whole steps, that are kept: one for each size of
 /// decode batch.
@@ -49,6 +50,9 @@ pub(super) type MemoryOwner = Arc<dyn Any + Send + Sync>;
 pub(super) struct Recorder {
     stream: Stream,
     kernels: KernelSet,
+    word_copies: WordCopyKernels,
+    /// Words that the device fetches before it runs `pending`, and the event behind that.
+    uploads: Vec<(WordCopy, Arc<Event>)>,
     pending: CommandList,
     /// What `pending` is.
     part: StepPart,
@@ -96,6 +100,8 @@ impl Recorder {
         Self {
             stream,
             kernels: KernelSet::new(device),
+            word_copies: WordCopyKernels::new(device),
+            uploads: Vec::new(),
             pending: CommandList::default(),
             part: StepPart::Whole,
             first_part_commands: FIRST_PART_COMMANDS,
@@ -205,7 +211,7 @@ impl Recorder {
         if !has_turn {
             self.take_turn()?;
         }
-        let given = self.enqueue();
+        let given = self.enqueue_uploads().map_err(device_error("upload")).and_then(|()| self.enqueue());
         self.in_flight.append(&mut self.owners);
         self.ended.clear();
         self.pending.list.clear();
@@ -229,6 +235,51 @@ impl Recorder {
         self.rest_turn();
         self.ended.append(&mut self.in_flight);
         self.marks.iter_mut().for_each(|owners| *owners = 0);
+    }
+
+    /// Whether flushed work may be in flight.
+    pub(super) fn is_busy(&self) -> bool {
+        !self.in_flight.is_empty()
+    }
+
+    /// Lets the device fetch words before it runs the commands that are collected now, and records
+    /// `copied` behind that. An upload waits for its turn like the commands.
+    ///
+    /// # Safety
+    /// The memory of the copy stays valid, and the host's words unchanged, until `copied`.
+    pub(super) unsafe fn upload(&mut self, copy: WordCopy, copied: Arc<Event>) {
+        self.uploads.push((copy, copied));
+    }
+
+    /// Enqueues the upload with this event if it is still to be enqueued.
+    pub(super) fn flush_upload(&mut self, copied: &Arc<Event>) -> Result<(), CudaError> {
+        if self.uploads.iter().any(|(_, other)| Arc::ptr_eq(other, copied)) {
+            self.enqueue_uploads()?;
+        }
+        Ok(())
+    }
+
+    fn enqueue_uploads(&mut self) -> Result<(), CudaError> {
+        if self.uploads.is_empty() {
+            return Ok(());
+        }
+        let copies: Vec<WordCopy> = self.uploads.iter().map(|&(copy, _)| copy).collect();
+        // SAFETY: the contract of `upload`.
+        unsafe { self.word_copies.fetch(&self.stream, &copies) }?;
+        self.uploads.drain(..).try_for_each(|(_, copied)| copied.record(&self.stream))
+    }
+
+    /// Enqueues a copy to the host behind all flushed work.
+    ///
+    /// # Safety
+    /// Both sides stay valid until the copy has ended, and nothing else touches `to`.
+    pub(super) unsafe fn send(
+        &self,
+        from: DeviceView<'_, u32>,
+        to: &mut PinnedBuffer<u32>,
+    ) -> Result<(), CudaError> {
+        // SAFETY: this function's contract.
+        unsafe { self.word_copies.send(&self.stream, from, to) }
     }
 
     /// Marks the end of the work that was flushed so far.
@@ -337,11 +388,11 @@ impl Drop for Recorder {
 
 enum CaptureError {
     Op(OpError),
-    Cuda(crate::cuda::CudaError),
+    Cuda(CudaError),
 }
 
-impl From<crate::cuda::CudaError> for CaptureError {
-    fn from(error: crate::cuda::CudaError) -> Self {
+impl From<CudaError> for CaptureError {
+    fn from(error: CudaError) -> Self {
         Self::Cuda(error)
     }
 }

@@ -8,6 +8,7 @@ use std::ops::Range;
 use ops::{DRAWN_TOKEN, OpError, Step};
 
 use super::block_set::BlockSet;
+use super::recorder::Recorder;
 use super::upload::StepUpload;
 use crate::cuda::error::device_error;
 use crate::cuda::{CudaError, Stream};
@@ -66,7 +67,7 @@ impl StepRows {
         })
     }
 
-    pub(super) fn set(&mut self, stream: &Stream, step: &Step<'_>) -> Result<(), OpError> {
+    pub(super) fn set(&mut self, recorder: &mut Recorder, step: &Step<'_>) -> Result<(), OpError> {
         const OP: &str = "begin";
         let rows = step.rows();
         for (what, found) in [
@@ -124,7 +125,7 @@ impl StepRows {
                 to = rest;
             }
         };
-        self.upload.send(stream, words, fill).map_err(|error| device_error(OP)(error))
+        self.upload.send(recorder, words, fill).map_err(|error| device_error(OP)(error))
     }
 
     pub(super) fn len(&self) -> usize {

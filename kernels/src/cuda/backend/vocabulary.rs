@@ -68,7 +68,7 @@ impl Backend for Cuda {
         // Commands of the previous step refer to that step's rows.
         self.recorder.begin_step()?;
         self.steps += 1;
-        self.step.set(self.recorder.stream(), step)
+        self.step.set(&mut self.recorder, step)
     }
 
     fn embed(&mut self, table: &Weight<Self>, out: &mut CudaTensor, rows: usize) -> Result<(), OpError> {
@@ -417,7 +417,7 @@ impl Backend for Cuda {
     fn start_argmax(&mut self, x: &CudaTensor, rows: usize, cols: usize) -> Result<(), OpError> {
         const OP: &str = "start_argmax";
         self.enqueue_argmax(OP, x, rows, cols)?;
-        self.drawn.send(self.recorder.stream()).map_err(device_error(OP))?;
+        self.drawn.send(&self.recorder).map_err(device_error(OP))?;
         self.recorder.mark();
         Ok(())
     }
@@ -465,7 +465,7 @@ impl Backend for Cuda {
             }
         };
         let len = rows * shortlist::DRAW_PARAM_WORDS;
-        self.draw_params.send(self.recorder.stream(), len, fill).map_err(device_error(OP))?;
+        self.draw_params.send(&mut self.recorder, len, fill).map_err(device_error(OP))?;
         let x = self.use_tensor(x, rows);
         self.push(KernelCommand::Shortlist {
             x,
