@@ -278,8 +278,9 @@ __device__ uint32_t choose_in_block(const float *weights, double target) {
     return 0;
 }
 
+// `token` is null, or where a token that is wanted goes as well.
 __device__ void draw_token(const float *x, uint32_t cols, const uint32_t *draw_param, float max,
-                           const double *sums, uint64_t *result) {
+                           const double *sums, uint64_t *result, uint32_t *token) {
     __shared__ double partial[SUMS_MAX];
     __shared__ float weights[BLOCK];
     __shared__ ChosenBlock chosen_block;
@@ -309,16 +310,21 @@ __device__ void draw_token(const float *x, uint32_t cols, const uint32_t *draw_p
         __syncthreads();
         if (threadIdx.x == 0) drawn = start + choose_in_block(weights, chosen_block.remainder);
     }
-    if (threadIdx.x == 0) result[2] = drawn;
+    if (threadIdx.x == 0) {
+        result[2] = drawn;
+        if (wanted && token != nullptr) *token = drawn;
+    }
 }
 
 }  // namespace
 
-// Two blocks per row: block 0 makes the list, block 1 draws a token.
+// Two blocks per row: block 0 makes the list, block 1 draws a token. With `tokens`, nothing but the
+// tokens is wanted, and tokens[r] is set in rows that draw one.
 extern "C" __global__ void __launch_bounds__(THREADS)
     shortlist_sort_and_draw(const float *x, uint32_t cols, const uint32_t *draw_params,
                             const RowThreshold *thresholds, const uint32_t *counts,
-                            const uint64_t *candidates, const double *sums, uint64_t *results) {
+                            const uint64_t *candidates, const double *sums, uint64_t *results,
+                            uint32_t *tokens) {
     wait_for_previous_kernel();
     launch_next_kernel();
     const size_t row = blockIdx.x, blocks = (cols + BLOCK - 1) / BLOCK;
@@ -329,12 +335,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (threadIdx.x == 0) {
             result[lists ? 0 : 1] = 0;
             if (!lists) result[2] = NOT_DRAWN;
+            if (!lists && tokens != nullptr) tokens[row] = NOT_DRAWN;
         }
     } else if (lists) {
-        sort_candidates(candidates + row * CANDIDATES_MAX, counts[row], result);
+        if (tokens == nullptr) sort_candidates(candidates + row * CANDIDATES_MAX, counts[row], result);
     } else {
         draw_token(x + row * cols, cols, draw_params + row * DRAW_PARAM_WORDS,
-                   sort_key_value(threshold.highest), sums + row * blocks, result);
+                   sort_key_value(threshold.highest), sums + row * blocks, result,
+                   tokens == nullptr ? nullptr : tokens + row);
     }
 }
 CHECK_SIGNATURE(shortlist_sort_and_draw, ShortlistSortAndDraw);

@@ -365,7 +365,7 @@ impl<B: Backend> Engine<B> {
         {
             OutputKind::Logits if may_leave_tokens && run == (0..wanted.len()) => {
                 is_drawn_on_device = true;
-                backend.start_argmax(values, run.len(), vocab_size)
+                rows.start_draws(backend, vocab_size, values, wanted[run].iter().map(draw))
             }
             OutputKind::Logits => {
                 rows.take(backend, sampler, vocab_size, run.clone(), values, wanted[run].iter().map(draw))

@@ -282,21 +282,31 @@ pub trait Backend: Sized + Send + 'static {
     }
 
     /// Whether the next step may be enqueued before the tokens of this one are read. If true, the
-    /// backend has [`Backend::start_argmax`]. The answer may change from step to step.
-    fn may_run_ahead(&self) -> bool {
+    /// backend has [`Backend::start_draws`] for rows of `cols` values. The answer may change from
+    /// step to step.
+    fn may_run_ahead(&self, _cols: usize) -> bool {
         false
     }
 
-    /// Enqueues an argmax. [`Backend::finish_argmax`] reads its result. Until the next call of this
-    /// function, steps may name the tokens by [`crate::DRAWN_TOKEN`]. A row whose token is
-    /// [`NO_ARGMAX`] has undefined results.
-    fn start_argmax(&mut self, _x: &Self::Tensor, _rows: usize, _cols: usize) -> Result<(), OpError> {
-        Err(OpError::Unsupported { op: "start_argmax", what: "tokens that stay on the device" })
+    /// Enqueues the choice of a token for each of the first rows of `x`, which have `cols` values:
+    /// the one that [`Backend::shortlists`] draws if the row's parameters have a uniform random
+    /// number, else that of [`Backend::argmax`]. A row without a finite maximum gets [`NO_ARGMAX`].
+    ///
+    /// [`Backend::finish_draws`] reads the tokens. Until the next call of this function, steps may
+    /// name them by [`crate::DRAWN_TOKEN`]. A row of a step whose token is [`NO_ARGMAX`] has
+    /// undefined results.
+    fn start_draws(
+        &mut self,
+        _x: &Self::Tensor,
+        _cols: usize,
+        _draw_params: &[DrawParams],
+    ) -> Result<(), OpError> {
+        Err(OpError::Unsupported { op: "start_draws", what: "tokens that stay on the device" })
     }
 
-    /// Waits for the oldest argmax that was started and not finished. At most two are in flight.
-    fn finish_argmax(&mut self, _best: &mut [u32]) -> Result<(), OpError> {
-        Err(OpError::Unsupported { op: "finish_argmax", what: "tokens that stay on the device" })
+    /// Waits for the oldest tokens that were started and not finished. At most two are in flight.
+    fn finish_draws(&mut self, _tokens: &mut [u32]) -> Result<(), OpError> {
+        Err(OpError::Unsupported { op: "finish_draws", what: "tokens that stay on the device" })
     }
 
     /// Computes the shortlist of each of the first rows of `x`, which have `cols` values, with the

@@ -17,8 +17,8 @@ mod rows;
 mod weights;
 
 use crate::{
-    Activation, AttentionSpec, Backend, DRAWN_TOKEN, GELU_CUBIC, GELU_LINEAR, KvLayout, Linear, NO_ARGMAX,
-    OpError, RopePairing, RopeSpec, Step, Weight,
+    Activation, AttentionSpec, Backend, DRAWN_TOKEN, DrawParams, GELU_CUBIC, GELU_LINEAR, KvLayout, Linear,
+    NO_ARGMAX, OpError, RopePairing, RopeSpec, Shortlist, Step, Weight,
 };
 use bytes::Bytes;
 use rows::ReferenceStep;
@@ -34,9 +34,9 @@ pub struct Reference {
     dequantize: bool,
     runs_ahead: bool,
     step: ReferenceStep,
-    /// Results of argmax that were not read yet.
+    /// Tokens that were chosen and not read yet.
     unread: VecDeque<Vec<u32>>,
-    /// Those of the last argmax.
+    /// Those that were chosen last.
     drawn: Vec<u32>,
 }
 
@@ -346,29 +346,38 @@ impl Backend for Reference {
         Ok(())
     }
 
-    fn may_run_ahead(&self) -> bool {
+    fn may_run_ahead(&self, _cols: usize) -> bool {
         self.runs_ahead
     }
 
-    fn start_argmax(&mut self, x: &HostTensor, rows: usize, cols: usize) -> Result<(), OpError> {
-        self.drawn.resize(rows, NO_ARGMAX);
-        let mut best = std::mem::take(&mut self.drawn);
-        let found = self.argmax(x, rows, cols, &mut best);
-        self.drawn.clone_from(&best);
-        self.unread.push_back(best);
-        found
+    fn start_draws(
+        &mut self,
+        x: &HostTensor,
+        cols: usize,
+        draw_params: &[DrawParams],
+    ) -> Result<(), OpError> {
+        let mut tokens = vec![NO_ARGMAX; draw_params.len()];
+        self.argmax(x, draw_params.len(), cols, &mut tokens)?;
+        let mut lists = vec![Shortlist::default(); draw_params.len()];
+        self.shortlists(x, cols, draw_params, &mut lists)?;
+        for ((token, list), params) in tokens.iter_mut().zip(&lists).zip(draw_params) {
+            if params.uniform.is_some() {
+                *token = list.drawn().unwrap_or(NO_ARGMAX);
+            }
+        }
+        self.drawn.clone_from(&tokens);
+        self.unread.push_back(tokens);
+        Ok(())
     }
 
-    fn finish_argmax(&mut self, best: &mut [u32]) -> Result<(), OpError> {
-        const OP: &str = "finish_argmax";
-        let Some(found) = self.unread.pop_front() else {
-            return Err(OpError::Shape { op: OP, what: "number of results", found: 0, expected: 1 });
-        };
-        if found.len() != best.len() {
-            let (found, expected) = (best.len(), found.len());
+    fn finish_draws(&mut self, tokens: &mut [u32]) -> Result<(), OpError> {
+        const OP: &str = "finish_draws";
+        let found = self.unread.pop_front().unwrap_or_default();
+        if found.len() != tokens.len() {
+            let (found, expected) = (tokens.len(), found.len());
             return Err(OpError::Shape { op: OP, what: "host slice", found, expected });
         }
-        best.copy_from_slice(&found);
+        tokens.copy_from_slice(&found);
         Ok(())
     }
 

@@ -4,8 +4,8 @@
 
 use crate::OpError;
 
-/// In [`Step::tokens`], `DRAWN_TOKEN | output` is the token that [`crate::Backend::start_argmax`]
-/// found last for this output. The host need not know it. No vocabulary has so many tokens.
+/// In [`Step::tokens`], `DRAWN_TOKEN | output` is the token that [`crate::Backend::start_draws`]
+/// chose last for this output. The host need not know it. No vocabulary has so many tokens.
 pub const DRAWN_TOKEN: u32 = 1 << 31;
 
 /// Row data of a step, which mixes decodes and chunked prefills. Rows of one sequence are in order

@@ -55,7 +55,9 @@ impl ShortlistKernels {
     }
 
     /// Writes the result of each row of `x` to the beginning of `work`. A row has `cols` values,
-    /// `work` has [`work_words`], and `draw_params` has [`draw_param_words`] of each row.
+    /// `work` has [`work_words`], and `draw_params` has [`draw_param_words`] of each row. With
+    /// `tokens`, results have no lists, and rows that draw a token, or have no finite maximum, write
+    /// it there ([`NO_ARGMAX`]).
     pub fn rows(
         &self,
         stream: &Stream,
@@ -63,12 +65,17 @@ impl ShortlistKernels {
         cols: usize,
         draw_params: DeviceView<'_, u32>,
         work: &mut DeviceViewMut<'_, u64>,
+        tokens: Option<DeviceViewMut<'_, u32>>,
     ) -> Result<(), CudaError> {
         let rows = draw_params.len() / DRAW_PARAM_WORDS;
         ensure_same_len("words of draw parameters", draw_params.len(), rows * DRAW_PARAM_WORDS)?;
         ensure_same_len("rows to shortlist", x.len(), rows * cols)?;
         ensure_same_len("columns to shortlist", cols.clamp(1, COLS_MAX), cols)?;
         ensure_same_len("work space of shortlists", work.len(), work_words(rows, cols))?;
+        if let Some(tokens) = &tokens {
+            ensure_same_len("tokens to draw", tokens.len(), rows)?;
+        }
+        let tokens = tokens.map_or(0, |tokens| tokens.address());
         if rows == 0 {
             return Ok(());
         }
@@ -112,8 +119,17 @@ impl ShortlistKernels {
         unsafe { launch_kernel(&self.0, name, stream, each, &arguments)? };
 
         let name = kernel_name!("shortlist", "shortlist_sort_and_draw");
-        let arguments =
-            ShortlistSortAndDraw { x, cols, draw_params, thresholds, counts, candidates, sums, results };
+        let arguments = ShortlistSortAndDraw {
+            x,
+            cols,
+            draw_params,
+            thresholds,
+            counts,
+            candidates,
+            sums,
+            results,
+            tokens,
+        };
         // SAFETY: blocks (r, 0) and (r, 1) read the data of row r and write parts of result r.
         unsafe { launch_kernel(&self.0, name, stream, launch(rows, 2), &arguments) }
     }

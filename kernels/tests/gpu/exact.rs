@@ -12,7 +12,7 @@ use gguf::Metadata;
 use kernels::cuda::{Cuda, CudaKv};
 use models::testing::ModelFile;
 use models::{ForwardLimits, Model, WeightTable, build};
-use ops::{Backend, DRAWN_TOKEN, KvLayout, KvTypes, NO_ARGMAX, Step};
+use ops::{Backend, DRAWN_TOKEN, DrawParams, KvLayout, KvTypes, NO_ARGMAX, Step};
 
 use crate::TestGpu;
 use crate::random::TestRng;
@@ -229,7 +229,7 @@ const COMPUTE_PATHS: [(&str, ComputePath); 11] = [
         let (mut rows, mut read) = (Vec::new(), Vec::new());
         let mut finish = |cuda: &mut Cuda| -> Result<()> {
             let mut best = [NO_ARGMAX];
-            cuda.finish_argmax(&mut best)?;
+            cuda.finish_draws(&mut best)?;
             read.extend(best);
             Ok(())
         };
@@ -237,7 +237,7 @@ const COMPUTE_PATHS: [(&str, ComputePath); 11] = [
             let mut largest = vec![0.0; vocabulary];
             largest[token as usize] = 1.0;
             run.cuda.write(&mut row, 1, &largest)?;
-            run.cuda.start_argmax(&row, 1, vocabulary)?;
+            run.cuda.start_draws(&row, vocabulary, &[DrawParams::default()])?;
             // Two are in flight. The host reads the older one.
             if at > 0 {
                 finish(&mut run.cuda)?;

@@ -20,6 +20,16 @@ fn lists<B: Backend>(b: &mut B, host: &[f32], draw_params: &[DrawParams]) -> Res
     Ok(lists)
 }
 
+/// The tokens that a step would compute next.
+fn tokens<B: Backend>(b: &mut B, host: &[f32], draw_params: &[DrawParams]) -> Result<Vec<u32>> {
+    let (rows, cols) = (draw_params.len(), host.len() / draw_params.len());
+    let x = filled(b, rows, cols, host)?;
+    let mut tokens = vec![0; rows];
+    b.start_draws(&x, cols, draw_params)?;
+    b.finish_draws(&mut tokens)?;
+    Ok(tokens)
+}
+
 /// Random draw parameters: a temperature and, in four of five cases, a random number for a draw.
 fn random_draw_params(random: &mut TestRng) -> DrawParams {
     let temperature = [1.0, 0.8, 0.05, 1.7, 1e-30][(random.bits() % 5) as usize];
@@ -69,6 +79,12 @@ pub(crate) fn they_are_those_of_the_host(gpu: &TestGpu) -> Result<()> {
         let expected = lists(&mut reference, &rows.concat(), &draw_params)?;
         for (kind, (found, expected)) in found.iter().zip(&expected).enumerate() {
             ensure_same_len(&format!("row of kind {kind} of {cols}"), &rows[kind], found, expected)?;
+        }
+        let greedy = [DrawParams::default(); KINDS];
+        for draw_params in [&draw_params[..], &greedy] {
+            let found = tokens(&mut cuda, &rows.concat(), draw_params)?;
+            let expected = tokens(&mut reference, &rows.concat(), draw_params)?;
+            ensure!(found == expected, "tokens of rows of {cols}: {found:?}, expected {expected:?}");
         }
         for kind in [0, 3] {
             let alone = lists(&mut cuda, &rows[kind], &draw_params[kind..=kind])?;
@@ -144,7 +160,14 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
             let words = shortlist::draw_param_words(&DrawParams { temperature: 0.8, uniform });
             let draw_params = Buffer::from_host(&gpu.stream, &words.repeat(rows))?;
             let seconds = time(gpu, 20, |_| {
-                Ok(kernels.rows(&gpu.stream, x.view(), cols, draw_params.view(), &mut work.view_mut())?)
+                Ok(kernels.rows(
+                    &gpu.stream,
+                    x.view(),
+                    cols,
+                    draw_params.view(),
+                    &mut work.view_mut(),
+                    None,
+                )?)
             })?;
             let share = (2 * rows * cols * size_of::<f32>()) as f64 / seconds / 4.29e12;
             println!(

@@ -58,12 +58,14 @@ impl LaunchedStep {
 }
 
 impl<B: Backend> Engine<B> {
-    /// Whether the device draws the tokens of all requests that run.
-    fn runs_greedily(&self) -> bool {
+    /// Whether the device can draw the tokens of all requests that run.
+    fn is_drawn_on_device(&self) -> bool {
+        let vocab_size = self.capacity.vocab_size;
         self.scheduler.running().iter().all(|&sequence_id| {
             let request_state = self.requests[sequence_id.index()].as_ref();
             // The position matters for random numbers alone.
-            request_state.and_then(|state| state.draw(0, false)).is_some_and(|draw| draw.is_argmax())
+            let draw = request_state.and_then(|state| state.draw(0, false));
+            draw.is_some_and(|draw| draw.device_params(vocab_size).is_some())
         })
     }
 
@@ -76,9 +78,9 @@ impl<B: Backend> Engine<B> {
         };
         self.drafting.is_none()
             && plan.rows == plan.decode_rows
-            && self.backend.may_run_ahead()
+            && self.backend.may_run_ahead(self.capacity.vocab_size)
             && !plan.chunks.iter().any(has_followers)
-            && self.runs_greedily()
+            && self.is_drawn_on_device()
     }
 
     /// Launches the step behind `launched`, whose tokens the host does not know yet.
@@ -88,8 +90,9 @@ impl<B: Backend> Engine<B> {
         now: Duration,
         out: &mut Vec<EngineOutput>,
     ) -> Result<(), OpError> {
-        let may_run_ahead = self.backend.may_run_ahead() && self.scheduler.can_plan_ahead();
-        if !may_run_ahead || !self.runs_greedily() {
+        let may_run_ahead =
+            self.backend.may_run_ahead(self.capacity.vocab_size) && self.scheduler.can_plan_ahead();
+        if !may_run_ahead || !self.is_drawn_on_device() {
             return Ok(());
         }
         let mut goes_on = false;
@@ -115,7 +118,7 @@ impl<B: Backend> Engine<B> {
         let mut drawn = std::mem::take(&mut self.in_flight.drawn);
         drawn.clear();
         drawn.resize(launched.outputs.len(), NO_ARGMAX);
-        let read = self.backend.finish_argmax(&mut drawn);
+        let read = self.backend.finish_draws(&mut drawn);
         if read.is_ok() {
             for (row, &token) in launched.outputs.iter().zip(&drawn) {
                 let Some(OutputRow { sequence_id, position, .. }) = *row else { continue };

@@ -24,9 +24,18 @@ pub(crate) struct DeviceDraw<'a> {
 
 impl DeviceDraw<'_> {
     /// Whether the token is the one of the highest logit, and nothing else is wanted.
-    pub(crate) fn is_argmax(&self) -> bool {
+    fn is_argmax(&self) -> bool {
         let is_greedy = self.context.params.temperature == 0.0;
         is_greedy && self.logprobs.is_none() && self.context.uses_raw_logits(self.history)
+    }
+
+    /// How the device must draw the token. None if the host draws it.
+    pub(crate) fn device_params(&self, vocab_size: usize) -> Option<DrawParams> {
+        if self.is_argmax() {
+            return Some(DrawParams::default());
+        }
+        let params = self.context.shortlist_params(vocab_size, self.history)?;
+        (self.logprobs.is_none() && params.uniform.is_some()).then_some(params)
     }
 
     /// How the device must compute the shortlist. None if a shortlist does not suffice.
@@ -116,6 +125,23 @@ impl OutputRows {
             }
         }
         self.read(backend, vocab_size, run, logits)
+    }
+
+    /// Lets the device draw the tokens of all outputs, each of which has
+    /// [`DeviceDraw::device_params`].
+    pub(crate) fn start_draws<'a, B: Backend>(
+        &mut self,
+        backend: &mut B,
+        vocab_size: usize,
+        logits: &B::Tensor,
+        draws: impl Iterator<Item = Option<DeviceDraw<'a>>>,
+    ) -> Result<(), OpError> {
+        self.draw_params.clear();
+        self.draw_params.extend(draws.map(|draw| {
+            let params = draw.and_then(|draw| draw.device_params(vocab_size));
+            params.unwrap_or_else(|| panic!("a token that the host must draw is left to the device"))
+        }));
+        backend.start_draws(logits, vocab_size, &self.draw_params)
     }
 
     /// Takes a range of outputs that are not logits, in rows of `width` values.

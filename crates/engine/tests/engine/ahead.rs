@@ -79,6 +79,21 @@ fn every_decode_behind_the_first_is_launched_ahead() {
 }
 
 #[test]
+fn tokens_that_the_device_samples_are_those_of_the_host() {
+    let mut engine = engine(FakeModel::new(&config()));
+    let warm = SamplingParams { temperature: 0.7, seed: 9, ..SamplingParams::default() };
+    let requests = [
+        request(1, vec![1; 9], 20),
+        Request { sampling: warm, ..request(2, vec![2; 9], 20) },
+        greedy(3, vec![3; 9], 20),
+    ];
+    submit(&mut engine, &requests);
+    let got = answers(run_out(&mut engine));
+    requests.iter().for_each(|request| assert_eq!(got[&request.id], oracle(request)));
+    assert_eq!(engine.stats().steps_ahead, 18);
+}
+
+#[test]
 fn a_row_behind_the_end_of_a_request_is_dropped() {
     let mut engine = engine(FakeModel::new(&config()));
     let endless = greedy(1, vec![3; 6], 30);
@@ -154,8 +169,9 @@ fn an_arrival_waits_for_the_step_in_flight_alone() {
 
 #[test]
 fn requests_that_sample_on_the_host_are_not_computed_ahead() {
+    let filtered = SamplingParams { top_k: 5, ..SamplingParams::default() };
     for other in [
-        request(2, vec![6; 6], 20),
+        Request { sampling: filtered, ..request(2, vec![6; 6], 20) },
         Request { logprobs: Some(1), ..greedy(2, vec![6; 6], 20) },
         Request {
             stop: StopConditions { max_tokens: Some(20), min_tokens: 20, stop_tokens: vec![1] },

@@ -140,24 +140,25 @@ struct SubmissionSchedule {
     backend: Reference,
 }
 
-/// A backend, and the number of the first requests that are not greedy. The device draws the tokens
-/// of greedy requests.
+/// A backend, and the number of the first requests whose tokens are drawn on the host.
 fn backend() -> impl Strategy<Value = (Reference, usize)> {
     (any::<bool>(), prop_oneof![Just(0), 1..16_usize, Just(usize::MAX)]).prop_map(|(runs_ahead, sampled)| {
         (if runs_ahead { Reference::new().running_ahead() } else { Reference::new() }, sampled)
     })
 }
 
-fn greedy(request: Request) -> Request {
-    let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
+/// The device draws the tokens of these requests, greedily or with random numbers.
+fn drawn_on_device(index: usize, request: Request) -> Request {
+    let (temperature, seed) = ([0.0, 1.0, 0.6][index % 3], request.sampling.seed);
+    let sampling = SamplingParams { temperature, seed, ..SamplingParams::default() };
     Request { sampling, logprobs: None, ..request }
 }
 
-/// Numbers the requests. All but the first `sampled` are greedy.
+/// Numbers the requests. The device draws the tokens of all but the first `sampled`.
 fn numbered(requests: Vec<Request>, sampled: usize) -> Vec<Request> {
     let number = |(index, request)| {
         let request = Request { id: engine::RequestId(index as u64), ..request };
-        if index < sampled { request } else { greedy(request) }
+        if index < sampled { request } else { drawn_on_device(index, request) }
     };
     requests.into_iter().enumerate().map(number).collect()
 }

@@ -57,6 +57,7 @@ abi! {
             candidates: u64 as "const uint64_t *",
             sums: u64 as "const double *",
             results: u64 as "uint64_t *",
+            tokens: u64 as "uint32_t *",
         );
     }
 }

@@ -98,12 +98,13 @@ pub(super) enum KernelCommand {
         cols: u32,
         out: WordRange,
     },
-    /// `work` holds u64 words.
+    /// `work` holds u64 words. With `tokens`, only tokens are drawn.
     Shortlist {
         x: FloatRange,
         cols: u32,
         draw_params: WordRange,
         work: ByteRange,
+        tokens: Option<WordRange>,
     },
     Experts(ExpertCommand),
 }

@@ -133,10 +133,11 @@ impl KernelSet {
                     .argmaxes
                     .rows(stream, x.view(), cols as usize, &mut out.view_mut())
                     .map_err(device_error("argmax")),
-                KernelCommand::Shortlist { x, cols, draw_params, work } => {
+                KernelCommand::Shortlist { x, cols, draw_params, work, tokens } => {
                     let mut work = DeviceViewMut::from_raw(work.address, work.len / size_of::<u64>());
+                    let tokens = tokens.map(|tokens| tokens.view_mut());
                     self.shortlists
-                        .rows(stream, x.view(), cols as usize, draw_params.view(), &mut work)
+                        .rows(stream, x.view(), cols as usize, draw_params.view(), &mut work, tokens)
                         .map_err(device_error("shortlists"))
                 }
             }

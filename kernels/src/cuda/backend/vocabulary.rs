@@ -406,31 +406,53 @@ impl Backend for Cuda {
             let (found, expected) = (best.len(), rows);
             return Err(OpError::Shape { op: OP, what: "host slice", found, expected });
         }
-        let at = self.enqueue_argmax(OP, x, rows, cols)?;
-        self.read_to_host(OP, at.address, best)
+        x.check(OP, "columns", rows, cols)?;
+        let (out, owner) = self.drawn.begin(rows).map_err(device_error(OP))?;
+        self.recorder.keep(owner);
+        let x = self.use_tensor(x, rows);
+        self.push(KernelCommand::Argmax { x, cols: cols as u32, out });
+        self.recorder.flush()?;
+        self.read_to_host(OP, out.address, best)
     }
 
-    fn may_run_ahead(&self) -> bool {
-        !self.recorder.is_turn_awaited()
+    fn may_run_ahead(&self, cols: usize) -> bool {
+        (1..=shortlist::COLS_MAX).contains(&cols) && !self.recorder.is_turn_awaited()
     }
 
-    fn start_argmax(&mut self, x: &CudaTensor, rows: usize, cols: usize) -> Result<(), OpError> {
-        const OP: &str = "start_argmax";
-        self.enqueue_argmax(OP, x, rows, cols)?;
+    fn start_draws(
+        &mut self,
+        x: &CudaTensor,
+        cols: usize,
+        draw_params: &[DrawParams],
+    ) -> Result<(), OpError> {
+        const OP: &str = "start_draws";
+        let rows = draw_params.len();
+        x.check(OP, "columns", rows, cols)?;
+        let (tokens, owner) = self.drawn.begin(rows).map_err(device_error(OP))?;
+        self.recorder.keep(owner);
+        let is_sampled = |params: &DrawParams| params.uniform.is_some();
+        if !draw_params.iter().all(is_sampled) {
+            let x = self.use_tensor(x, rows);
+            self.push(KernelCommand::Argmax { x, cols: cols as u32, out: tokens });
+        }
+        if draw_params.iter().any(is_sampled) {
+            self.enqueue_shortlists(OP, x, cols, draw_params, Some(tokens))?;
+        }
+        self.recorder.flush()?;
         self.drawn.send(&self.recorder).map_err(device_error(OP))?;
         self.recorder.mark();
         Ok(())
     }
 
-    fn finish_argmax(&mut self, best: &mut [u32]) -> Result<(), OpError> {
-        const OP: &str = "finish_argmax";
+    fn finish_draws(&mut self, tokens: &mut [u32]) -> Result<(), OpError> {
+        const OP: &str = "finish_draws";
         let expected = self.drawn.unread_rows().unwrap_or(0);
-        if best.len() != expected {
-            return Err(OpError::Shape { op: OP, what: "host slice", found: best.len(), expected });
+        if tokens.len() != expected {
+            return Err(OpError::Shape { op: OP, what: "host slice", found: tokens.len(), expected });
         }
         // Maps cache units for the next step while the device is busy.
         self.caches.retain(|cache| cache.map().is_some());
-        self.drawn.receive(best).map_err(device_error(OP))?;
+        self.drawn.receive(tokens).map_err(device_error(OP))?;
         self.recorder.mark_has_ended();
         Ok(())
     }
@@ -453,26 +475,7 @@ impl Backend for Cuda {
         if rows == 0 || !(1..=shortlist::COLS_MAX).contains(&cols) {
             return Ok(());
         }
-        let words = shortlist::work_words(rows, cols);
-        if words > self.shortlists.len() {
-            self.shortlists = Arc::new(Buffer::new(&self.device, words).map_err(device_error(OP))?);
-        }
-        self.recorder.keep(self.shortlists.clone());
-        let work = self.shortlists.view().address();
-        let fill = |to: &mut [u32]| {
-            for (to, params) in to.chunks_exact_mut(shortlist::DRAW_PARAM_WORDS).zip(draw_params) {
-                to.copy_from_slice(&shortlist::draw_param_words(params));
-            }
-        };
-        let len = rows * shortlist::DRAW_PARAM_WORDS;
-        self.draw_params.send(&mut self.recorder, len, fill).map_err(device_error(OP))?;
-        let x = self.use_tensor(x, rows);
-        self.push(KernelCommand::Shortlist {
-            x,
-            cols: cols as u32,
-            draw_params: WordRange { address: self.draw_params.address(), len },
-            work: ByteRange { address: work, len: words * size_of::<u64>() },
-        });
+        let work = self.enqueue_shortlists(OP, x, cols, draw_params, None)?;
         self.recorder.flush()?;
         let mut records = std::mem::take(&mut self.records);
         records.resize(rows * shortlist::RESULT_WORDS, 0);
@@ -513,20 +516,38 @@ impl Backend for Cuda {
 }
 
 impl Cuda {
-    /// Enqueues an argmax, and returns where its result will be.
-    fn enqueue_argmax(
+    /// Collects the commands that shortlist the first rows of `x`, or draw their `tokens`. Returns
+    /// the address of the results.
+    fn enqueue_shortlists(
         &mut self,
         op: &'static str,
         x: &CudaTensor,
-        rows: usize,
         cols: usize,
-    ) -> Result<WordRange, OpError> {
-        x.check(op, "columns", rows, cols)?;
-        let (out, owner) = self.drawn.begin(rows).map_err(device_error(op))?;
-        self.recorder.keep(owner);
+        draw_params: &[DrawParams],
+        tokens: Option<WordRange>,
+    ) -> Result<u64, OpError> {
+        let rows = draw_params.len();
+        let words = shortlist::work_words(rows, cols);
+        if words > self.shortlists.len() {
+            self.shortlists = Arc::new(Buffer::new(&self.device, words).map_err(device_error(op))?);
+        }
+        self.recorder.keep(self.shortlists.clone());
+        let work = self.shortlists.view().address();
+        let fill = |to: &mut [u32]| {
+            for (to, params) in to.chunks_exact_mut(shortlist::DRAW_PARAM_WORDS).zip(draw_params) {
+                to.copy_from_slice(&shortlist::draw_param_words(params));
+            }
+        };
+        let len = rows * shortlist::DRAW_PARAM_WORDS;
+        self.draw_params.send(&mut self.recorder, len, fill).map_err(device_error(op))?;
         let x = self.use_tensor(x, rows);
-        self.push(KernelCommand::Argmax { x, cols: cols as u32, out });
-        self.recorder.flush()?;
-        Ok(out)
+        self.push(KernelCommand::Shortlist {
+            x,
+            cols: cols as u32,
+            draw_params: WordRange { address: self.draw_params.address(), len },
+            work: ByteRange { address: work, len: words * size_of::<u64>() },
+            tokens,
+        });
+        Ok(work)
     }
 }
