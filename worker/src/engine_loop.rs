@@ -147,6 +147,7 @@ impl<B: Backend> EngineLoop<B> {
             }
             self.steps.begin_work();
             received.into_iter().for_each(|command| self.handle(command));
+            self.wait_before_launch();
             while let Ok(command) = self.commands.try_recv() {
                 self.handle(command);
             }
@@ -157,6 +158,17 @@ impl<B: Backend> EngineLoop<B> {
             let was_empty = stepped?;
             if was_empty && self.engine.has_work() && !self.wait_while_paused() {
                 return Ok(());
+            }
+        }
+    }
+
+    /// Handles commands while the device computes a step and the next one need not be launched.
+    fn wait_before_launch(&mut self) {
+        while let Some(due) = self.engine.launch_due() {
+            let wait = due.saturating_sub(self.epoch.elapsed());
+            match self.commands.recv_timeout(wait) {
+                Ok(command) => self.handle(command),
+                Err(_) => return,
             }
         }
     }
@@ -218,7 +230,8 @@ impl<B: Backend> EngineLoop<B> {
         let ended = self.epoch.elapsed();
         let mut step = TracedStep { began: now, ended, rows: 0, sequences: 0 };
         if let Ok(report) = &stepped {
-            self.engine.observe(report, ended - now);
+            let took = self.engine.step_was_read(now, ended);
+            self.engine.observe(report, took);
             (step.rows, step.sequences) = (report.rows, report.sequences);
         }
         if stepped.as_ref().is_ok_and(|report| report.rows > 0) {

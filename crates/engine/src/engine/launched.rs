@@ -14,13 +14,14 @@
 //! 2. A request that ends with a token of step n has a row in step n + 1. The row's result is
 //!    dropped. It was written behind the request's last token, into a block that no other request
 //!    reads: the blocks of the request are given to others from step n + 2 on.
-//! 3. A request that arrives waits for one step more than otherwise, because no prompt is computed
-//!    in a step that was planned before it arrived.
+//! 3. No prompt is computed in a step that was planned before it arrived. So the next step is
+//!    launched as late as possible (`launch_timer.rs`).
 
 use super::Engine;
 use crate::request::output::EngineOutput;
 use crate::sample::output_rows::RowOutput;
 use crate::schedule::batch::OutputRow;
+use crate::schedule::launch_timer::LaunchTimer;
 use crate::schedule::sequence_id::SequenceId;
 use crate::schedule::step_plan::ScheduledChunk;
 use crate::stats::StepReport;
@@ -32,6 +33,7 @@ use std::time::Duration;
 pub(super) struct StepsInFlight {
     /// The step that was launched before the last one was read.
     pub(super) ahead: Option<LaunchedStep>,
+    timer: LaunchTimer,
     /// Tokens that were read from the device.
     drawn: Vec<u32>,
     /// The outputs of a step that was reported.
@@ -58,6 +60,19 @@ impl LaunchedStep {
 }
 
 impl<B: Backend> Engine<B> {
+    /// Records when the last call of [`Self::step`] began and ended. Returns how long the step
+    /// took, for [`Self::observe`]: the device may have begun it before that call.
+    pub fn step_was_read(&mut self, began: Duration, ended: Duration) -> Duration {
+        let is_followed = self.in_flight.ahead.is_some();
+        self.in_flight.timer.step_was_read(began, ended, is_followed)
+    }
+
+    /// Until when the caller should wait before it calls [`Self::step`], so that requests that
+    /// arrive meanwhile are in the next step. None: it should not wait.
+    pub fn launch_due(&self) -> Option<Duration> {
+        self.in_flight.ahead.as_ref().and_then(|_| self.in_flight.timer.due())
+    }
+
     /// Whether the device can draw the tokens of all requests that run.
     fn is_drawn_on_device(&self) -> bool {
         let vocab_size = self.capacity.vocab_size;
