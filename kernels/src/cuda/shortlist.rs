@@ -55,9 +55,10 @@ impl ShortlistKernels {
     }
 
     /// Writes the result of each row of `x` to the beginning of `work`. A row has `cols` values,
-    /// `work` has [`work_words`], and `draw_params` has [`draw_param_words`] of each row. With
-    /// `tokens`, results have no lists, and rows that draw a token, or have no finite maximum, write
-    /// it there ([`NO_ARGMAX`]).
+    /// `work` has [`work_words`], and `draw_params` has [`draw_param_words`] of each row.
+    ///
+    /// With `tokens`, results have no lists. A row that draws a token writes it there, and a row
+    /// without a finite maximum writes [`NO_ARGMAX`].
     pub fn rows(
         &self,
         stream: &Stream,

@@ -11,8 +11,8 @@
 use std::time::Duration;
 
 /// The time from a launch that is due until the device needs it: 60 us until the thread runs, 70 us
-/// (0.6B) to 200 us (30B) to plan and to launch. The rest is for threads that run late: with 500 us,
-/// 0.6B with 64 streams decodes 1.5% slower.
+/// (0.6B) to 200 us (30B) to plan and to launch. The rest is for threads that run late: with 500
+/// us, 0.6B with 64 streams decodes 1.5% slower.
 const LAUNCH_LEAD: Duration = Duration::from_micros(750);
 /// Steps of which the shortest counts: one slow step says nothing about the next one.
 const RECENT: usize = 4;
