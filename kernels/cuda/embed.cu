@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // out[i] = table[tokens[i]] as f32: rows of the embedding table. An entry DRAWN_TOKEN | n of
-// `tokens` stands for drawn[n], which argmax.cu wrote in the step before.
+// `tokens` stands for drawn[n], which argmax.cu or shortlist.cu wrote in the step before.
 //
 //   quantized types: table in tiles of 16 rows by 256 values, grid (tiles of a row, tokens)
 //     planes of the row's tile -> block bytes in shared memory -> a thread decodes one value

@@ -232,6 +232,7 @@ impl<B: Backend> EngineLoop<B> {
         if let Ok(report) = &stepped {
             let took = self.engine.step_was_read(now, ended);
             self.engine.observe(report, took);
+            step.began = ended.saturating_sub(took);
             (step.rows, step.sequences) = (report.rows, report.sequences);
         }
         if stepped.as_ref().is_ok_and(|report| report.rows > 0) {

@@ -24,6 +24,7 @@ use crate::sample::output_rows::{OutputRows, RowOutput};
 use crate::sample::sampler::Sampler;
 use crate::schedule::admission::{AdmissionControl, QueueLimits};
 use crate::schedule::batch::{Batch, OutputRow};
+use crate::schedule::launch_timer::LaunchTimer;
 use crate::schedule::prefill_rate::PrefillRateEstimator;
 use crate::schedule::scheduler::Scheduler;
 use crate::schedule::sequence_id::SequenceId;
@@ -229,15 +230,16 @@ impl<B: Backend> Engine<B> {
             Some(launched) => launched,
             None => {
                 let report = self.plan(now, out);
-                self.launch(report).map_err(|source| self.fail_step(source, out))?
+                let may_leave_tokens = self.may_leave_tokens();
+                self.launch(report, may_leave_tokens).map_err(|source| self.fail_step(source, out))?
             }
         };
         let outputs_before = out.len();
+        let mut next = Ok(());
         if launched.is_drawn_on_device {
-            let next = self.launch_ahead(&launched, now, out);
+            next = self.launch_ahead(&launched, now, out);
             let read = self.report_drawn(&mut launched, out);
             read.map_err(|source| self.fail_launched(&launched, source, out))?;
-            next.map_err(|source| self.fail_step(source, out))?;
         } else if launched.report.rows > 0 {
             self.report_rows(&launched, out);
             self.advance_beams(out);
@@ -246,6 +248,7 @@ impl<B: Backend> Engine<B> {
         self.stats.output_tokens += drawn as u64;
         self.stats.steps += u64::from(launched.report.rows > 0);
         self.in_flight.spare_outputs = launched.outputs;
+        next.map_err(|source| self.fail_step(source, out))?;
         Ok(StepReport {
             tokens_sampled: sampled_deferred + drawn,
             finished: (self.stats.finished - ended_before) as usize,
@@ -282,14 +285,14 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Computes the planned step, or lets the device compute it if the tokens can stay there.
-    fn launch(&mut self, mut report: StepReport) -> Result<LaunchedStep, OpError> {
+    fn launch(&mut self, mut report: StepReport, may_leave_tokens: bool) -> Result<LaunchedStep, OpError> {
         let mut outputs = std::mem::take(&mut self.in_flight.spare_outputs);
         outputs.clear();
         if report.rows == 0 {
             return Ok(LaunchedStep { outputs, report, is_drawn_on_device: false });
         }
         self.draft()?;
-        let is_drawn_on_device = self.compute()?;
+        let is_drawn_on_device = self.compute(may_leave_tokens)?;
         let plan = self.scheduler.plan();
         (report.rows, report.draft_rows) = (plan.rows, plan.draft_rows);
         self.scheduler.commit();
@@ -321,10 +324,9 @@ impl<B: Backend> Engine<B> {
         speculation.draft(&mut **drafter, &mut self.backend, &mut self.scheduler, may)
     }
 
-    /// Runs the model over the plan and copies the needed tokens and logits to the host. Returns
-    /// true if the tokens stay on the device: one argmax was started, which has all of them.
-    fn compute(&mut self) -> Result<bool, OpError> {
-        let may_leave_tokens = self.may_leave_tokens();
+    /// Runs the model over the plan. Copies the needed tokens and logits to the host, or leaves the
+    /// tokens on the device, which then draws all of them. Returns whether they stay there.
+    fn compute(&mut self, may_leave_tokens: bool) -> Result<bool, OpError> {
         let mut is_drawn_on_device = false;
         let drafts = self.drafting.iter().flat_map(|drafting| drafting.speculation.drafts());
         self.batch.fill(&self.scheduler, self.block_tokens, drafts);
@@ -363,11 +365,14 @@ impl<B: Backend> Engine<B> {
             .copied()
             .unwrap_or_default()
         {
-            OutputKind::Logits if may_leave_tokens && run == (0..wanted.len()) => {
-                is_drawn_on_device = true;
-                rows.start_draws(backend, vocab_size, values, wanted[run].iter().map(draw))
-            }
             OutputKind::Logits => {
+                if may_leave_tokens && run == (0..wanted.len()) {
+                    is_drawn_on_device =
+                        rows.start_draws(backend, vocab_size, values, wanted.iter().map(draw))?;
+                    if is_drawn_on_device {
+                        return Ok(());
+                    }
+                }
                 rows.take(backend, sampler, vocab_size, run.clone(), values, wanted[run].iter().map(draw))
             }
             OutputKind::HiddenState => rows.take_states(backend, state_width, run, values),
@@ -506,6 +511,7 @@ impl<B: Backend> Engine<B> {
     }
 
     fn fail_step(&mut self, source: OpError, out: &mut Vec<EngineOutput>) -> StepError {
+        self.in_flight.timer = LaunchTimer::default();
         self.scheduler.abandon();
         let plan = self.scheduler.plan();
         let rows = plan.rows;
@@ -519,7 +525,9 @@ impl<B: Backend> Engine<B> {
         StepError { rows, requests: sequence_ids.len(), source }
     }
 
-    /// Ends the requests of a step that the device could not compute, and of the step behind it.
+    /// Ends the requests of a step that the device could not compute, and of the step behind it. A
+    /// read fails only with the device, so the process ends: neither the tokens of the step behind
+    /// nor the prefix cache are used again.
     fn fail_launched(
         &mut self,
         launched: &LaunchedStep,

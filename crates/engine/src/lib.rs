@@ -31,7 +31,7 @@
 //!
 //! Where to look:
 //!
-//! - `engine`: [`Engine`], which owns the model and joins the parts.
+//! - `engine`: [`Engine`], which owns the model and joins the parts, and steps in flight.
 //! - [`schedule`]: the waiting queue, admission control, the scheduler and its step plan.
 //! - [`kv`]: the block pool, block tables and KV cache events.
 //! - [`sample`]: sampling parameters, logits processors, the sampler, structured output.

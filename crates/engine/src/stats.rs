@@ -4,7 +4,8 @@
 
 use crate::draft::speculation::DraftStats;
 
-/// What one call of `Engine::step` did.
+/// The step whose outputs one call of `Engine::step` reported. An earlier call may have launched
+/// it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepReport {
     /// Rows of the batch: tokens whose keys and values the step computed. 0: the step had nothing

@@ -305,7 +305,9 @@ pub trait Backend: Sized + Send + 'static {
     }
 
     /// Waits for the oldest tokens that were started and not finished. At most two are in flight.
-    fn finish_draws(&mut self, _tokens: &mut [u32]) -> Result<(), OpError> {
+    /// Returns whether the tokens were there already. An error other than one of the host's slice
+    /// is [`OpError::Device`].
+    fn finish_draws(&mut self, _tokens: &mut [u32]) -> Result<bool, OpError> {
         Err(OpError::Unsupported { op: "finish_draws", what: "tokens that stay on the device" })
     }
 

@@ -370,7 +370,7 @@ impl Backend for Reference {
         Ok(())
     }
 
-    fn finish_draws(&mut self, tokens: &mut [u32]) -> Result<(), OpError> {
+    fn finish_draws(&mut self, tokens: &mut [u32]) -> Result<bool, OpError> {
         const OP: &str = "finish_draws";
         let found = self.unread.pop_front().unwrap_or_default();
         if found.len() != tokens.len() {
@@ -378,7 +378,7 @@ impl Backend for Reference {
             return Err(OpError::Shape { op: OP, what: "host slice", found, expected });
         }
         tokens.copy_from_slice(&found);
-        Ok(())
+        Ok(true)
     }
 
     fn write(&mut self, x: &mut HostTensor, rows: usize, host: &[f32]) -> Result<(), OpError> {

@@ -33,7 +33,9 @@ use std::time::Duration;
 pub(super) struct StepsInFlight {
     /// The step that was launched before the last one was read.
     pub(super) ahead: Option<LaunchedStep>,
-    timer: LaunchTimer,
+    pub(super) timer: LaunchTimer,
+    /// Whether the last tokens were there before the engine asked for them.
+    were_late: bool,
     /// Tokens that were read from the device.
     drawn: Vec<u32>,
     /// The outputs of a step that was reported.
@@ -63,14 +65,16 @@ impl<B: Backend> Engine<B> {
     /// Records when the last call of [`Self::step`] began and ended. Returns how long the step
     /// took, for [`Self::observe`]: the device may have begun it before that call.
     pub fn step_was_read(&mut self, began: Duration, ended: Duration) -> Duration {
-        let is_followed = self.in_flight.ahead.is_some();
-        self.in_flight.timer.step_was_read(began, ended, is_followed)
+        let StepsInFlight { timer, ahead, were_late, .. } = &mut self.in_flight;
+        let was_late = std::mem::take(were_late);
+        timer.step_was_read(began, ended, was_late, ahead.is_some())
     }
 
     /// Until when the caller should wait before it calls [`Self::step`], so that requests that
     /// arrive meanwhile are in the next step. None: it should not wait.
     pub fn launch_due(&self) -> Option<Duration> {
-        self.in_flight.ahead.as_ref().and_then(|_| self.in_flight.timer.due())
+        let ahead = self.in_flight.ahead.as_ref().filter(|ahead| ahead.is_drawn_on_device)?;
+        self.in_flight.timer.due().filter(|_| !ahead.outputs.is_empty())
     }
 
     /// Whether the device can draw the tokens of all requests that run.
@@ -78,7 +82,6 @@ impl<B: Backend> Engine<B> {
         let vocab_size = self.capacity.vocab_size;
         self.scheduler.running().iter().all(|&sequence_id| {
             let request_state = self.requests[sequence_id.index()].as_ref();
-            // The position matters for random numbers alone.
             let draw = request_state.and_then(|state| state.draw(0, false));
             draw.is_some_and(|draw| draw.device_params(vocab_size).is_some())
         })
@@ -105,20 +108,21 @@ impl<B: Backend> Engine<B> {
         now: Duration,
         out: &mut Vec<EngineOutput>,
     ) -> Result<(), OpError> {
-        let may_run_ahead =
-            self.backend.may_run_ahead(self.capacity.vocab_size) && self.scheduler.can_plan_ahead();
-        if !may_run_ahead || !self.is_drawn_on_device() {
+        let rows = launched.outputs.iter().enumerate();
+        let rows = rows.filter_map(|(output, row)| row.map(|row| (output, row.sequence_id)));
+        let may_run_ahead = self.backend.may_run_ahead(self.capacity.vocab_size)
+            && self.scheduler.can_plan_ahead(launched.outputs.len(), rows.clone().map(|(_, id)| id))
+            && self.is_drawn_on_device();
+        if !may_run_ahead {
             return Ok(());
         }
-        let mut goes_on = false;
-        for (output, row) in launched.outputs.iter().enumerate() {
-            if let Some(OutputRow { sequence_id, .. }) = row {
-                goes_on |= self.scheduler.push_drawn(*sequence_id, output);
-            }
+        for (output, sequence_id) in rows {
+            self.scheduler.push_drawn(sequence_id, output);
         }
-        if goes_on {
-            let report = self.plan(now, out);
-            self.in_flight.ahead = Some(self.launch(report)?);
+        let report = self.plan(now, out);
+        // All requests may be paused, or end with this token.
+        if report.rows > 0 {
+            self.in_flight.ahead = Some(self.launch(report, true)?);
             self.stats.steps_ahead += 1;
         }
         Ok(())
@@ -134,7 +138,8 @@ impl<B: Backend> Engine<B> {
         drawn.clear();
         drawn.resize(launched.outputs.len(), NO_ARGMAX);
         let read = self.backend.finish_draws(&mut drawn);
-        if read.is_ok() {
+        if let Ok(were_there) = read {
+            self.in_flight.were_late = were_there;
             for (row, &token) in launched.outputs.iter().zip(&drawn) {
                 let Some(OutputRow { sequence_id, position, .. }) = *row else { continue };
                 let row = match token {
@@ -145,6 +150,6 @@ impl<B: Backend> Engine<B> {
             }
         }
         self.in_flight.drawn = drawn;
-        read
+        read.map(|_| ())
     }
 }

@@ -29,10 +29,15 @@ impl DeviceDraw<'_> {
         is_greedy && self.logprobs.is_none() && self.context.uses_raw_logits(self.history)
     }
 
-    /// How the device must draw the token. None if the host draws it.
+    /// How the device must draw the token. None if the host draws it. Whether it is None does not
+    /// depend on the position: it is asked before the position is known.
     pub(crate) fn device_params(&self, vocab_size: usize) -> Option<DrawParams> {
         if self.is_argmax() {
             return Some(DrawParams::default());
+        }
+        // XTC acts at random positions.
+        if self.context.params.xtc_probability > 0.0 {
+            return None;
         }
         let params = self.context.shortlist_params(vocab_size, self.history)?;
         (self.logprobs.is_none() && params.uniform.is_some()).then_some(params)
@@ -127,21 +132,25 @@ impl OutputRows {
         self.read(backend, vocab_size, run, logits)
     }
 
-    /// Lets the device draw the tokens of all outputs, each of which has
-    /// [`DeviceDraw::device_params`].
+    /// Lets the device draw the tokens of all outputs. Returns false, and does nothing, if one of
+    /// them has no [`DeviceDraw::device_params`].
     pub(crate) fn start_draws<'a, B: Backend>(
         &mut self,
         backend: &mut B,
         vocab_size: usize,
         logits: &B::Tensor,
-        draws: impl Iterator<Item = Option<DeviceDraw<'a>>>,
-    ) -> Result<(), OpError> {
+        mut draws: impl Iterator<Item = Option<DeviceDraw<'a>>>,
+    ) -> Result<bool, OpError> {
         self.draw_params.clear();
-        self.draw_params.extend(draws.map(|draw| {
+        let is_complete = draws.all(|draw| {
             let params = draw.and_then(|draw| draw.device_params(vocab_size));
-            params.unwrap_or_else(|| panic!("a token that the host must draw is left to the device"))
-        }));
-        backend.start_draws(logits, vocab_size, &self.draw_params)
+            self.draw_params.extend(params);
+            params.is_some()
+        });
+        if is_complete {
+            backend.start_draws(logits, vocab_size, &self.draw_params)?;
+        }
+        Ok(is_complete)
     }
 
     /// Takes a range of outputs that are not logits, in rows of `width` values.

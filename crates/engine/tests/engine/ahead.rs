@@ -154,6 +154,40 @@ fn blocks_that_steps_ahead_filled_are_found_again() {
 }
 
 #[test]
+fn no_empty_step_is_launched_behind_requests_that_are_paused() {
+    let mut engine = engine(FakeModel::new(&config()));
+    engine.submit(greedy(1, vec![5; 6], 40)).unwrap();
+    let mut out = Vec::new();
+    steps(&mut engine, 3, &mut out);
+    engine.set_paused(RequestId(1), true);
+    engine.submit(greedy(2, vec![6; 6], 40)).unwrap();
+    // The step in flight, then the prompt.
+    steps(&mut engine, 2, &mut out);
+    assert_eq!((tokens(&out, 1).len(), tokens(&out, 2).len()), (4, 1));
+    steps(&mut engine, 3, &mut out);
+    engine.set_paused(RequestId(1), false);
+    let rest = run_out(&mut engine);
+    out.extend(rest);
+    let got = answers(out);
+    assert_eq!(got[&RequestId(1)], oracle(&greedy(1, vec![5; 6], 40)));
+    assert_eq!(got[&RequestId(2)], oracle(&greedy(2, vec![6; 6], 40)));
+}
+
+#[test]
+fn a_request_that_waits_takes_the_place_of_one_that_ends_at_once() {
+    let mut engine = engine(FakeModel::new(&config()));
+    // Four run, the fifth waits for the first one's end.
+    let requests: Vec<Request> =
+        (0..5).map(|id| greedy(id, vec![id as u32 + 1; 6], if id == 0 { 4 } else { 20 })).collect();
+    submit(&mut engine, &requests);
+    let mut out = Vec::new();
+    steps(&mut engine, 4, &mut out);
+    assert_eq!((tokens(&out, 0).len(), tokens(&out, 4).len()), (4, 0));
+    steps(&mut engine, 1, &mut out);
+    assert_eq!((tokens(&out, 1).len(), tokens(&out, 4).len()), (5, 1));
+}
+
+#[test]
 fn an_arrival_waits_for_the_step_in_flight_alone() {
     let mut engine = engine(FakeModel::new(&config()));
     engine.submit(greedy(1, vec![5; 6], 40)).unwrap();
@@ -170,7 +204,10 @@ fn an_arrival_waits_for_the_step_in_flight_alone() {
 #[test]
 fn requests_that_sample_on_the_host_are_not_computed_ahead() {
     let filtered = SamplingParams { top_k: 5, ..SamplingParams::default() };
+    // XTC acts at some positions, and is the only filter.
+    let xtc = SamplingParams { xtc_probability: 0.5, seed: 3, ..SamplingParams::default() };
     for other in [
+        Request { sampling: xtc, ..request(2, vec![6; 6], 20) },
         Request { sampling: filtered, ..request(2, vec![6; 6], 20) },
         Request { logprobs: Some(1), ..greedy(2, vec![6; 6], 20) },
         Request {

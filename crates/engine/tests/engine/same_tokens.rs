@@ -147,10 +147,12 @@ fn backend() -> impl Strategy<Value = (Reference, usize)> {
     })
 }
 
-/// The device draws the tokens of these requests, greedily or with random numbers.
+/// The device draws the tokens of most of these requests, greedily or with random numbers.
 fn drawn_on_device(index: usize, request: Request) -> Request {
     let (temperature, seed) = ([0.0, 1.0, 0.6][index % 3], request.sampling.seed);
-    let sampling = SamplingParams { temperature, seed, ..SamplingParams::default() };
+    // One of eight has a filter that acts at some positions: then the host draws.
+    let xtc_probability = if seed % 8 == 0 { 0.5 } else { 0.0 };
+    let sampling = SamplingParams { temperature, seed, xtc_probability, ..SamplingParams::default() };
     Request { sampling, logprobs: None, ..request }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! [`DrawnTokens`]: results of argmax on the device, and their way to the host.
+//! [`DrawnTokens`]: tokens that the device chose, and their way to the host.
 //!
 //! The next step may read the tokens on the device, and it may be enqueued before the host has read
 //! them. So each result is copied to pinned memory of its own.
@@ -18,7 +18,7 @@ const ROWS_MIN: usize = 64;
 pub(super) struct DrawnTokens {
     device: Device,
     best: Arc<Buffer<u32>>,
-    /// Rows of the last argmax.
+    /// Rows that a token was chosen for last.
     rows: usize,
     /// Copies in flight, the oldest first.
     unread: VecDeque<Copy>,
@@ -38,16 +38,21 @@ impl DrawnTokens {
         Ok(Self { device: device.clone(), best, rows: 0, unread: VecDeque::new(), spare: Vec::new() })
     }
 
-    /// Makes room for an argmax of `rows` rows. Returns where it writes, and the memory's owner.
+    /// Makes room for the tokens of `rows` rows, on both sides. Returns where they are to be
+    /// written, and the memory's owner.
     pub(super) fn begin(&mut self, rows: usize) -> Result<(WordRange, Arc<Buffer<u32>>), CudaError> {
         if rows > self.best.len() {
             self.best = Arc::new(Buffer::new(&self.device, rows.next_power_of_two())?);
         }
         self.rows = rows;
+        if !self.spare.iter().any(|copy| copy.staging.as_slice().len() >= rows) {
+            let staging = PinnedBuffer::new(&self.device, self.best.len())?;
+            self.spare.push(Copy { staging, rows: 0, arrived: Event::new(&self.device)? });
+        }
         Ok((self.on_device(), self.best.clone()))
     }
 
-    /// The tokens of the last argmax, and the memory's owner.
+    /// The tokens that were chosen last, and the memory's owner.
     pub(super) fn last(&self) -> (WordRange, Arc<Buffer<u32>>) {
         (self.on_device(), self.best.clone())
     }
@@ -55,14 +60,8 @@ impl DrawnTokens {
     /// Enqueues the copy of the tokens to the host.
     pub(super) fn send(&mut self, recorder: &Recorder) -> Result<(), CudaError> {
         let fits = self.spare.iter().position(|copy| copy.staging.as_slice().len() >= self.rows);
-        let mut copy = match fits {
-            Some(at) => self.spare.swap_remove(at),
-            None => Copy {
-                staging: PinnedBuffer::new(&self.device, self.best.len())?,
-                rows: 0,
-                arrived: Event::new(&self.device)?,
-            },
-        };
+        let Some(at) = fits else { panic!("`begin` made room for {} tokens", self.rows) };
+        let mut copy = self.spare.swap_remove(at);
         copy.rows = self.rows;
         // SAFETY: `best` holds `rows` words. The stream computes what overwrites or frees them
         // later than this copy. Nothing touches `staging` before `receive` has waited.
@@ -77,13 +76,14 @@ impl DrawnTokens {
         self.unread.front().map(|copy| copy.rows)
     }
 
-    /// Waits for the oldest tokens that the host has not read.
-    pub(super) fn receive(&mut self, to: &mut [u32]) -> Result<(), CudaError> {
-        let Some(copy) = self.unread.pop_front() else { return Ok(()) };
+    /// Waits for the oldest tokens that the host has not read. Returns whether they were there.
+    pub(super) fn receive(&mut self, to: &mut [u32]) -> Result<bool, CudaError> {
+        let Some(copy) = self.unread.pop_front() else { return Ok(true) };
+        let were_there = copy.arrived.is_done()?;
         copy.arrived.synchronize()?;
         to.copy_from_slice(&copy.staging.as_slice()[..to.len()]);
         self.spare.push(copy);
-        Ok(())
+        Ok(were_there)
     }
 
     /// Bytes of device memory.

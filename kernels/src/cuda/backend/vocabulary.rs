@@ -444,7 +444,7 @@ impl Backend for Cuda {
         Ok(())
     }
 
-    fn finish_draws(&mut self, tokens: &mut [u32]) -> Result<(), OpError> {
+    fn finish_draws(&mut self, tokens: &mut [u32]) -> Result<bool, OpError> {
         const OP: &str = "finish_draws";
         let expected = self.drawn.unread_rows().unwrap_or(0);
         if tokens.len() != expected {
@@ -452,9 +452,9 @@ impl Backend for Cuda {
         }
         // Maps cache units for the next step while the device is busy.
         self.caches.retain(|cache| cache.map().is_some());
-        self.drawn.receive(tokens).map_err(device_error(OP))?;
+        let were_there = self.drawn.receive(tokens).map_err(device_error(OP))?;
         self.recorder.mark_has_ended();
-        Ok(())
+        Ok(were_there)
     }
 
     fn shortlists(

@@ -9,14 +9,17 @@
 
 use super::{Scheduler, expect_sequence};
 use crate::kv::group::KvGroupKind;
-use crate::schedule::sequence::{SequenceKind, SequenceState};
+use crate::schedule::sequence::{Sequence, SequenceKind, SequenceState};
 use crate::schedule::sequence_id::SequenceId;
 
 impl Scheduler {
-    /// Whether the next step can be planned before the tokens of the committed plan are known. It
-    /// then has one row for each running sequence at most.
-    pub fn can_plan_ahead(&self) -> bool {
-        let is_closed = self.is_running_full() && self.last_paused().is_none();
+    /// Whether the next step can be planned before the tokens of the committed plan are known. That
+    /// plan had `rows` rows, and the sequences `of_rows` still run. The next step then has as many
+    /// rows at most.
+    pub fn can_plan_ahead(&self, rows: usize, mut of_rows: impl Iterator<Item = SequenceId>) -> bool {
+        let outlasts = |sequence_id| self.sequence(sequence_id).is_some_and(Sequence::outlasts_next_token);
+        // A sequence that ends makes room for one that waits.
+        let is_closed = self.is_running_full() && self.last_paused().is_none() && of_rows.all(outlasts);
         let decodes = |sequence_id: &SequenceId| {
             self.sequence(*sequence_id).is_some_and(|sequence| {
                 sequence.kind == SequenceKind::Generate
@@ -28,7 +31,8 @@ impl Scheduler {
         let blocks = self.running.len() * self.groups.len();
         // States of rows that turn out to be superfluous could not be taken back.
         let groups_allow = self.groups.iter().all(|group| *group == KvGroupKind::Full);
-        (self.waiting.is_empty() || is_closed)
+        self.running.len() <= rows
+            && (self.waiting.is_empty() || is_closed)
             && groups_allow
             && blocks <= self.pool.free_blocks()
             && self.running.iter().all(decodes)
@@ -39,14 +43,12 @@ impl Scheduler {
         &self.running
     }
 
-    /// Announces the token that the device has drawn for an output of the committed plan. Does
-    /// nothing and returns false if it is the last token of the sequence.
-    pub fn push_drawn(&mut self, sequence_id: SequenceId, output: usize) -> bool {
+    /// Announces the token that the device has drawn for an output of the committed plan, unless it
+    /// is the last token of the sequence.
+    pub fn push_drawn(&mut self, sequence_id: SequenceId, output: usize) {
         let sequence = expect_sequence(&mut self.sequences, sequence_id);
-        let goes_on = sequence.outlasts_next_token();
-        if goes_on {
+        if sequence.outlasts_next_token() {
             sequence.push_drawn(output);
         }
-        goes_on
     }
 }
