@@ -316,8 +316,7 @@ impl Scheduler {
             }
             // Most decodes need no new block.
             if sequence.allocate(&mut self.pool, 1, &mut self.plan.copies) {
-                // The block of a token that only the device knows has no hash yet.
-                if sequence.fills_block(1) && !sequence.is_last_token_drawn() {
+                if sequence.fills_block(1) {
                     self.block_filling_chunks.push(self.plan.chunks.len());
                 }
                 let (start, outputs) = (sequence.computed(), ChunkOutputs::Last);

@@ -261,7 +261,8 @@ impl Sequence {
     }
 
     /// Appends a token that only the device knows: that of an output of the last step. Until
-    /// [`Self::push`] sets it, the sequence must not be preempted, and its last block has no hash.
+    /// [`Self::push`] sets it, the sequence must not be preempted. A block that it fills has no
+    /// hash until then, and so does not enter the prefix cache.
     pub fn push_drawn(&mut self, output: usize) {
         self.append(DRAWN_TOKEN | output as u32);
     }
