@@ -226,7 +226,7 @@ impl<B: Backend> Engine<B> {
         self.sample_deferred(out);
         let sampled_deferred = tokens(&out[outputs_before..]);
         self.stats.output_tokens += sampled_deferred as u64;
-        let mut launched = match self.in_flight.ahead.take() {
+        let launched = match self.in_flight.ahead.take() {
             Some(launched) => launched,
             None => {
                 let report = self.plan(now, out);
@@ -238,7 +238,7 @@ impl<B: Backend> Engine<B> {
         let mut next = Ok(());
         if launched.is_drawn_on_device {
             next = self.launch_ahead(&launched, now, out);
-            let read = self.report_drawn(&mut launched, out);
+            let read = self.report_drawn(&launched, out);
             read.map_err(|source| self.fail_launched(&launched, source, out))?;
         } else if launched.report.rows > 0 {
             self.report_rows(&launched, out);

@@ -2,18 +2,18 @@
 
 //! [`LaunchedStep`]: a step whose outputs the engine has not reported.
 //!
-//! If the device draws every token of a step, and the next step certainly computes these tokens,
-//! the engine launches the next step before it reads them:
+//! If the device draws every token of a step, and the next step can only be a decode of these
+//! tokens, the engine launches the next step before it reads them:
 //!
 //! ```text
-//! host     | launch n + 1 | wait for n | report n, deliver | launch n + 2 | wait for n + 1 |
-//! device   | step n                    | step n + 1                       | step n + 2
+//! host     | launch n + 1 | wait for n | report n, take requests | launch n + 2 | wait for n + 1 |
+//! device   | step n                    | step n + 1                             | step n + 2
 //! ```
 //!
 //! 1. At most one step is in flight between two calls of `Engine::step`.
-//! 2. A request that ends with a token of step n has a row in step n + 1. The row's result is
-//!    dropped. It was written behind the request's last token, into a block that no other request
-//!    reads: the blocks of the request are given to others from step n + 2 on.
+//! 2. A request that ends with a token of step n may have a row in step n + 1. The row's token is
+//!    dropped. Its keys and values lie behind the request's last token, in a block that no other
+//!    request reads. The blocks of the request go to others from step n + 2 on.
 //! 3. No prompt is computed in a step that was planned before it arrived. So the next step is
 //!    launched as late as possible (`launch_timer.rs`).
 
@@ -73,8 +73,9 @@ impl<B: Backend> Engine<B> {
     /// Until when the caller should wait before it calls [`Self::step`], so that requests that
     /// arrive meanwhile are in the next step. None: it should not wait.
     pub fn launch_due(&self) -> Option<Duration> {
-        let ahead = self.in_flight.ahead.as_ref().filter(|ahead| ahead.is_drawn_on_device)?;
-        self.in_flight.timer.due().filter(|_| !ahead.outputs.is_empty())
+        let ahead = self.in_flight.ahead.as_ref()?;
+        // Otherwise the host has its tokens already.
+        ahead.is_drawn_on_device.then(|| self.in_flight.timer.due())?
     }
 
     /// Whether the device can draw the tokens of all requests that run.
@@ -131,7 +132,7 @@ impl<B: Backend> Engine<B> {
     /// Reads the tokens of a step that the device has drawn, and passes them to their requests.
     pub(super) fn report_drawn(
         &mut self,
-        launched: &mut LaunchedStep,
+        launched: &LaunchedStep,
         out: &mut Vec<EngineOutput>,
     ) -> Result<(), OpError> {
         let mut drawn = std::mem::take(&mut self.in_flight.drawn);

@@ -202,6 +202,22 @@ fn an_arrival_waits_for_the_step_in_flight_alone() {
 }
 
 #[test]
+fn a_launch_is_due_only_while_a_step_is_in_flight_whose_duration_is_known() {
+    let mut engine = engine(FakeModel::new(&config()));
+    engine.submit(greedy(1, vec![5; 6], 7)).unwrap();
+    let (mut out, mut due) = (Vec::new(), Vec::new());
+    let ms = Duration::from_millis;
+    for step in 0..7 {
+        engine.step(NOW, &mut out).unwrap();
+        assert_eq!(engine.step_was_read(ms(10 * step), ms(10 * (step + 1))), ms(10));
+        due.push(engine.launch_due().map(|due| due.as_micros()));
+    }
+    // The prompt, the first decode, and a step behind another one come first. Nothing is in flight
+    // behind the last step.
+    assert_eq!(due, [None, None, None, Some(49_250), Some(59_250), Some(69_250), None]);
+}
+
+#[test]
 fn requests_that_sample_on_the_host_are_not_computed_ahead() {
     let filtered = SamplingParams { top_k: 5, ..SamplingParams::default() };
     // XTC acts at some positions, and is the only filter.
