@@ -168,9 +168,22 @@ mod tests {
         assert_eq!(scratch(&[KvType::F16, KvType::Q8_0]), one + (16 << 20) + (256 << 10));
     }
 
+    /// `worker::reservation::GPU_DRAFT_WORKSPACE_BYTES` is reserved without a model.
+    #[test]
+    fn a_draft_model_of_0_6b_fits_in_what_is_reserved_for_it() {
+        let mut draft = shape(1024, 64, 3072, 151_936);
+        (draft.layers, draft.embedding, draft.heads) = (28, 1024, 16);
+        let rows = [1024, 1024, 2048, 2048, 1024, 1024, 1024, 3072, 3072].map(|width| 4 * width * 1024);
+        let outputs = [1024, 151_936].map(|width| 4 * width * 64);
+        draft.tensors = rows.into_iter().chain(outputs).collect();
+        let bytes = predict_device_bytes(&draft);
+        assert!(bytes.total() <= 126 << 20, "{bytes:?} is {}", bytes.total());
+    }
+
     #[test]
     fn a_second_worker_costs_little() {
-        let qwen3 = (12_288, 151_936, [68, 288]);
+        // `worker::reservation::GPU_WORKSPACE_BYTES`, reserved without a model, is 290 MiB.
+        let qwen3 = (12_288, 151_936, [68, 290]);
         let llama3 = (14_336, 128_256, [72, 308]);
         for (feed_forward, vocabulary, allowed_mib) in [qwen3, llama3] {
             for ((rows, outputs), mib) in [(128, 16), (1024, 64)].into_iter().zip(allowed_mib) {
