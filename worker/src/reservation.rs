@@ -18,7 +18,7 @@ const HOST_WORKSPACE_BYTES: u64 = 192 << 20;
 /// Additional workspace of a draft model, without a model to compute it from: a model of 0.6B
 /// parameters, with the default steps of the device.
 const HOST_DRAFT_WORKSPACE_BYTES: u64 = 32 << 20;
-const GPU_DRAFT_WORKSPACE_BYTES: u64 = 126 << 20;
+const GPU_DRAFT_WORKSPACE_BYTES: u64 = 104 << 20;
 
 /// GPU workspace without a model to compute it from: a dense model of 8B parameters, with steps of
 /// 2,048 tokens.
