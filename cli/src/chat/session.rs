@@ -127,19 +127,7 @@ impl ChatSession {
 
     /// Converses until the user ends it. An error of an answer is printed, and the chat goes on.
     pub(crate) async fn converse(&mut self, editor: &LineEditor, interrupts: &mut Interrupts) -> CliResult {
-        let mut was_interrupted = false;
-        loop {
-            let text = match editor.read().await? {
-                Entered::End => return Ok(()),
-                Entered::Interrupt if was_interrupted => return Ok(()),
-                Entered::Interrupt => {
-                    was_interrupted = true;
-                    print_stderr("Ctrl-C again, Ctrl-D or /quit ends the chat\n")?;
-                    continue;
-                }
-                Entered::Text(text) => text,
-            };
-            was_interrupted = false;
+        while let Some(text) = next_text(async || editor.read().await, interrupts).await? {
             if text.trim().is_empty() {
                 continue;
             }
@@ -160,6 +148,7 @@ impl ChatSession {
                 Some(Err(error)) => print_stderr(&format!("{error}\n"))?,
             }
         }
+        Ok(())
     }
 
     /// Answers a line of an input that is no terminal. An error ends the chat.
@@ -373,6 +362,32 @@ impl ChatSession {
     }
 }
 
+/// What the user enters next. `None` ends the chat: Ctrl-D, or Ctrl-C twice.
+async fn next_text(
+    read: impl AsyncFn() -> CliResult<Entered>,
+    interrupts: &mut Interrupts,
+) -> CliResult<Option<String>> {
+    let mut was_interrupted = false;
+    let mut reading = std::pin::pin!(read());
+    loop {
+        tokio::select! {
+            entered = &mut reading => match entered? {
+                Entered::Text(text) => return Ok(Some(text)),
+                Entered::End => return Ok(None),
+                // The key has ended the prompt.
+                Entered::Interrupt => reading.set(read()),
+            },
+            // Until the prompt has the terminal in raw mode, Ctrl-C is a signal.
+            () = interrupts.next() => {}
+        }
+        if was_interrupted {
+            return Ok(None);
+        }
+        was_interrupted = true;
+        print_stderr("Ctrl-C again, Ctrl-D or /quit ends the chat\n")?;
+    }
+}
+
 fn too_many_calls() -> String {
     format!("the model has called tools {TOOL_ROUNDS_MAX} times in a row; ask something else")
 }
@@ -380,4 +395,42 @@ fn too_many_calls() -> String {
 /// Says how to end and to get help.
 pub(crate) async fn greet(model: &str) -> CliResult {
     stream_stdout(format!("{model}: /help shows the commands, Ctrl-D ends the chat\n")).await
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::process::{Signal, getpid, kill_process};
+    use service::Shutdown;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn ctrl_c_is_counted_as_a_key_and_as_a_signal() {
+        let shutdown = Shutdown::install().unwrap();
+        let mut interrupts = shutdown.interrupts();
+        let signal = || kill_process(getpid(), Signal::INT).unwrap();
+        for [first_is_key, second_is_key] in [[true, true], [true, false], [false, true], [false, false]] {
+            let presses = std::cell::Cell::new(0);
+            let read = async || loop {
+                presses.set(presses.get() + 1);
+                match presses.get() {
+                    1 if first_is_key => return Ok(Entered::Interrupt),
+                    2 if second_is_key => return Ok(Entered::Interrupt),
+                    1 | 2 => signal(),
+                    _ => std::future::pending().await,
+                }
+                // A signal does not end the prompt.
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            };
+            let ended = tokio::time::timeout(Duration::from_secs(30), next_text(read, &mut interrupts)).await;
+            assert_eq!(ended.unwrap().unwrap(), None, "{first_is_key} {second_is_key}");
+        }
+        signal();
+        let read = async || {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            Ok(Entered::Text("text".to_owned()))
+        };
+        let text = next_text(read, &mut interrupts).await.unwrap();
+        assert_eq!(text.as_deref(), Some("text"), "one interrupt does not end the chat");
+    }
 }

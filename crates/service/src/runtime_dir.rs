@@ -25,6 +25,7 @@ mod lock_holder;
 
 use std::fs::{self, File};
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
@@ -212,14 +213,39 @@ impl RuntimeDir {
     }
 
     /// Called when a child ends. If the supervisor is gone, the last child removes the directory.
+    ///
+    /// Children may end at the same time. Each removes its record before it looks for others, so
+    /// the last one to do so finds none. If another child has the lock then, that one found none
+    /// either.
     fn remove_child_and_dir_if_last(&self, child: &str) {
+        self.forget_this_process_as(child);
+        let is_last = || self.living_children().is_ok_and(|living| living.is_empty());
+        if !is_last() {
+            return;
+        }
         let Ok(lock) = File::open(self.path.join(LOCK_FILE)) else { return };
         if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
             return;
         }
-        self.forget_child(child);
-        if self.living_children().is_ok_and(|living| living.is_empty()) {
+        // Since the file was opened, a new supervisor may have replaced it.
+        if self.has_lock(&lock).unwrap_or(false) && is_last() {
             self.remove_fleet_files();
+        }
+    }
+
+    /// Whether the path of the lock leads to this file.
+    fn has_lock(&self, lock: &File) -> io::Result<bool> {
+        let inode = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+        let found = fs::symlink_metadata(self.path.join(LOCK_FILE)).map(inode)?;
+        Ok(found == lock.metadata().map(inode)?)
+    }
+
+    /// Removes the record of this process. The record of this name may be that of the child of a
+    /// successor.
+    fn forget_this_process_as(&self, child: &str) {
+        let record = fs::read_to_string(self.pid_record(child)).unwrap_or_default();
+        if record.split_once(' ').is_some_and(|(pid, _)| pid == std::process::id().to_string()) {
+            self.forget_child(child);
         }
     }
 
@@ -373,11 +399,13 @@ mod tests {
         let mut other = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         directory.record_child("worker-0", std::process::id()).unwrap();
         directory.record_child("worker-1", other.id()).unwrap();
+        let socket = directory.worker_socket(0);
+        fs::write(&socket, "").unwrap();
         directory.remove_child_and_dir_if_last("worker-0");
-        assert!(
-            directory.pid_record("worker-0").exists(),
-            "nothing is removed while the supervisor holds the lock"
-        );
+        assert!(socket.exists(), "no socket is removed while the supervisor holds the lock");
+        assert!(!directory.pid_record("worker-0").exists());
+        directory.remove_child_and_dir_if_last("worker-1");
+        assert!(directory.pid_record("worker-1").exists(), "the record of another process");
         drop(claimed);
         directory.remove_child_and_dir_if_last("worker-0");
         assert_eq!(directory.living_children().unwrap(), [("worker-1".to_owned(), other.id())]);
@@ -385,6 +413,33 @@ mod tests {
         other.wait().unwrap();
         directory.remove_child_and_dir_if_last("worker-0");
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn children_of_a_dead_supervisor_that_end_at_once_leave_no_directory() {
+        const CHILDREN: usize = 4;
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("fleet");
+        for round in 0..200 {
+            let claimed = claim(&path).unwrap();
+            let directory = claimed.directory().clone();
+            let names: Vec<String> = (0..CHILDREN).map(|child| format!("worker-{child}")).collect();
+            for name in &names {
+                directory.record_child(name, std::process::id()).unwrap();
+            }
+            // It has living children, so all stays.
+            drop(claimed);
+            let start = std::sync::Barrier::new(CHILDREN);
+            std::thread::scope(|scope| {
+                for name in &names {
+                    scope.spawn(|| {
+                        start.wait();
+                        directory.remove_child_and_dir_if_last(name);
+                    });
+                }
+            });
+            assert!(!path.exists(), "round {round}");
+        }
     }
 
     #[test]

@@ -114,9 +114,7 @@ impl ClaimedRuntimeDir {
 
     /// Whether the path still leads to the lock that this process holds.
     fn is_in_place(&self) -> io::Result<bool> {
-        let inode = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
-        let found = fs::symlink_metadata(self.directory.path().join(LOCK_FILE)).map(inode)?;
-        Ok(found == self.lock.metadata().map(inode)?)
+        self.directory.has_lock(&self.lock)
     }
 
     pub fn directory(&self) -> &RuntimeDir {
