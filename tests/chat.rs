@@ -178,6 +178,20 @@ fn ctrl_c_keeps_the_part_of_an_answer_that_has_come_and_at_the_prompt_it_ends_th
 }
 
 #[test]
+fn ctrl_c_twice_ends_the_chat_also_if_it_comes_between_two_prompts() {
+    let (server, _bodies) = server(answer_with_number);
+    let state = tempfile::tempdir().unwrap();
+    for _ in 0..10 {
+        let mut chat = chat(&server, state.path(), "--no-history");
+        chat.press(CTRL_C);
+        chat.wait_between_prompts();
+        chat.press(CTRL_C);
+        let (status, output) = chat.end();
+        assert!(status.success(), "{output:?}");
+    }
+}
+
+#[test]
 fn an_error_is_said_and_the_chat_goes_on() {
     let (server, bodies) = server(|number| match number {
         0 => Reply::Error(503, json!({"error": {"message": "no worker is ready"}}).to_string()),

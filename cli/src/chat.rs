@@ -223,12 +223,12 @@ async fn converse_with(
 ) -> CliResult {
     if io::stdin().is_terminal() && io::stdout().is_terminal() {
         // A signal ends the command while the prompt has the terminal in raw mode.
-        let _restored = TerminalModes::save();
+        let modes = TerminalModes::save();
         let mut interrupts = shutdown.interrupts();
         let history = if arguments.no_history { None } else { history_file::default_path() };
         let editor = LineEditor::start(history)?;
         greet(model).await?;
-        return session.converse(&editor, &mut interrupts).await;
+        return session.converse(&editor, &modes, &mut interrupts).await;
     }
     let mut lines = lines_of_stdin();
     while let Some(line) = lines.recv().await {

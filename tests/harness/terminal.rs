@@ -5,7 +5,9 @@
 use std::io::{Read, Write};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver};
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+use rustix::termios::{LocalModes, tcgetattr};
 
 use super::{TIMEOUT, eventually, executable, proc};
 
@@ -62,6 +64,21 @@ impl Terminal {
     /// Types keys.
     pub(crate) fn press(&mut self, keys: &str) {
         self.keys.as_mut().unwrap().write_all(keys.as_bytes()).unwrap();
+    }
+
+    /// Waits until no prompt of the program has the terminal in raw mode, for a moment at most: the
+    /// next prompt comes soon.
+    pub(crate) fn wait_between_prompts(&self) {
+        const MOMENT: Duration = Duration::from_millis(200);
+        let script = self.script.id();
+        let children = std::fs::read_to_string(format!("/proc/{script}/task/{script}/children")).unwrap();
+        let terminal = std::fs::File::open(format!("/proc/{}/fd/0", children.trim())).unwrap();
+        let started = Instant::now();
+        while started.elapsed() < MOMENT {
+            if tcgetattr(&terminal).unwrap().local_modes.contains(LocalModes::ICANON) {
+                return;
+            }
+        }
     }
 
     /// Waits for a text after what was waited for before.

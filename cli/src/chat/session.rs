@@ -16,6 +16,7 @@ use super::conversation::{ChatConversation, ChatTurnMessage, MessageRole, ToolCa
 use super::line_editor::{Entered, LineEditor};
 use super::parameters::ChatParameters;
 use super::server::{ChatServer, ChatServerError};
+use super::terminal_modes::TerminalModes;
 use super::toolbox::Toolbox;
 use crate::cli_error::{CliError, CliResult};
 use crate::terminal::{print_stderr, print_stdout, stream_stdout, stream_styled};
@@ -126,19 +127,37 @@ impl ChatSession {
     }
 
     /// Converses until the user ends it. An error of an answer is printed, and the chat goes on.
-    pub(crate) async fn converse(&mut self, editor: &LineEditor, interrupts: &mut Interrupts) -> CliResult {
-        while let Some(text) = next_text(async || editor.read().await, interrupts).await? {
+    pub(crate) async fn converse(
+        &mut self,
+        editor: &LineEditor,
+        modes: &TerminalModes,
+        interrupts: &mut Interrupts,
+    ) -> CliResult {
+        let mut was_interrupted = false;
+        loop {
+            modes.send_signals(false);
+            let text = match editor.read().await? {
+                Entered::End => return Ok(()),
+                Entered::Interrupt if was_interrupted => return Ok(()),
+                Entered::Interrupt => {
+                    was_interrupted = true;
+                    print_stderr("Ctrl-C again, Ctrl-D or /quit ends the chat\n")?;
+                    continue;
+                }
+                Entered::Text(text) => text,
+            };
+            was_interrupted = false;
             if text.trim().is_empty() {
                 continue;
             }
             match commands::parse(&text) {
                 None => {
                     self.conversation.ask(text);
-                    self.answer_on_terminal(editor, interrupts).await?;
+                    self.answer_on_terminal(editor, modes, interrupts).await?;
                 }
                 Some(Ok(ChatCommand::Quit)) => return Ok(()),
                 Some(Ok(ChatCommand::Retry)) => match self.conversation.drop_answer() {
-                    true => self.answer_on_terminal(editor, interrupts).await?,
+                    true => self.answer_on_terminal(editor, modes, interrupts).await?,
                     false => print_stderr("there is no question yet\n")?,
                 },
                 Some(Ok(command)) => match self.execute(command) {
@@ -148,7 +167,6 @@ impl ChatSession {
                 Some(Err(error)) => print_stderr(&format!("{error}\n"))?,
             }
         }
-        Ok(())
     }
 
     /// Answers a line of an input that is no terminal. An error ends the chat.
@@ -161,8 +179,14 @@ impl ChatSession {
         }
     }
 
-    async fn answer_on_terminal(&mut self, editor: &LineEditor, interrupts: &mut Interrupts) -> CliResult {
+    async fn answer_on_terminal(
+        &mut self,
+        editor: &LineEditor,
+        modes: &TerminalModes,
+        interrupts: &mut Interrupts,
+    ) -> CliResult {
         interrupts.forget();
+        modes.send_signals(true);
         match self.turn(Some(TerminalUser { editor, interrupts })).await? {
             AnswerEnd::Complete => Ok(()),
             AnswerEnd::Interrupted => print_stderr("interrupted; what has come is kept\n"),
@@ -362,32 +386,6 @@ impl ChatSession {
     }
 }
 
-/// What the user enters next. `None` ends the chat: Ctrl-D, or Ctrl-C twice.
-async fn next_text(
-    read: impl AsyncFn() -> CliResult<Entered>,
-    interrupts: &mut Interrupts,
-) -> CliResult<Option<String>> {
-    let mut was_interrupted = false;
-    let mut reading = std::pin::pin!(read());
-    loop {
-        tokio::select! {
-            entered = &mut reading => match entered? {
-                Entered::Text(text) => return Ok(Some(text)),
-                Entered::End => return Ok(None),
-                // The key has ended the prompt.
-                Entered::Interrupt => reading.set(read()),
-            },
-            // Until the prompt has the terminal in raw mode, Ctrl-C is a signal.
-            () = interrupts.next() => {}
-        }
-        if was_interrupted {
-            return Ok(None);
-        }
-        was_interrupted = true;
-        print_stderr("Ctrl-C again, Ctrl-D or /quit ends the chat\n")?;
-    }
-}
-
 fn too_many_calls() -> String {
     format!("the model has called tools {TOOL_ROUNDS_MAX} times in a row; ask something else")
 }
@@ -395,42 +393,4 @@ fn too_many_calls() -> String {
 /// Says how to end and to get help.
 pub(crate) async fn greet(model: &str) -> CliResult {
     stream_stdout(format!("{model}: /help shows the commands, Ctrl-D ends the chat\n")).await
-}
-
-#[cfg(test)]
-mod tests {
-    use rustix::process::{Signal, getpid, kill_process};
-    use service::Shutdown;
-
-    use super::*;
-
-    #[tokio::test]
-    async fn ctrl_c_is_counted_as_a_key_and_as_a_signal() {
-        let shutdown = Shutdown::install().unwrap();
-        let mut interrupts = shutdown.interrupts();
-        let signal = || kill_process(getpid(), Signal::INT).unwrap();
-        for [first_is_key, second_is_key] in [[true, true], [true, false], [false, true], [false, false]] {
-            let presses = std::cell::Cell::new(0);
-            let read = async || loop {
-                presses.set(presses.get() + 1);
-                match presses.get() {
-                    1 if first_is_key => return Ok(Entered::Interrupt),
-                    2 if second_is_key => return Ok(Entered::Interrupt),
-                    1 | 2 => signal(),
-                    _ => std::future::pending().await,
-                }
-                // A signal does not end the prompt.
-                tokio::time::sleep(Duration::from_millis(50)).await;
-            };
-            let ended = tokio::time::timeout(Duration::from_secs(30), next_text(read, &mut interrupts)).await;
-            assert_eq!(ended.unwrap().unwrap(), None, "{first_is_key} {second_is_key}");
-        }
-        signal();
-        let read = async || {
-            tokio::time::sleep(Duration::from_millis(50)).await;
-            Ok(Entered::Text("text".to_owned()))
-        };
-        let text = next_text(read, &mut interrupts).await.unwrap();
-        assert_eq!(text.as_deref(), Some("text"), "one interrupt does not end the chat");
-    }
 }
