@@ -366,12 +366,11 @@ impl<B: Backend> Engine<B> {
             .unwrap_or_default()
         {
             OutputKind::Logits => {
-                if may_leave_tokens && run == (0..wanted.len()) {
-                    is_drawn_on_device =
-                        rows.start_draws(backend, vocab_size, values, wanted.iter().map(draw))?;
-                    if is_drawn_on_device {
-                        return Ok(());
-                    }
+                if may_leave_tokens && run.start == 0 {
+                    is_drawn_on_device = rows.can_start_draws(vocab_size, wanted.iter().map(draw));
+                }
+                if is_drawn_on_device {
+                    return rows.start_draws(backend, vocab_size, run, values);
                 }
                 rows.take(backend, sampler, vocab_size, run.clone(), values, wanted[run].iter().map(draw))
             }

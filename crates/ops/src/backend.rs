@@ -288,18 +288,21 @@ pub trait Backend: Sized + Send + 'static {
         false
     }
 
-    /// Enqueues the choice of a token for each of the first rows of `x`, which have `cols` values:
-    /// the one that [`Backend::shortlists`] draws if the row's parameters have a uniform random
-    /// number, else that of [`Backend::argmax`]. A row without a finite maximum gets [`NO_ARGMAX`].
+    /// Enqueues the choice of a token for some outputs of a step. The first rows of `x` are the
+    /// outputs `part` and have `cols` values. The token is the one that [`Backend::shortlists`]
+    /// draws if the output's parameters have a uniform random number, else that of
+    /// [`Backend::argmax`]. A row without a finite maximum gets [`NO_ARGMAX`].
     ///
-    /// [`Backend::finish_draws`] reads the tokens. Until the next call of this function, steps may
-    /// name them by [`crate::DRAWN_TOKEN`]. A row of a step whose token is [`NO_ARGMAX`] has
-    /// undefined results.
+    /// `draw_params` has an entry for every output of the step. The parts come in order, with the
+    /// same parameters, and together are all outputs. [`Backend::finish_draws`] then reads the
+    /// tokens. Until the first part of another step, steps may name them by
+    /// [`crate::DRAWN_TOKEN`]. A row of a step whose token is [`NO_ARGMAX`] has undefined results.
     fn start_draws(
         &mut self,
         _x: &Self::Tensor,
         _cols: usize,
         _draw_params: &[DrawParams],
+        _part: Range<usize>,
     ) -> Result<(), OpError> {
         Err(OpError::Unsupported { op: "start_draws", what: "tokens that stay on the device" })
     }

@@ -355,18 +355,25 @@ impl Backend for Reference {
         x: &HostTensor,
         cols: usize,
         draw_params: &[DrawParams],
+        part: Range<usize>,
     ) -> Result<(), OpError> {
-        let mut tokens = vec![NO_ARGMAX; draw_params.len()];
-        self.argmax(x, draw_params.len(), cols, &mut tokens)?;
-        let mut lists = vec![Shortlist::default(); draw_params.len()];
-        self.shortlists(x, cols, draw_params, &mut lists)?;
-        for ((token, list), params) in tokens.iter_mut().zip(&lists).zip(draw_params) {
+        let (start, end, len) = (part.start, part.end, draw_params.len());
+        let params = draw_params.get(part);
+        let params = params.ok_or(OpError::Index { op: "start_draws", what: "output", index: end, len })?;
+        let mut tokens = vec![NO_ARGMAX; params.len()];
+        self.argmax(x, params.len(), cols, &mut tokens)?;
+        let mut lists = vec![Shortlist::default(); params.len()];
+        self.shortlists(x, cols, params, &mut lists)?;
+        for ((token, list), params) in tokens.iter_mut().zip(&lists).zip(params) {
             if params.uniform.is_some() {
                 *token = list.drawn().unwrap_or(NO_ARGMAX);
             }
         }
-        self.drawn.clone_from(&tokens);
-        self.unread.push_back(tokens);
+        self.drawn.truncate(start);
+        self.drawn.extend(tokens);
+        if end == len {
+            self.unread.push_back(self.drawn.clone());
+        }
         Ok(())
     }
 

@@ -237,7 +237,7 @@ const COMPUTE_PATHS: [(&str, ComputePath); 11] = [
             let mut largest = vec![0.0; vocabulary];
             largest[token as usize] = 1.0;
             run.cuda.write(&mut row, 1, &largest)?;
-            run.cuda.start_draws(&row, vocabulary, &[DrawParams::default()])?;
+            run.cuda.start_draws(&row, vocabulary, &[DrawParams::default()], 0..1)?;
             // Two are in flight. The host reads the older one.
             if at > 0 {
                 finish(&mut run.cuda)?;

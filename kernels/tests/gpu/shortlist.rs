@@ -23,9 +23,13 @@ fn lists<B: Backend>(b: &mut B, host: &[f32], draw_params: &[DrawParams]) -> Res
 /// The tokens that a step would compute next.
 fn tokens<B: Backend>(b: &mut B, host: &[f32], draw_params: &[DrawParams]) -> Result<Vec<u32>> {
     let (rows, cols) = (draw_params.len(), host.len() / draw_params.len());
-    let x = filled(b, rows, cols, host)?;
     let mut tokens = vec![0; rows];
-    b.start_draws(&x, cols, draw_params)?;
+    // In one part and, from three rows on, in two.
+    let first = if rows < 3 { rows } else { rows / 2 };
+    for part in [0..first, first..rows].into_iter().filter(|part| !part.is_empty()) {
+        let x = filled(b, part.len(), cols, &host[part.start * cols..part.end * cols])?;
+        b.start_draws(&x, cols, draw_params, part)?;
+    }
     b.finish_draws(&mut tokens)?;
     Ok(tokens)
 }

@@ -132,25 +132,30 @@ impl OutputRows {
         self.read(backend, vocab_size, run, logits)
     }
 
-    /// Lets the device draw the tokens of all outputs. Returns false, and does nothing, if one of
-    /// them has no [`DeviceDraw::device_params`].
-    pub(crate) fn start_draws<'a, B: Backend>(
+    /// Whether the device can draw the tokens of all outputs of the step. Then
+    /// [`Self::start_draws`] lets it do so.
+    pub(crate) fn can_start_draws<'a>(
         &mut self,
-        backend: &mut B,
         vocab_size: usize,
-        logits: &B::Tensor,
         mut draws: impl Iterator<Item = Option<DeviceDraw<'a>>>,
-    ) -> Result<bool, OpError> {
+    ) -> bool {
         self.draw_params.clear();
-        let is_complete = draws.all(|draw| {
+        draws.all(|draw| {
             let params = draw.and_then(|draw| draw.device_params(vocab_size));
             self.draw_params.extend(params);
             params.is_some()
-        });
-        if is_complete {
-            backend.start_draws(logits, vocab_size, &self.draw_params)?;
-        }
-        Ok(is_complete)
+        })
+    }
+
+    /// Lets the device draw the tokens of a range of outputs.
+    pub(crate) fn start_draws<B: Backend>(
+        &self,
+        backend: &mut B,
+        vocab_size: usize,
+        run: Range<usize>,
+        logits: &B::Tensor,
+    ) -> Result<(), OpError> {
+        backend.start_draws(logits, vocab_size, &self.draw_params, run)
     }
 
     /// Takes a range of outputs that are not logits, in rows of `width` values.

@@ -82,10 +82,12 @@ fn every_decode_behind_the_first_is_launched_ahead() {
 fn tokens_that_the_device_samples_are_those_of_the_host() {
     let mut engine = engine(FakeModel::new(&config()));
     let warm = SamplingParams { temperature: 0.7, seed: 9, ..SamplingParams::default() };
+    // The model computes three rows of logits at once.
     let requests = [
         request(1, vec![1; 9], 20),
         Request { sampling: warm, ..request(2, vec![2; 9], 20) },
         greedy(3, vec![3; 9], 20),
+        request(4, vec![4; 9], 20),
     ];
     submit(&mut engine, &requests);
     let got = answers(run_out(&mut engine));

@@ -71,6 +71,9 @@ fn logits(state: u64) -> Vec<f32> {
 pub(crate) const STATE_WIDTH: usize = 3;
 pub(crate) const LABELS: usize = 2;
 
+/// As in a model with a large vocabulary, the outputs of a step come in several parts.
+const OUTPUTS_AT_ONCE: usize = 3;
+
 /// The row of an output of this kind.
 fn output_row(kind: OutputKind, state: u64) -> Vec<f32> {
     let values = |first: u32, count: usize| {
@@ -161,7 +164,8 @@ impl Model<Reference> for FakeModel {
         }
         let kind_of = |output: usize| kinds.get(output).copied().unwrap_or_default();
         let outputs: Vec<usize> = (0..step.outputs.len()).collect();
-        for run in outputs.chunk_by(|&a, &b| kind_of(a) == kind_of(b)) {
+        let same_kind = outputs.chunk_by(|&a, &b| kind_of(a) == kind_of(b));
+        for run in same_kind.flat_map(|run| run.chunks(OUTPUTS_AT_ONCE)) {
             let kind = kind_of(run[0]);
             let row = |&output: &usize| {
                 let mut row = output_row(kind, states[step.outputs[output] as usize]);

@@ -38,9 +38,8 @@ impl DrawnTokens {
         Ok(Self { device: device.clone(), best, rows: 0, unread: VecDeque::new(), spare: Vec::new() })
     }
 
-    /// Makes room for the tokens of `rows` rows, on both sides. Returns where they are to be
-    /// written, and the memory's owner.
-    pub(super) fn begin(&mut self, rows: usize) -> Result<(WordRange, Arc<Buffer<u32>>), CudaError> {
+    /// Makes room for the tokens of `rows` rows, on both sides.
+    pub(super) fn begin(&mut self, rows: usize) -> Result<(), CudaError> {
         if rows > self.best.len() {
             self.best = Arc::new(Buffer::new(&self.device, rows.next_power_of_two())?);
         }
@@ -49,10 +48,10 @@ impl DrawnTokens {
             let staging = PinnedBuffer::new(&self.device, self.best.len())?;
             self.spare.push(Copy { staging, rows: 0, arrived: Event::new(&self.device)? });
         }
-        Ok((self.on_device(), self.best.clone()))
+        Ok(())
     }
 
-    /// The tokens that were chosen last, and the memory's owner.
+    /// The tokens that are being chosen, or were chosen last, and the memory's owner.
     pub(super) fn last(&self) -> (WordRange, Arc<Buffer<u32>>) {
         (self.on_device(), self.best.clone())
     }

@@ -197,6 +197,12 @@ impl FloatRange {
 }
 
 impl WordRange {
+    /// Words of this range. The range has at least `first + len` words.
+    pub(super) fn part(self, first: usize, len: usize) -> Self {
+        assert!(first + len <= self.len, "words {first} to {} of {}", first + len, self.len);
+        Self { address: self.address + (first * size_of::<u32>()) as u64, len }
+    }
+
     /// # Safety
     /// As [`DeviceViewMut::from_raw`].
     pub(super) unsafe fn view_mut<'a>(self) -> DeviceViewMut<'a, u32> {

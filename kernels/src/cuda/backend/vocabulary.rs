@@ -407,7 +407,8 @@ impl Backend for Cuda {
             return Err(OpError::Shape { op: OP, what: "host slice", found, expected });
         }
         x.check(OP, "columns", rows, cols)?;
-        let (out, owner) = self.drawn.begin(rows).map_err(device_error(OP))?;
+        self.drawn.begin(rows).map_err(device_error(OP))?;
+        let (out, owner) = self.drawn.last();
         self.recorder.keep(owner);
         let x = self.use_tensor(x, rows);
         self.push(KernelCommand::Argmax { x, cols: cols as u32, out });
@@ -424,19 +425,32 @@ impl Backend for Cuda {
         x: &CudaTensor,
         cols: usize,
         draw_params: &[DrawParams],
+        part: Range<usize>,
     ) -> Result<(), OpError> {
         const OP: &str = "start_draws";
-        let rows = draw_params.len();
+        let (rows, outputs) = (part.len(), draw_params.len());
         x.check(OP, "columns", rows, cols)?;
-        let (tokens, owner) = self.drawn.begin(rows).map_err(device_error(OP))?;
-        self.recorder.keep(owner);
+        let own = draw_params.get(part.clone());
+        let own = own.ok_or(OpError::Index { op: OP, what: "output", index: part.end, len: outputs })?;
         let is_sampled = |params: &DrawParams| params.uniform.is_some();
-        if !draw_params.iter().all(is_sampled) {
+        if part.start == 0 {
+            self.drawn.begin(outputs).map_err(device_error(OP))?;
+            if draw_params.iter().any(is_sampled) {
+                self.send_draw_params(OP, draw_params)?;
+            }
+        }
+        let (tokens, owner) = self.drawn.last();
+        let tokens = tokens.part(part.start, rows);
+        self.recorder.keep(owner);
+        if !own.iter().all(is_sampled) {
             let x = self.use_tensor(x, rows);
             self.push(KernelCommand::Argmax { x, cols: cols as u32, out: tokens });
         }
-        if draw_params.iter().any(is_sampled) {
-            self.enqueue_shortlists(OP, x, cols, draw_params, Some(tokens))?;
+        if own.iter().any(is_sampled) {
+            self.enqueue_shortlists(OP, x, cols, part.clone(), Some(tokens))?;
+        }
+        if part.end < outputs {
+            return Ok(());
         }
         self.recorder.flush()?;
         self.drawn.send(&self.recorder).map_err(device_error(OP))?;
@@ -475,7 +489,8 @@ impl Backend for Cuda {
         if rows == 0 || !(1..=shortlist::COLS_MAX).contains(&cols) {
             return Ok(());
         }
-        let work = self.enqueue_shortlists(OP, x, cols, draw_params, None)?;
+        self.send_draw_params(OP, draw_params)?;
+        let work = self.enqueue_shortlists(OP, x, cols, 0..rows, None)?;
         self.recorder.flush()?;
         let mut records = std::mem::take(&mut self.records);
         records.resize(rows * shortlist::RESULT_WORDS, 0);
@@ -516,35 +531,41 @@ impl Backend for Cuda {
 }
 
 impl Cuda {
-    /// Collects the commands that shortlist the first rows of `x`, or draw their `tokens`. Returns
-    /// the address of the results.
+    /// Copies the parameters of all outputs of a step to the device.
+    fn send_draw_params(&mut self, op: &'static str, draw_params: &[DrawParams]) -> Result<(), OpError> {
+        let fill = |to: &mut [u32]| {
+            for (to, params) in to.chunks_exact_mut(shortlist::DRAW_PARAM_WORDS).zip(draw_params) {
+                to.copy_from_slice(&shortlist::draw_param_words(params));
+            }
+        };
+        let words = draw_params.len() * shortlist::DRAW_PARAM_WORDS;
+        self.draw_params.send(&mut self.recorder, words, fill).map_err(device_error(op))
+    }
+
+    /// Collects the commands that shortlist the first rows of `x`, or draw their `tokens`. The rows
+    /// have the parameters from `outputs.start` on. Returns the address of the results.
     fn enqueue_shortlists(
         &mut self,
         op: &'static str,
         x: &CudaTensor,
         cols: usize,
-        draw_params: &[DrawParams],
+        outputs: Range<usize>,
         tokens: Option<WordRange>,
     ) -> Result<u64, OpError> {
-        let rows = draw_params.len();
+        let rows = outputs.len();
         let words = shortlist::work_words(rows, cols);
         if words > self.shortlists.len() {
             self.shortlists = Arc::new(Buffer::new(&self.device, words).map_err(device_error(op))?);
         }
         self.recorder.keep(self.shortlists.clone());
         let work = self.shortlists.view().address();
-        let fill = |to: &mut [u32]| {
-            for (to, params) in to.chunks_exact_mut(shortlist::DRAW_PARAM_WORDS).zip(draw_params) {
-                to.copy_from_slice(&shortlist::draw_param_words(params));
-            }
-        };
-        let len = rows * shortlist::DRAW_PARAM_WORDS;
-        self.draw_params.send(&mut self.recorder, len, fill).map_err(device_error(op))?;
         let x = self.use_tensor(x, rows);
+        let [first, end] = [outputs.start, outputs.end].map(|output| output * shortlist::DRAW_PARAM_WORDS);
+        let draw_params = WordRange { address: self.draw_params.address(), len: end };
         self.push(KernelCommand::Shortlist {
             x,
             cols: cols as u32,
-            draw_params: WordRange { address: self.draw_params.address(), len },
+            draw_params: draw_params.part(first, end - first),
             work: ByteRange { address: work, len: words * size_of::<u64>() },
             tokens,
         });
