@@ -176,7 +176,7 @@ fn an_invalid_configuration_changes_nothing_and_names_the_key() {
         (format!("{valid}{}", model("other", &demo_22m(), 1, "worker = 3\n")), 2, "worker"),
         (format!("[admission]\nbatch-floor = 95\n{valid}{other}"), 2, "batch-floor"),
         (format!("[supervision]\nwatchdog = \"1ms\"\n{valid}{other}"), 2, "supervision.watchdog"),
-        (format!("{valid}{}", model("other", &demo_22m(), 1, "running-max = 513\n")), 2, "1 to 512"),
+        (format!("{valid}{}", model("other", &demo_22m(), 1, "running-max = 5000\n")), 2, "running-max"),
         (
             format!("{valid}{}", model("other", &demo_22m(), 1, "queue-max = 0\n")),
             2,

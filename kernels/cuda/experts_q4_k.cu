@@ -8,7 +8,7 @@
 
 #include "experts/kernels.cuh"
 #include "experts/wgmma_kernels.cuh"
-#include "linear/q4_k_wgmma.cuh"
+#include "linear/affine_k_wgmma.cuh"
 
 EXPERT_KERNELS(q4_k, Q4_K)
 EXPERT_WGMMA_KERNEL(q4_k, Q4KProducts, EXPERT_WGMMA_K_TOKENS)

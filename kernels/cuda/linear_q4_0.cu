@@ -11,4 +11,4 @@
 #include "linear/wgmma_kernels.cuh"
 
 QUANT_KERNELS(q4_0, Q4_0)
-WGMMA_KERNELS(q4_0, LegacyProducts<Q4_0>)
+WGMMA_LEGACY_KERNELS(q4_0, LegacyProducts<Q4_0>)

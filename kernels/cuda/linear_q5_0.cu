@@ -11,4 +11,4 @@
 #include "linear/wgmma_kernels.cuh"
 
 QUANT_KERNELS(q5_0, Q5_0)
-WGMMA_KERNELS(q5_0, LegacyProducts<Q5_0>)
+WGMMA_LEGACY_KERNELS(q5_0, LegacyProducts<Q5_0>)

@@ -11,4 +11,4 @@
 #include "linear/wgmma_kernels.cuh"
 
 QUANT_KERNELS(q6_k, Q6_K)
-WGMMA_KERNELS(q6_k, Q6KProducts)
+WGMMA_K_KERNELS(q6_k, Q6KProducts)

@@ -11,4 +11,4 @@
 #include "linear/wgmma_kernels.cuh"
 
 QUANT_KERNELS(q8_0, Q8_0)
-WGMMA_KERNELS(q8_0, LegacyProducts<Q8_0>)
+WGMMA_LEGACY_KERNELS(q8_0, LegacyProducts<Q8_0>)

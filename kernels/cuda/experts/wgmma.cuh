@@ -22,9 +22,9 @@
 //
 // Groups come from the kernel before, so no warp reads anything before that kernel has ended.
 //
-// Limit: as in linear/q4_k_wgmma.cuh, q6_k_wgmma.cuh and legacy_wgmma.cuh. While a block stores,
-// its tensor cores are idle: 20 of 254 us for gate and up, 30 of 155 us for down. Measured on an
-// H200 with 128 experts of qwen3-30b-a3b, us on wgmma and in parentheses by matmul.cuh:
+// Limit: as in linear/affine_k_wgmma.cuh, q6_k_wgmma.cuh and legacy_wgmma.cuh. While a block
+// stores, its tensor cores are idle: 20 of 254 us for gate and up, 30 of 155 us for down. Measured
+// on an H200 with 128 experts of qwen3-30b-a3b, us on wgmma and in parentheses by matmul.cuh:
 //
 //   pairs an expert             16          32          64          128
 //   Q4_K gate and up       110  (84)   125 (137)   171 (233)   252 (417)     128 pairs: 406 TOPS
@@ -65,7 +65,7 @@ __device__ __forceinline__ void store_if(bool condition, float *to, float value)
 template <int TILE_BYTES, class Shape>
 struct ExpertTiles {
     // Blocks compute a multiple of TOKENS_STEP tokens, at least TOKENS_MIN.
-    static constexpr int TOKENS_STEP = 32, TOKENS_MIN = 32;
+    static constexpr int TOKENS_STEP = WGMMA_TOKENS_STEP, TOKENS_MIN = TOKENS_STEP;
 
     struct OutputTile {
         // `group` is the first group of 8 slots.
@@ -99,13 +99,10 @@ struct ExpertTiles {
     __device__ int groups(const OutputTile &tile) const {
         return (tile.pairs + ACT_TILE_TOKENS - 1) / ACT_TILE_TOKENS;
     }
-    // F16 quants of other slots are not copied. What is computed from them is not stored.
-    __device__ int f16_groups(const OutputTile &tile) const { return groups(tile); }
-    __device__ int block_tokens(const OutputTile &tile) const {
-        return (tile.pairs + TOKENS_STEP - 1) / TOKENS_STEP * TOKENS_STEP;
-    }
     // All lanes call it.
-    __device__ int uniform_block_tokens(const OutputTile &tile) const { return uniform(block_tokens(tile)); }
+    __device__ int block_tokens(const OutputTile &tile) const {
+        return uniform((tile.pairs + TOKENS_STEP - 1) / TOKENS_STEP * TOKENS_STEP);
+    }
 
     // Stores the sums of a warp's 16 rows for N slots.
     template <int N>
@@ -127,6 +124,10 @@ struct ExpertTiles {
                       [&](int group, int at) { return __shfl_sync(~0u, pairs[group / 4], at % 32); });
     }
 
+    // The kernel waits before it looks for output tiles.
+    __device__ void wait_for_input() const {}
+    __device__ void end() const {}
+
     // `find_row(group, at)` is the row of the output for slot `at` of the tile. The slot is in the
     // tile's group `group` of 8 slots.
     template <int N, class FindRow>
@@ -147,16 +148,15 @@ struct ExpertTiles {
 };
 
 template <class Format, int TOKENS>
-__device__ inline void multiply_on_wgmma(const ExpertParams &params, int stacks, const F16Quants &quants) {
+__device__ inline void multiply_on_wgmma(const ExpertParams &params, int stacks, const F16Sums &sums) {
     using Shape = wgmma_product::Shape<TOKENS, EXPERT_WGMMA_ROW_GROUPS, 1, EXPERT_WGMMA_STAGES>;
     using Tiles = ExpertTiles<Format::TILE_BYTES, Shape>;
     using Product = wgmma_product::Kernel<Format, Shape, Tiles>;
     auto &shared = wgmma_product::shared_memory<Format, Shape>();
     Product::init_barriers(shared);
-    launch_next_kernel();
     wait_for_previous_kernel();
     Tiles tiles(params, stacks);
-    Product{tiles, quants, shared}.run();
+    Product{tiles, sums, shared}.run();
 }
 
 }  // namespace experts

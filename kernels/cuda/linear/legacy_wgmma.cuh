@@ -28,11 +28,9 @@ template <class Quant>
 struct LegacyProducts {
     static_assert(Quant::SIGNED);
     using Sum = float;
-    static constexpr bool EIGHT_BIT = true;
+    static constexpr bool HAS_SUMS = false;
     static constexpr ActivationFormat ACTIVATION = Quant::ACTIVATION;
     static constexpr int TILE_BYTES = Quant::TILE_BYTES;
-    // Scales are read where they are.
-    static constexpr int UNPACKED_ROW = 0;
 
     template <int TOKENS, class Units>
     static __device__ void multiply_columns(float (&values)[TOKENS / 2], const ColumnTile &columns,

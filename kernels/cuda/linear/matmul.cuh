@@ -136,8 +136,8 @@ __device__ void multiply(const LinearParams &params, int stages) {
     // The first stages' weights need not wait for the previous kernel; the activations must.
     if (own_copy < WEIGHT_COPIES)
         for (int stage_index = 0; stage_index < stages; stage_index++) load_next_stage();
+    wait_for_input(params);
     launch_next_kernel();
-    wait_for_previous_kernel();
     if (own_copy >= WEIGHT_COPIES)
         for (int stage_index = 0; stage_index < stages; stage_index++) load_next_stage();
     __syncwarp();
@@ -211,6 +211,7 @@ __device__ void multiply(const LinearParams &params, int stages) {
                         store_element(wm * MT + mt, wn * NT + nt, i, lane, own[mt][nt][i]);
         }
     }
+    wait_for_products_beside(params);
 }
 
 }  // namespace matmul

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "../stream_order.cuh"
 #include "abi/linear.cuh"
 #include "tile.cuh"
 
@@ -37,6 +38,27 @@ __device__ inline int count_row_tile_groups(const LinearParams &params) {
     int groups = 0;
     for (int m = 0; m < params.matrices; m++) groups += (row_tiles(params, m) + TILES - 1) / TILES;
     return groups;
+}
+
+// Products with the same input run side by side: the second one takes the multiprocessors that the
+// first one leaves free. The first one lets it start when the input is complete, so it need not
+// wait before it reads. It waits for the first one before it ends, because the kernels behind it
+// wait for it alone.
+//
+//   norm        |=====|
+//   first       ..wait|launch_next_kernel ======|
+//   second              |========               wait|
+//
+// In kernels that may be either one:
+//   1. A block calls `wait_for_input` before it reads the input and before `launch_next_kernel`.
+//   2. Its last call is `wait_for_products_beside`, by at least one thread.
+//   3. It reads the input by bulk copies. They do not pass through the first-level cache, which may
+//      have lines from before the input was written.
+__device__ __forceinline__ void wait_for_input(const LinearParams &params) {
+    if (!params.runs_beside_previous) wait_for_previous_kernel();
+}
+__device__ __forceinline__ void wait_for_products_beside(const LinearParams &params) {
+    if (params.runs_beside_previous) wait_for_previous_kernel();
 }
 
 // Returns what it stored.

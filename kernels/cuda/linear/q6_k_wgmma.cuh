@@ -29,11 +29,9 @@ namespace wgmma_product {
 struct Q6KProducts {
     using Sum = int;
     using Layout = Q6_K_Layout;
-    static constexpr bool EIGHT_BIT = true;
+    static constexpr bool HAS_SUMS = false;
     static constexpr ActivationFormat ACTIVATION = Q6_K::ACTIVATION;
     static constexpr int TILE_BYTES = Q6_K::TILE_BYTES;
-    // Sub-scales are read where they are.
-    static constexpr int UNPACKED_ROW = 0;
     // Blocks of 32 columns: two sub-blocks.
     static constexpr int BLOCKS = 8;
 

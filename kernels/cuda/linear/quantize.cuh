@@ -22,10 +22,7 @@ struct ActTileRow {
     uint8_t *act_tile;
     // Token of the activation tile.
     int token;
-    // F16 quants: the first unit of the column tile, or null, the bytes from unit to unit, and the
-    // sums.
-    uint8_t *f16_unit;
-    size_t f16_unit_stride;
+    // Or null.
     uint8_t *f16_sums;
 
     __device__ uint8_t *vector(int p) const { return act_tile + act_tile_offset(token, p); }
@@ -64,11 +61,7 @@ __device__ inline ActTileRow act_tile_row(const QuantizedRows &rows, int bytes, 
                                           int col) {
     size_t group = token / ACT_TILE_TOKENS, groups = rows.f16_groups;
     ActTileRow row = {rows.act_tiles + (group * col_tiles + col) * bytes, token % ACT_TILE_TOKENS};
-    if (rows.f16_units == nullptr) return row;
-    row.f16_unit_stride = groups * F16_UNIT_BYTES;
-    row.f16_unit =
-        rows.f16_units + col * (TILE_COLS / F16_UNIT_COLS) * row.f16_unit_stride + group * F16_UNIT_BYTES;
-    row.f16_sums = rows.f16_sums + (col * groups + group) * F16_SUMS_BYTES;
+    if (rows.f16_sums != nullptr) row.f16_sums = rows.f16_sums + (col * groups + group) * F16_SUMS_BYTES;
     return row;
 }
 
@@ -118,21 +111,12 @@ struct QuantizePer32 {
 struct QuantizePer256 {
     static constexpr ActivationFormat ACTIVATION = ActivationFormat::Q8_K;
 
-    static __device__ void store_f16(const ActRow<ACTIVATION> &, const int (&)[8], int, float) {}
+    static __device__ void store_f16(const ActRow<ACTIVATION> &, int, float) {}
 
-    // The eight quants of a lane are half of the even and half of the odd columns of 16.
-    static __device__ void store_f16(const ActTileRow &row, const int (&q)[8], int sum, float scale) {
-        if (row.f16_unit == nullptr) return;
-        int lane = threadIdx.x % 32, vector = lane % 8 / 2 * 2;
-        auto pack = [](int a, int b) {
-            return uint32_t(__half_as_ushort(__int2half_rn(a))) | uint32_t(__half_as_ushort(__int2half_rn(b)))
-                                                                      << 16;
-        };
-        uint8_t *unit =
-            row.f16_unit + lane / 8 * row.f16_unit_stride + row.token * 2 * F16_UNIT_COLS + lane % 2 * 8;
-        *reinterpret_cast<uint2 *>(unit + (vector ^ row.token) * 16) = {pack(q[0], q[2]), pack(q[4], q[6])};
-        *reinterpret_cast<uint2 *>(unit + ((vector + 1) ^ row.token) * 16) = {pack(q[1], q[3]),
-                                                                              pack(q[5], q[7])};
+    // `sum` is that of the lane's 16 columns.
+    static __device__ void store_f16(const ActTileRow &row, int sum, float scale) {
+        if (row.f16_sums == nullptr) return;
+        int lane = threadIdx.x % 32;
         if (lane % 2 == 0)
             *reinterpret_cast<__half *>(row.f16_sums + lane / 16 * 128 + row.token * 16 + lane / 2 % 8 * 2) =
                 __int2half_rn(sum);
@@ -168,7 +152,7 @@ struct QuantizePer256 {
         if (lane % 2 == 0) row.row_sums()[lane / 2] = int16_t(sum);
         float scale = max == 0 ? 0.0f : 1.0f / inverse;
         if (lane == 0) *row.row_scale() = scale;
-        store_f16(row, q, sum, scale);
+        store_f16(row, sum, scale);
     }
 };
 

@@ -109,8 +109,8 @@ __device__ void multiply(const LinearParams &params, const SkinnyPipeline &pipel
         for (int stage = 0; stage < stages && warp + stage * warps < tiles; stage++)
             load_stage(warp + stage * warps, stage);
     }
+    wait_for_input(params);
     launch_next_kernel();
-    wait_for_previous_kernel();
     if (lane == 0)
         for (int col = warp; col < col_tiles; col += warps)
             copy_act_tiles<Format>(params, col, act_tiles, act_full + col);
@@ -151,6 +151,7 @@ __device__ void multiply(const LinearParams &params, const SkinnyPipeline &pipel
             batch_values = batch_values == values ? values + values_per_batch : values;
         }
     }
+    wait_for_products_beside(params);
 }
 
 }  // namespace skinny_matmul

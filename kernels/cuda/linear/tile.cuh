@@ -41,14 +41,11 @@ enum class ActivationFormat { Q8_0, Q8_1, Q8_K, F16, BF16 };
 //
 //   F16, BF16  [4 units of 64 columns][8 tokens][128 bytes], with the same order of vectors
 //
-// F16 quants: the quants of Q8_K as f16 integers, for products on wgmma. They are written beside
-// the activation tiles.
+// F16 sums: the sums of Q8_K as f16 integers, for products on wgmma. They are written beside the
+// activation tiles.
 //
-//   units      [column tile][4 units of 64 columns][groups of 8 tokens][8 tokens][128 bytes];
-//              vector p of token n is at place p ^ n. Of 16 columns, the even ones come first:
-//              vector 2 c holds columns 16 c + 0, 2, ... 14, vector 2 c + 1 the odd ones
-//   sums       [column tile][groups of 8 tokens][288 bytes]: the 16 sums as f16, sums 0 to 7 of 8
-//              tokens, then sums 8 to 15, 16 bytes per token; then scales f32[8 tokens]
+//   [column tile][groups of 8 tokens][288 bytes]: sums 0 to 7 of 8 tokens, then sums 8 to 15, 16
+//   bytes per token; then scales f32[8 tokens]
 constexpr int ACT_TILE_QUANT_BYTES = ACT_TILE_TOKENS * TILE_COLS, ACT_UNIT_BYTES = ACT_TILE_TOKENS * 128;
 __host__ __device__ constexpr int act_tile_bytes(ActivationFormat format) {
     return format == ActivationFormat::Q8_0   ? ACT_TILE_QUANT_BYTES + 256

@@ -49,42 +49,27 @@ __host__ __device__ constexpr int scale_bytes(ActivationFormat format) {
 template <class Format, class Shape>
 struct Shared {
     static constexpr int GROUPS = Shape::GROUPS, STAGES = Shape::STAGES;
-    // Stages of units in 256 columns. Fewer need fewer barriers, more use less memory at a time.
-    static constexpr int F16_UNITS = TILE_COLS / F16_UNIT_COLS;
-    static constexpr int UNITS = Format::EIGHT_BIT || Shape::TOKENS <= 32 ? 1 : F16_UNITS;
-    // The same for an output tile of fewer tokens: a stage then has room for more columns, so that
-    // more of them are in flight.
-    static __host__ __device__ constexpr int stages_of(int tokens) {
-        return tokens * UNITS <= Shape::TOKENS ? 1 : tokens * 2 <= Shape::TOKENS ? (UNITS + 1) / 2 : UNITS;
-    }
-    static constexpr int UNIT_STAGE =
-        GROUPS * (Format::EIGHT_BIT ? ACT_TILE_QUANT_BYTES : F16_UNITS / UNITS * F16_UNIT_BYTES);
-    static constexpr bool HAS_UNIT_SCALES = Format::EIGHT_BIT;
+    static constexpr int UNIT_STAGE = GROUPS * ACT_TILE_QUANT_BYTES;
+    // F16 sums have the scales as well.
+    static constexpr bool HAS_UNIT_SCALES = !Format::HAS_SUMS;
     static constexpr int SCALES_BYTES = HAS_UNIT_SCALES ? GROUPS * scale_bytes(Format::ACTIVATION) : 16;
-    static constexpr int SUMS_BYTES = Format::EIGHT_BIT ? 1 : GROUPS * F16_SUMS_BYTES;
+    static constexpr int SUMS_BYTES = Format::HAS_SUMS ? GROUPS * F16_SUMS_BYTES : 1;
     static constexpr int WEIGHT_BYTES = Shape::ROW_TILES * Format::TILE_BYTES;
-    // Scales of a warp's 16 rows. For formats that need none, a byte that is not used.
-    static constexpr int UNPACKED_BYTES = Format::UNPACKED_ROW > 0 ? TILE_ROWS *Format::UNPACKED_ROW : 1;
     // With one column group, an element that is not used.
     static constexpr int TOTAL_GROUPS = Shape::COLUMN_GROUPS > 1 ? GROUPS : 1,
                          TOTAL_THREADS = Shape::COLUMN_GROUPS > 1 ? 32 * Shape::GROUP_WARPS : 1;
     static constexpr int ALIGNMENT = 1024, BARRIERS = 1024;
-    static constexpr int REST = STAGES * (WEIGHT_BYTES + SUMS_BYTES) +
-                                Shape::MULTIPLYING_WARPS * UNPACKED_BYTES +
-                                TOTAL_GROUPS * TOTAL_THREADS * int(sizeof(float4));
+    static constexpr int REST =
+        STAGES * (WEIGHT_BYTES + SUMS_BYTES) + TOTAL_GROUPS * TOTAL_THREADS * int(sizeof(float4));
     static constexpr int FITTING =
         (WGMMA_PRODUCT_SHARED_BYTES - ALIGNMENT - BARRIERS - REST) / (UNIT_STAGE + SCALES_BYTES);
-    static constexpr int USEFUL = STAGES * UNITS;
-    static constexpr int UNIT_STAGES = FITTING < USEFUL ? FITTING : USEFUL;
-    static_assert(UNIT_STAGES > UNITS && STAGES > Shape::COLUMN_GROUPS);
-    // So the first unit and the third one of a stage begin at a multiple of 1,024 bytes.
-    static_assert(UNITS == 1 || UNIT_STAGE % (F16_UNITS * 1024) == 0);
+    static constexpr int UNIT_STAGES = FITTING < STAGES ? FITTING : STAGES;
+    static_assert(UNIT_STAGES > 1 && STAGES > Shape::COLUMN_GROUPS);
     uint8_t units[UNIT_STAGES][UNIT_STAGE];
     uint8_t weights[STAGES][WEIGHT_BYTES];
     // Scales of the tokens, as in activation tiles, if HAS_UNIT_SCALES.
     uint8_t unit_scales[UNIT_STAGES][SCALES_BYTES];
     uint8_t sums[STAGES][SUMS_BYTES];
-    uint8_t unpacked[Shape::MULTIPLYING_WARPS][UNPACKED_BYTES];
     // Sums of the output tile, four of a thread and a group of 8 tokens.
     alignas(16) float4 totals[TOTAL_GROUPS][TOTAL_THREADS];
     uint64_t weights_full[STAGES], weights_empty[STAGES];
@@ -123,11 +108,8 @@ __device__ __forceinline__ void release_stage(uint64_t *empty) {
 
 // What a multiplying warp reads in the ring of units. A stage that was passed stays in use until
 // products with it have ended.
-template <class SharedMemory, int TOKENS>
+template <class SharedMemory>
 struct UnitReader {
-    // Columns of a stage of f16 quants, and bytes of 64 columns in it.
-    static constexpr int STAGE_COLS = TILE_COLS / SharedMemory::stages_of(TOKENS),
-                         UNIT_BYTES = SharedMemory::UNIT_STAGE / (STAGE_COLS / F16_UNIT_COLS);
     SharedMemory &shared;
     RingPosition<SharedMemory::UNIT_STAGES> at = {};
     int in_use = -1;
@@ -158,13 +140,12 @@ struct UnitReader {
     }
 };
 
-// 256 columns of a warp's 16 rows. `unpacked` has the rows' scales; `sums` are those of the block's
-// tokens.
+// 256 columns of a warp's 16 rows, and the sums of the block's tokens.
 struct ColumnTile {
-    const uint8_t *weights, *unpacked, *sums;
+    const uint8_t *weights, *sums;
 };
 
-// Of a stage of 8-bit units: columns 32 block to 32 block + 31, from token 8 group on.
+// Of a stage of units: columns 32 block to 32 block + 31, from token 8 group on.
 __device__ __forceinline__ uint64_t eight_bit_operand(const uint8_t *unit, int block, int group = 0) {
     return operand_descriptor(unit + group * ACT_TILE_QUANT_BYTES + block / 4 * ACT_UNIT_BYTES,
                               ACT_TILE_QUANT_BYTES) +

@@ -13,7 +13,11 @@ namespace wgmma_product {
 
 template <class Shape>
 struct MatrixTiles {
-    static constexpr int GROUPS = Shape::GROUPS, TOKENS_MIN = Shape::TOKENS;
+    static constexpr int GROUPS = Shape::GROUPS, TOKENS = Shape::TOKENS;
+    // With one column group, the last tokens are a tile of a multiple of TOKENS_STEP tokens, at
+    // least TOKENS_MIN. So the time of a product grows with its tokens.
+    static constexpr bool FITS_TOKENS = Shape::COLUMN_GROUPS == 1;
+    static constexpr int TOKENS_STEP = WGMMA_TOKENS_STEP, TOKENS_MIN = FITS_TOKENS ? TOKENS_STEP : TOKENS;
 
     struct OutputTile {
         // `group` is the first group of 8 tokens.
@@ -21,21 +25,31 @@ struct MatrixTiles {
     };
 
     const LinearParams &params;
-    int token_tiles, output_tiles;
+    // Tiles of a group of weight rows, without a smaller one, and of all rows, without and with it.
+    int whole_of_rows, whole_tiles, output_tiles;
 
     __device__ explicit MatrixTiles(const LinearParams &params) : params(params) {
-        token_tiles = (params.tokens + Shape::TOKENS - 1) / Shape::TOKENS;
-        output_tiles = count_row_tile_groups<Shape::ROW_TILES>(params) * token_tiles;
+        int row_blocks = count_row_tile_groups<Shape::ROW_TILES>(params);
+        int all_of_rows = (params.tokens + TOKENS - 1) / TOKENS;
+        whole_of_rows = FITS_TOKENS ? params.tokens / TOKENS : all_of_rows;
+        whole_tiles = row_blocks * whole_of_rows, output_tiles = row_blocks * all_of_rows;
     }
 
     // Tiles of one group of weight rows are neighbours, so that blocks that run at the same time
-    // read the same weights.
+    // read the same weights. Smaller tiles come last, so that the blocks end at nearly the same
+    // time.
     __device__ bool find(int index, OutputTile &tile) const {
         if (index >= output_tiles) return false;
-        RowTile rows = find_row_tile<Shape::ROW_TILES>(params, index / token_tiles);
-        tile = {rows.matrix, rows.first, index % token_tiles * GROUPS};
+        bool is_whole = index < whole_tiles;
+        int row_block = is_whole ? index / whole_of_rows : index - whole_tiles;
+        int token_tile = is_whole ? index % whole_of_rows : whole_of_rows;
+        RowTile rows = find_row_tile<Shape::ROW_TILES>(params, row_block);
+        tile = {rows.matrix, rows.first, token_tile * GROUPS};
         return true;
     }
+
+    __device__ void wait_for_input() const { ::wait_for_input(params); }
+    __device__ void end() const { wait_for_products_beside(params); }
 
     __device__ int col_tiles() const { return params.col_tiles; }
     __device__ int row_tiles(const OutputTile &tile) const { return ::row_tiles(params, tile.matrix); }
@@ -43,16 +57,16 @@ struct MatrixTiles {
     __device__ const uint8_t *act_tiles() const { return params.act_tiles; }
 
     // Tokens that a block computes.
-    __device__ int block_tokens(const OutputTile &) const { return Shape::TOKENS; }
-    __device__ int uniform_block_tokens(const OutputTile &) const { return Shape::TOKENS; }
+    __device__ int block_tokens(const OutputTile &tile) const {
+        if (!FITS_TOKENS) return TOKENS;
+        int rest = params.tokens - tile.group * ACT_TILE_TOKENS;
+        return min(TOKENS, (rest + TOKENS_STEP - 1) / TOKENS_STEP * TOKENS_STEP);
+    }
 
-    // Groups that activation tiles have.
+    // Groups that the tokens have. What is computed from other ones is not stored.
     __device__ int groups(const OutputTile &tile) const {
         return min(GROUPS, (params.tokens + ACT_TILE_TOKENS - 1) / ACT_TILE_TOKENS - tile.group);
     }
-
-    // F16 quants have room for whole blocks.
-    __device__ int f16_groups(const OutputTile &) const { return GROUPS; }
 
     __device__ void store(const OutputTile &tile, int row_tile, int group, const float (&four)[4]) const {
         int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -75,13 +89,12 @@ struct MatrixTiles {
 };
 
 template <class Format, class Shape>
-__device__ inline void multiply(const LinearParams &params, const F16Quants &quants) {
+__device__ inline void multiply(const LinearParams &params, const F16Sums &sums) {
     using Product = Kernel<Format, Shape, MatrixTiles<Shape>>;
     auto &shared = shared_memory<Format, Shape>();
     Product::init_barriers(shared);
-    launch_next_kernel();
     MatrixTiles<Shape> tiles(params);
-    Product{tiles, quants, shared}.run();
+    Product{tiles, sums, shared}.run();
 }
 
 }  // namespace wgmma_product

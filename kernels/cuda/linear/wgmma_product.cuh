@@ -4,10 +4,8 @@
 // many tokens. The bits are those of matmul.cuh, which computes the same integers with 8-bit
 // products.
 //
-// Integers as floats: f16 holds integers up to 2,048, and f32 sums of integers are exact below
-// 2^24. A tensor core adds the products of one chain exactly, so an integer sum is not rounded.
-// `Format` says how values of 256 columns come from such sums (q4_k_wgmma.cuh), or from sums of
-// 8-bit integers (q6_k_wgmma.cuh, legacy_wgmma.cuh).
+// A tensor core adds products of 8-bit integers exactly. `Format` says how values of 256 columns
+// come from such sums (affine_k_wgmma.cuh, q6_k_wgmma.cuh, legacy_wgmma.cuh).
 //
 // A block computes output tiles of 64 ROW_GROUPS weight rows by up to TOKENS tokens, which `Tiles`
 // deals (wgmma_matrices.cuh: linear layers; experts/wgmma.cuh: experts). A warpgroup computes
@@ -23,16 +21,15 @@
 //              +---------------+         values one after the other
 //
 //   A operand: 64 weight rows in registers. Lane 4 g + t of warp w has rows 16 w + g and + 8.
-//   B operand: tokens in shared memory, units of 8 tokens: 64 columns of f16 quants, or 128 columns
-//              of activation tiles if Format::EIGHT_BIT (tile.cuh).
+//   B operand: tokens in shared memory, units of 8 tokens by 128 columns of activation tiles
+//              (tile.cuh).
 //   C: lane 4 g + t holds sums[4 j + 0, 1] = row g,     tokens 8 j + 2 t, 8 j + 2 t + 1
 //                         sums[4 j + 2, 3] = row g + 8, the same tokens
 //
-//   Stages of 256 columns (weights, sums, scales) and of 64 columns (f16 quants), each a ring. A
-//   stage of 8-bit quants has 256 columns, and the scales of the tokens. Rings go on from output
-//   tile to output tile.
+//   Stages of 256 columns: weights, with the f16 sums of the tokens if Format::HAS_SUMS, and
+//   quants of the tokens, each a ring. Rings go on from output tile to output tile.
 //
-//     copies      |weights, sums c   |c + 1             |            quants 4 c ... |
+//     copies      |weights c         |c + 1             |            quants c       |
 //     warpgroups  |                  |scales, products, values of c | c + 1
 //
 // Sums. Values are added in ascending order of columns. With one column group, sums stay in
@@ -45,13 +42,13 @@
 // H200, Q4_K, us for 64 tokens, by tokens, row groups and column groups of a block:
 //
 //                    32/1/4   64/1/4   64/2/1   matmul.cuh
-//   4096 x 4096      14.0     15.9     26.0     14.9
-//   12288 x 4096     31.1     40.3     70.9     37.9
-//   4096 x 12288     32.9     30.6     27.8     40.2
+//   4096 x 4096      10.9     13.2     23.1     15.1
+//   12288 x 4096     24.1     33.2     61.9     38.0
+//   4096 x 12288     26.2     25.3     24.8     40.6
 //
-// Limit: instructions (q4_k_wgmma.cuh has the counts). With four column groups the four warps of a
-// scheduler issue in half of the clocks. Copies by one lane, and one warp that unpacked the scales
-// of all rows, were the limit before: 40.1 us instead of 31.1 for 12288 x 4096.
+// Limit: instructions (affine_k_wgmma.cuh has the counts). With four column groups the four warps
+// of a scheduler issue in half of the clocks. Copies by one lane, and one warp that unpacked the
+// scales of all rows, were a limit before: 40 us instead of 31 for 12288 x 4096.
 
 #pragma once
 
@@ -68,12 +65,11 @@ struct Kernel {
     using Stage = RingPosition<Shape::STAGES>;
     using UnitStage = RingPosition<SharedMemory::UNIT_STAGES>;
     static constexpr int TOKENS = Shape::TOKENS, GROUPS = Shape::GROUPS, ROW_TILES = Shape::ROW_TILES,
-                         COLUMN_GROUPS = Shape::COLUMN_GROUPS, UNIT_STAGE = SharedMemory::UNIT_STAGE,
-                         TILE = Format::TILE_BYTES, UNITS = SharedMemory::UNITS;
+                         COLUMN_GROUPS = Shape::COLUMN_GROUPS, TILE = Format::TILE_BYTES;
     using OutputTile = typename Tiles::OutputTile;
 
     const Tiles &tiles;
-    const F16Quants &quants;
+    const F16Sums &sums;
     SharedMemory &shared;
 
     // Calls `work(tile)` for the block's output tiles.
@@ -104,41 +100,15 @@ struct Kernel {
 
     __device__ void copy_sums() const {
         Stage at;
-        size_t groups = quants.groups;
+        size_t groups = sums.groups;
         for_each_tile([&](const OutputTile &tile) {
-            uint32_t bytes = tiles.f16_groups(tile) * F16_SUMS_BYTES;
+            uint32_t bytes = tiles.groups(tile) * F16_SUMS_BYTES;
             for (int col = 0; col < tiles.col_tiles(); col++, at.advance()) {
                 uint64_t *full = shared.weights_full + at.stage;
                 barrier_wait(shared.weights_empty + at.stage, at.phase ^ 1);
                 barrier_expect(full, bytes);
-                bulk_copy(shared.sums[at.stage], quants.sums + (col * groups + tile.group) * F16_SUMS_BYTES,
+                bulk_copy(shared.sums[at.stage], sums.data + (col * groups + tile.group) * F16_SUMS_BYTES,
                           bytes, full);
-            }
-        });
-    }
-
-    // A lane copies 64 columns of each column tile.
-    __device__ void copy_units() const {
-        constexpr int LANES = SharedMemory::F16_UNITS;
-        UnitStage first;
-        int lane = threadIdx.x % 32;
-        if (lane >= LANES) return;
-        size_t groups = quants.groups;
-        for_each_tile([&](const OutputTile &tile) {
-            uint32_t bytes = tiles.f16_groups(tile) * F16_UNIT_BYTES;
-            int units = SharedMemory::stages_of(tiles.block_tokens(tile)), lanes_per_stage = LANES / units;
-            for (int col = 0; col < tiles.col_tiles(); col++, first.advance_by(units)) {
-                UnitStage at = first;
-                at.advance_by(lane / lanes_per_stage);
-                uint64_t *full = shared.units_full + at.stage;
-                barrier_wait(shared.units_empty + at.stage, at.phase ^ 1);
-                // No lane is a round ahead: it would wait for a stage that is still to be filled.
-                __syncwarp((1 << LANES) - 1);
-                if (lane % lanes_per_stage == 0) barrier_expect(full, bytes * lanes_per_stage);
-                __syncwarp((1 << LANES) - 1);
-                size_t unit = size_t(col) * LANES + lane;
-                bulk_copy(shared.units[at.stage] + lane % lanes_per_stage * (UNIT_STAGE / lanes_per_stage),
-                          quants.units + (unit * groups + tile.group) * F16_UNIT_BYTES, bytes, full);
             }
         });
     }
@@ -146,7 +116,8 @@ struct Kernel {
     // Whole groups of 256 columns from activation tiles, a group per lane. Groups beyond the tokens
     // are not copied. What is computed from them is not stored.
     __device__ void copy_act_tiles() const {
-        constexpr int BYTES = act_tile_bytes(Format::ACTIVATION), SCALES = scale_bytes(Format::ACTIVATION);
+        constexpr int BYTES = act_tile_bytes(Format::ACTIVATION),
+                      SCALES = SharedMemory::HAS_UNIT_SCALES ? scale_bytes(Format::ACTIVATION) : 0;
         UnitStage at;
         int lane = threadIdx.x % 32;
         for_each_tile([&](const OutputTile &tile) {
@@ -162,8 +133,9 @@ struct Kernel {
                 const uint8_t *act_tile = from + size_t(col) * BYTES;
                 bulk_copy(shared.units[at.stage] + lane * ACT_TILE_QUANT_BYTES, act_tile,
                           ACT_TILE_QUANT_BYTES, full);
-                bulk_copy(shared.unit_scales[at.stage] + lane * SCALES, act_tile + ACT_TILE_QUANT_BYTES,
-                          SCALES, full);
+                if constexpr (SCALES > 0)
+                    bulk_copy(shared.unit_scales[at.stage] + lane * SCALES, act_tile + ACT_TILE_QUANT_BYTES,
+                              SCALES, full);
             }
         });
     }
@@ -171,18 +143,11 @@ struct Kernel {
     // Computes the values of 256 columns, those of the stage `at`, for N tokens.
     template <int N, class Units>
     __device__ void column_values(float (&values)[N / 2], const Stage &at, Units &units, int row_tile) const {
-        uint8_t *unpacked = shared.unpacked[threadIdx.x / 32];
-        ColumnTile tile = {shared.weights[at.stage] + row_tile * TILE, unpacked, shared.sums[at.stage]};
-        typename Format::Sum sums[N / 2];
+        ColumnTile tile = {shared.weights[at.stage] + row_tile * TILE, shared.sums[at.stage]};
+        typename Format::Sum products[N / 2];
         barrier_wait(shared.weights_full + at.stage, at.phase);
-        if constexpr (Format::UNPACKED_ROW > 0) {
-            // All lanes have read the scales of the column tile before.
-            __syncwarp();
-            Format::unpack_scales(tile.weights, unpacked);
-            __syncwarp();
-        }
-        Format::template multiply_columns<N>(sums, tile, units);
-        Format::template finish_values<N>(sums, tile, units, [&](int group, const float(&four)[4]) {
+        Format::template multiply_columns<N>(products, tile, units);
+        Format::template finish_values<N>(products, tile, units, [&](int group, const float(&four)[4]) {
 #pragma unroll
             for (int i = 0; i < 4; i++) values[4 * group + i] = four[i];
         });
@@ -193,7 +158,7 @@ struct Kernel {
     template <int N>
     __device__ void multiply_tile(const OutputTile &output, Stage &at, UnitStage &units_at,
                                   int row_tile) const {
-        UnitReader<SharedMemory, N> units{shared, units_at};
+        UnitReader<SharedMemory> units{shared, units_at};
         float total[N / 2];
 #pragma unroll
         for (int i = 0; i < N / 2; i++) total[i] = 0.0f;
@@ -225,7 +190,7 @@ struct Kernel {
         UnitStage units_at;
         int row_tile = threadIdx.x / 32;
         for_each_tile([&](const OutputTile &output) {
-            multiply_fitting<TOKENS>(output, tiles.uniform_block_tokens(output), at, units_at, row_tile);
+            multiply_fitting<TOKENS>(output, tiles.block_tokens(output), at, units_at, row_tile);
         });
     }
 
@@ -238,10 +203,10 @@ struct Kernel {
         int column_group = warp / Shape::GROUP_WARPS, row_tile = warp % Shape::GROUP_WARPS;
         int before = (column_group + COLUMN_GROUPS - 1) % COLUMN_GROUPS;
         Stage at;
-        UnitReader<SharedMemory, TOKENS> units{shared};
+        UnitReader<SharedMemory> units{shared};
         for (int i = 0; i < column_group; i++) {
             at.advance();
-            units.skip(UNITS);
+            units.skip(1);
         }
         // The group before has added once more than this one, except for the first group.
         int phase = column_group == 0 ? 1 : 0;
@@ -253,7 +218,7 @@ struct Kernel {
                 float values[Shape::VALUES];
                 column_values<TOKENS>(values, at, units, row_tile);
                 at.advance_by(COLUMN_GROUPS);
-                units.skip((COLUMN_GROUPS - 1) * UNITS);
+                units.skip(COLUMN_GROUPS - 1);
                 barrier_wait(&shared.added[before][row_tile], phase);
                 phase ^= 1;
                 // All loads come before the first store.
@@ -287,7 +252,7 @@ struct Kernel {
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (warp == 0) {
             for (int i = lane; i < Shape::STAGES; i += 32) {
-                barrier_init(shared.weights_full + i, Format::EIGHT_BIT ? 1 : 2);
+                barrier_init(shared.weights_full + i, Format::HAS_SUMS ? 2 : 1);
                 barrier_init(shared.weights_empty + i, 32 * Shape::GROUP_WARPS);
             }
             for (int i = lane; i < SharedMemory::UNIT_STAGES; i += 32) {
@@ -314,15 +279,13 @@ struct Kernel {
             if (warp == Shape::COPY_WEIGHTS) {
                 copy_weights();
             } else if (warp == Shape::COPY_UNITS) {
-                wait_for_previous_kernel();
-                if constexpr (Format::EIGHT_BIT) {
-                    copy_act_tiles();
-                } else {
-                    copy_units();
-                }
+                tiles.wait_for_input();
+                launch_next_kernel();
+                copy_act_tiles();
+                tiles.end();
             } else if (warp == Shape::COPY_SUMS) {
-                wait_for_previous_kernel();
-                if (!Format::EIGHT_BIT && lane == 0) copy_sums();
+                tiles.wait_for_input();
+                if (Format::HAS_SUMS && lane == 0) copy_sums();
             }
         }
     }

@@ -5,7 +5,7 @@
 use ops::NO_ARGMAX;
 
 use super::abi::elementwise::{ARGMAX_BLOCKS, ARGMAX_THREADS, ArgmaxRows};
-use super::launch::{kernel_name, launch_kernel};
+use super::launch::{kernel_name, launch_spread};
 use super::module::image;
 use super::norm::ensure_same_len;
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
@@ -41,6 +41,6 @@ impl ArgmaxKernels {
         };
         let arguments = ArgmaxRows { x: x.address(), cols: cols as u32, out: out.address() };
         // SAFETY: cluster r reads `cols` values at r * cols and writes value r.
-        unsafe { launch_kernel(&self.0, kernel_name!("argmax", "argmax_rows"), stream, launch, &arguments) }
+        unsafe { launch_spread(&self.0, kernel_name!("argmax", "argmax_rows"), stream, launch, &arguments) }
     }
 }

@@ -221,7 +221,7 @@ impl AttentionKernels {
         ensure_quantizable(&spec, plan, quantized)?;
         let (quantizer, quantized) = match quantized {
             Some(quantized) => (quantized.number() as i32, quantized.rows(rows, width)?),
-            None => (0, QuantizedRows { act_tiles: 0, f16_units: 0, f16_sums: 0, f16_groups: 0 }),
+            None => (0, QuantizedRows { act_tiles: 0, f16_sums: 0, f16_groups: 0 }),
         };
         let name = merged_kv_name(kind, spec.head_dim);
         let mut stages = stages_of(plan);

@@ -7,7 +7,7 @@ use quant::layout::{TILE_COLS, Tiles, planes};
 
 use super::abi::elementwise::{self, EmbedFloat, EmbedQuantized};
 use super::error::device_error;
-use super::launch::{kernel_name, launch_kernel};
+use super::launch::{kernel_name, launch_spread};
 use super::module::image;
 use super::planes::tile_planes;
 use super::{Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
@@ -76,13 +76,13 @@ impl EmbedKernels {
             let arguments = EmbedFloat { dtype, table, tokens, drawn, out, cols, rows };
             // SAFETY: block (c, t) reads 256 columns of one row below `rows` and writes those of
             // row t of `out`, inside lengths that were checked.
-            unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
+            unsafe { launch_spread(&self.0, name, stream, launch, &arguments) }
         } else {
             let name = kernel_name!("embed", "embed_quantized");
             let planes = tile_planes(shape);
             let arguments = EmbedQuantized { planes, dtype, tiles: table, tokens, drawn, out, cols, rows };
             // SAFETY: as for `embed_float`.
-            unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
+            unsafe { launch_spread(&self.0, name, stream, launch, &arguments) }
         }
         .map_err(device_error(OP))
     }

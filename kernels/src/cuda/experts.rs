@@ -19,7 +19,7 @@ use super::abi::experts::{
     ExpertTopkSoftmax,
 };
 use super::error::device_error;
-use super::launch::{KernelName, kernel_name, launch_kernel};
+use super::launch::{KernelName, kernel_name, launch_kernel, launch_spread};
 use super::module::image;
 use super::pair_grouping::GroupAddress;
 pub use super::pair_grouping::PairGrouping;
@@ -184,18 +184,18 @@ impl ExpertKernels {
             // SAFETY: the block reads `rows` rows of `logits` and writes `used` values of each. The
             // experts that it writes are below `count`. All pairs with their padding fill at most
             // `slots` words, and their groups are at most `groups_max`.
-            return unsafe { launch_kernel(&self.routing_kernels, name, stream, block, &both) }
+            return unsafe { launch_spread(&self.routing_kernels, name, stream, block, &both) }
                 .map_err(device_error(OP));
         }
         let topk = ExpertTopkSoftmax { logits, rows, count, used, experts, expert_weights };
         let name = kernel_name!("experts", "expert_topk_softmax");
         // SAFETY: as above; a block has EXPERT_TOPK_ROWS rows.
-        unsafe { launch_kernel(&self.routing_kernels, name, stream, blocks, &topk) }
+        unsafe { launch_spread(&self.routing_kernels, name, stream, blocks, &topk) }
             .map_err(device_error(OP))?;
         let sort = ExpertSortPairs { experts, pairs, order };
         let name = kernel_name!("experts", "expert_sort_pairs");
         // SAFETY: as above.
-        unsafe { launch_kernel(&self.routing_kernels, name, stream, launch(1, EXPERT_SORT_THREADS), &sort) }
+        unsafe { launch_spread(&self.routing_kernels, name, stream, launch(1, EXPERT_SORT_THREADS), &sort) }
             .map_err(device_error(OP))
     }
 
@@ -247,7 +247,7 @@ impl ExpertKernels {
         let name = quantized.select_quants(names).ok_or(OpError::Type { op: OP, dtype })?;
         // SAFETY: a warp reads 256 values of the row of a slot's pair, and writes the slot's part
         // of an activation tile. The pair is below `pairs` by this function's contract.
-        unsafe { launch_kernel(&self.routing_kernels, name, stream, launch, &arguments) }
+        unsafe { launch_spread(&self.routing_kernels, name, stream, launch, &arguments) }
             .map_err(device_error(OP))
     }
 
@@ -385,18 +385,18 @@ impl ExpertKernels {
                 DType::F32 => {
                     let name = kernel_name!("experts", "expert_matvec_f32");
                     let arguments = ExpertMatvecF32 { weights, x, experts, pairs_per_token, rows, cols, out };
-                    launch_kernel(family, name, stream, launch, &arguments)
+                    launch_spread(family, name, stream, launch, &arguments)
                 }
                 DType::F16 => {
                     let name = kernel_name!("experts", "expert_matvec_f16");
                     let arguments = ExpertMatvecF16 { weights, x, experts, pairs_per_token, rows, cols, out };
-                    launch_kernel(family, name, stream, launch, &arguments)
+                    launch_spread(family, name, stream, launch, &arguments)
                 }
                 DType::BF16 => {
                     let name = kernel_name!("experts", "expert_matvec_bf16");
                     let arguments =
                         ExpertMatvecBF16 { weights, x, experts, pairs_per_token, rows, cols, out };
-                    launch_kernel(family, name, stream, launch, &arguments)
+                    launch_spread(family, name, stream, launch, &arguments)
                 }
                 dtype => return Err(OpError::Type { op: OP, dtype }),
             }
@@ -435,7 +435,7 @@ impl ExpertKernels {
         };
         let name = kernel_name!("experts", "expert_combine");
         // SAFETY: blocks (r, _) read the pairs of row r and write the row.
-        unsafe { launch_kernel(&self.routing_kernels, name, stream, launch, &arguments) }
+        unsafe { launch_spread(&self.routing_kernels, name, stream, launch, &arguments) }
             .map_err(device_error(OP))
     }
 }

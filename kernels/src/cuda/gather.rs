@@ -3,7 +3,7 @@
 //! Launcher of gather.cu: copies chosen rows of a matrix.
 
 use super::abi::elementwise::{GATHER_THREADS, GatherRows};
-use super::launch::{kernel_name, launch_kernel};
+use super::launch::{kernel_name, launch_spread};
 use super::module::image;
 use super::norm::{count_rows, ensure_same_len};
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
@@ -42,6 +42,6 @@ impl GatherKernels {
             GatherRows { x: x.address(), rows: rows.address(), out: out.address(), cols: cols as i32 };
         // SAFETY: block i copies `cols` values of row `rows[i]`, inside `x` by this function's
         // contract, to row i of `out`.
-        unsafe { launch_kernel(&self.0, kernel_name!("gather", "gather_rows"), stream, launch, &arguments) }
+        unsafe { launch_spread(&self.0, kernel_name!("gather", "gather_rows"), stream, launch, &arguments) }
     }
 }

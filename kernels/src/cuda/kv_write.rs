@@ -7,7 +7,7 @@ use ops::KvType;
 
 pub use super::abi::kv::KvLayerAddress;
 use super::abi::kv::{KV_WRITE_THREADS, KvWrite};
-use super::launch::{kernel_name, launch_kernel};
+use super::launch::{kernel_name, launch_spread};
 use super::module::image;
 use super::norm::ensure_same_len;
 use super::{CudaError, Device, DeviceView, LaunchConfig, LazyModule, Stream};
@@ -105,6 +105,6 @@ impl KvWriteKernels {
         };
         // SAFETY: block r reads row r of keys and values and writes slot `slots[r]`, which is valid
         // by this function's contract.
-        unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
+        unsafe { launch_spread(&self.0, name, stream, launch, &arguments) }
     }
 }

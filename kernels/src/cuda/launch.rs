@@ -7,6 +7,7 @@ use std::ffi::CStr;
 use std::marker::PhantomData;
 
 use super::abi::KernelArguments;
+use super::spread::shared_bytes_to_spread;
 use super::{CudaError, LaunchConfig, LazyModule, Stream};
 
 include!(concat!(env!("OUT_DIR"), "/compiled_kernels.rs"));
@@ -105,4 +106,22 @@ pub(super) unsafe fn launch_kernel<A: KernelArguments>(
     // type. CHECK_SIGNATURE compared them when the kernel was compiled. The rest is the caller's
     // contract.
     unsafe { kernel.launch(stream, launch, arguments.pointers().as_mut()) }
+}
+
+/// [`launch_kernel`] for a kernel without dynamic shared memory. Its blocks are spread over the
+/// multiprocessors (`spread.rs`).
+///
+/// # Safety
+/// As [`launch_kernel`].
+pub(super) unsafe fn launch_spread<A: KernelArguments>(
+    family: &LazyModule,
+    name: KernelName<A>,
+    stream: &Stream,
+    launch: LaunchConfig,
+    arguments: &A,
+) -> Result<(), CudaError> {
+    let (x, y, z) = launch.grid;
+    let shared_bytes = shared_bytes_to_spread(stream.device(), x * y * z);
+    // SAFETY: the caller's contract. The kernel does not know of the shared memory.
+    unsafe { launch_kernel(family, name, stream, LaunchConfig { shared_bytes, ..launch }, arguments) }
 }

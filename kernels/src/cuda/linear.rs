@@ -13,8 +13,7 @@ use quant::layout::{TILE_COLS, TILE_ROWS, Tiles};
 
 use super::abi::float_linear::FloatMatmul;
 use super::abi::linear::{
-    LINEAR_F32_TILE_ROWS, LINEAR_F32_TILE_TOKENS, LINEAR_F32_TILE_WARPS, LINEAR_F32_TOKENS, LINEAR_F32_WARPS,
-    LinearF32, LinearMatmul, LinearMatvec, LinearNormMatvec, LinearParams, LinearSkinny, LinearWgmma,
+    LinearMatmul, LinearMatvec, LinearNormMatvec, LinearParams, LinearSkinny, LinearWgmma,
     MATVEC_TILES_PER_STAGE, MATVEC_WARPS, SkinnyPipeline, WGMMA_PRODUCT_SHARED_BYTES,
 };
 pub use super::abi::linear::{MATRICES_MAX, MatmulShape};
@@ -22,12 +21,12 @@ use super::error::device_error;
 use super::float_linear::{FloatShape, STAGES_MIN, float_kernel_name, float_maps};
 use super::launch::{KernelName, kernel_name, launch_kernel};
 use super::module::image;
-use super::quantize::{QuantizedActivations, activation_bytes};
+use super::quantize::{QuantizedActivations, act_row_bytes, activation_bytes};
 pub use super::skinny_linear::SKINNY_TOKENS;
 use super::skinny_linear::{self, SharedMemoryDivision, skinny_name};
-pub use super::wgmma_linear::{WgmmaShape, has_kernels as has_wgmma_kernels, takes_f16_quants};
-use super::wgmma_linear::{f16_quants, wgmma_name};
-use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
+pub use super::wgmma_linear::{WgmmaShape, has_kernels as has_wgmma_kernels, takes_f16_sums};
+use super::wgmma_linear::{f16_sums, wgmma_name};
+use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream, f32_linear};
 
 pub(super) const OP: &str = "linear";
 
@@ -54,12 +53,29 @@ pub enum LinearMethod {
     /// linear/matmul.cuh, on the tensor cores.
     Matmul(MatmulShape),
     /// linear/wgmma_product.cuh, for many tokens and some types, on GPUs with wgmma. For Q4_K, the
-    /// activations have f16 quants.
+    /// activations have f16 sums.
     Wgmma(WgmmaShape),
     /// linear/float_matmul.cuh, for weights of 16-bit floats.
     FloatMatmul(FloatShape),
     /// linear_f32.cu. Each warp computes one row.
     Scalar,
+}
+
+/// The kernel before a launch in the stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Before {
+    /// A product with the same input, whose kernel lets the launch run beside it
+    /// (linear/params.cuh). It leaves this many multiprocessors free.
+    Product { free: usize },
+    /// Any other.
+    Other,
+}
+
+impl LinearMethod {
+    /// Whether the kernels keep the rules of linear/params.cuh for products side by side.
+    fn runs_side_by_side(self) -> bool {
+        matches!(self, Self::Skinny | Self::Matmul(_) | Self::Wgmma(_))
+    }
 }
 
 impl MatmulShape {
@@ -127,6 +143,21 @@ impl LinearKernels {
 
     /// The fastest method for `row_tiles` tiles of 16 rows and this many tokens.
     pub fn method(&self, dtype: DType, row_tiles: usize, tokens: usize) -> LinearMethod {
+        self.method_on(self.multiprocessors(), dtype, row_tiles, tokens)
+    }
+
+    fn multiprocessors(&self) -> usize {
+        (self.device.multiprocessors() as usize).max(1)
+    }
+
+    /// [`Self::method`] if this many multiprocessors are free.
+    fn method_on(
+        &self,
+        multiprocessors: usize,
+        dtype: DType,
+        row_tiles: usize,
+        tokens: usize,
+    ) -> LinearMethod {
         if dtype == DType::F32 {
             return LinearMethod::Scalar;
         }
@@ -140,8 +171,7 @@ impl LinearKernels {
         if skinny_linear::is_fastest(tokens) {
             return LinearMethod::Skinny;
         }
-        let multiprocessors = self.device.multiprocessors() as usize;
-        if let Some(shape) = WgmmaShape::fastest(&self.device, dtype, row_tiles, tokens) {
+        if let Some(shape) = WgmmaShape::fastest(&self.device, multiprocessors, dtype, row_tiles, tokens) {
             return LinearMethod::Wgmma(shape);
         }
         let [narrow @ .., wide, large] = &MatmulShape::QUANTS;
@@ -155,26 +185,36 @@ impl LinearKernels {
     }
 
     /// Computes `out[t] = matrix x[t] (+ bias)` for up to four matrices of one type that share
-    /// their input.
+    /// their input. Returns what the next launch may run beside.
+    ///
+    /// `before` is what the previous kernel in the stream is. [`Before::Product`] must be what the
+    /// launch of that kernel returned, for the same `x`.
     pub fn launch(
         &self,
         stream: &Stream,
+        before: Before,
         x: QuantizedActivations<'_>,
         products: &mut [MatrixProduct<'_>],
-    ) -> Result<(), OpError> {
-        let Some(first) = products.first() else { return Ok(()) };
+    ) -> Result<Before, OpError> {
+        let Some(first) = products.first() else { return Ok(Before::Other) };
         let row_tiles = products.iter().map(|product| product.shape.row_tiles()).sum();
         let first_dtype = first.shape.dtype();
-        let method = self.method(first_dtype, row_tiles, x.tokens);
-        match self.launch_with(stream, method, x, products) {
-            // If rows are too long for the device's shared memory, a shape with smaller blocks is
-            // used.
-            Err(OpError::Shape { what: NO_SHARED_MEMORY, .. }) => {
-                let smaller = LinearMethod::Matmul(MatmulShape::QUANTS[1]);
-                self.launch_with(stream, smaller, x, products)
-            }
-            result => result,
+        let multiprocessors = match before {
+            Before::Product { free } if free > 0 => free,
+            _ => self.multiprocessors(),
+        };
+        let mut method = self.method_on(multiprocessors, first_dtype, row_tiles, x.tokens);
+        let mut launched = self.launch_after(stream, before, method, x, products);
+        if let Err(OpError::Shape { what: NO_SHARED_MEMORY, .. }) = launched {
+            // Rows are too long for the device's shared memory. This shape has smaller blocks.
+            method = LinearMethod::Matmul(MatmulShape::QUANTS[1]);
+            launched = self.launch_after(stream, before, method, x, products);
         }
+        let blocks = launched?;
+        if blocks == 0 || !method.runs_side_by_side() {
+            return Ok(Before::Other);
+        }
+        Ok(Before::Product { free: self.multiprocessors().saturating_sub(blocks as usize) })
     }
 
     /// Computes [`Self::launch`] with a given method, for tests and benches. The number of tokens
@@ -186,18 +226,33 @@ impl LinearKernels {
         x: QuantizedActivations<'_>,
         products: &mut [MatrixProduct<'_>],
     ) -> Result<(), OpError> {
-        let Some(first) = products.first() else { return Ok(()) };
+        self.launch_after(stream, Before::Other, method, x, products).map(|_| ())
+    }
+
+    /// Returns the number of blocks; 0 if there is nothing to compute, or for F32.
+    fn launch_after(
+        &self,
+        stream: &Stream,
+        before: Before,
+        method: LinearMethod,
+        x: QuantizedActivations<'_>,
+        products: &mut [MatrixProduct<'_>],
+    ) -> Result<u32, OpError> {
+        let Some(first) = products.first() else { return Ok(0) };
         let shape = first.shape;
         let dtype = shape.dtype();
         let family = self.family(dtype)?;
         check_products(x, products)?;
         if x.tokens == 0 || shape.col_tiles() == 0 {
-            return Ok(());
+            return Ok(0);
         }
-        let params = linear_params(x, products);
+        let mut params = linear_params(x, products);
+        let is_beside = before != Before::Other && method.runs_side_by_side();
+        params.runs_beside_previous = i32::from(is_beside);
         match method {
             LinearMethod::Scalar => {
-                products.iter_mut().try_for_each(|product| launch_scalar(family, stream, x, product))
+                products.iter_mut().try_for_each(|product| f32_linear::launch(family, stream, x, product))?;
+                Ok(0)
             }
             LinearMethod::Matvec(tokens) => {
                 let name = matvec_name(dtype, tokens).ok_or_else(|| no_kernel(tokens))?;
@@ -207,21 +262,25 @@ impl LinearKernels {
                 // SAFETY: tiles, activation tiles and outputs have the lengths that the kernel
                 // derives from rows, col_tiles and tokens: `check_products` compared them. The
                 // kernel lays out shared memory as in linear/matvec.cuh, from the same numbers.
-                unsafe { launch_kernel(family, name, stream, launch, &arguments) }.map_err(device_error(OP))
+                unsafe { launch_kernel(family, name, stream, launch, &arguments) }
+                    .map_err(device_error(OP))?;
+                Ok(launch.grid.0)
             }
             LinearMethod::Skinny => {
                 let name = skinny_name(dtype).ok_or_else(|| no_kernel(x.tokens))?;
                 let (launch, pipeline) = self.skinny_launch(family, name, x, products).map_err(in_op)?;
                 // SAFETY: as above, for linear/skinny_matmul.cuh.
                 unsafe { launch_kernel(family, name, stream, launch, &LinearSkinny { params, pipeline }) }
-                    .map_err(device_error(OP))
+                    .map_err(device_error(OP))?;
+                Ok(launch.grid.0)
             }
             LinearMethod::Matmul(shape) => {
                 let name = matmul_name(dtype, shape).ok_or_else(|| no_kernel(shape.tokens()))?;
                 let (launch, stages) = self.matmul_launch(family, name, shape, x, products).map_err(in_op)?;
                 // SAFETY: as above, for linear/matmul.cuh.
                 unsafe { launch_kernel(family, name, stream, launch, &LinearMatmul { params, stages }) }
-                    .map_err(device_error(OP))
+                    .map_err(device_error(OP))?;
+                Ok(launch.grid.0)
             }
             LinearMethod::Wgmma(shape) => self.launch_wgmma(family, stream, shape, x, params, products),
             LinearMethod::FloatMatmul(shape) => {
@@ -241,7 +300,9 @@ impl LinearKernels {
                 let arguments = FloatMatmul { params, maps, stages, token_rows };
                 // SAFETY: as above, for linear/float_matmul.cuh. The maps cover whole weights and
                 // activation tiles.
-                unsafe { launch_kernel(family, name, stream, launch, &arguments) }.map_err(device_error(OP))
+                unsafe { launch_kernel(family, name, stream, launch, &arguments) }
+                    .map_err(device_error(OP))?;
+                Ok(launch.grid.0)
             }
         }
     }
@@ -255,9 +316,9 @@ impl LinearKernels {
         x: QuantizedActivations<'_>,
         params: LinearParams,
         products: &[MatrixProduct<'_>],
-    ) -> Result<(), OpError> {
+    ) -> Result<u32, OpError> {
         let dtype = products[0].shape.dtype();
-        let Some(quants) = f16_quants(dtype, &x) else {
+        let Some(sums) = f16_sums(dtype, &x) else {
             return Err(OpError::Type { op: OP, dtype });
         };
         let name = wgmma_name(dtype, shape).ok_or_else(|| no_kernel(shape.tokens))?;
@@ -267,11 +328,12 @@ impl LinearKernels {
         let launch = self
             .persistent_launch(family, name, tiles, shape.warps(), shared_bytes)
             .map_err(device_error(OP))?;
-        // SAFETY: as in `launch_with`, for linear/wgmma_product.cuh. The f16 quants have room for
-        // whole blocks of tokens, activation tiles beyond the tokens are not read, and
-        // `check_products` compared the length of the activations.
-        unsafe { launch_kernel(family, name, stream, launch, &LinearWgmma { params, quants }) }
-            .map_err(device_error(OP))
+        // SAFETY: as in `launch_with`, for linear/wgmma_product.cuh. Activation tiles and sums
+        // beyond the tokens are not read, and `check_products` compared the length of the
+        // activations.
+        unsafe { launch_kernel(family, name, stream, launch, &LinearWgmma { params, sums }) }
+            .map_err(device_error(OP))?;
+        Ok(launch.grid.0)
     }
 
     /// The launch of a matvec kernel and its number of pipeline stages. linear/matvec.cuh divides
@@ -402,6 +464,8 @@ pub(super) fn linear_params(x: QuantizedActivations<'_>, products: &[MatrixProdu
         cols: x.cols as i32,
         col_tiles: x.cols.div_ceil(TILE_COLS) as i32,
         tokens: x.tokens as i32,
+        runs_beside_previous: 0,
+        unused: 0,
         act_tiles: x.data.address(),
     };
     for (at, product) in products.iter().enumerate() {
@@ -415,63 +479,6 @@ pub(super) fn linear_params(x: QuantizedActivations<'_>, products: &[MatrixProdu
 
 fn is_float16(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
-}
-
-/// From this number of tokens on, linear_f32_tiles is faster. With fewer, its blocks leave
-/// multiprocessors idle and take as long: on an H200, 512 tokens times 128 rows of 2,048 take 25 us
-/// instead of 29, and 2,048 tokens 57 instead of 106.
-const F32_TILE_TOKENS_MIN: usize = 512;
-
-fn launch_scalar(
-    family: &LazyModule,
-    stream: &Stream,
-    x: QuantizedActivations<'_>,
-    product: &mut MatrixProduct<'_>,
-) -> Result<(), OpError> {
-    let rows = product.shape.rows();
-    if rows == 0 {
-        return Ok(());
-    }
-    // An offset in the activations must fit 32 bits.
-    let in_tiles = x.tokens >= F32_TILE_TOKENS_MIN
-        && x.cols.is_multiple_of(4)
-        && x.tokens.max(rows).saturating_mul(x.cols) <= i32::MAX as usize;
-    let (name, block_rows, block_tokens, warps) = if in_tiles {
-        let name = kernel_name!("linear_f32", "linear_f32_tiles");
-        let along = LINEAR_F32_TILE_WARPS;
-        (name, along * LINEAR_F32_TILE_ROWS, along * LINEAR_F32_TILE_TOKENS, along * along)
-    } else {
-        let name = kernel_name!("linear_f32", "linear_f32");
-        (name, LINEAR_F32_WARPS, LINEAR_F32_TOKENS, LINEAR_F32_WARPS)
-    };
-    let launch = LaunchConfig {
-        grid: (rows.div_ceil(block_rows) as u32, x.tokens.div_ceil(block_tokens) as u32, 1),
-        block: 32 * warps as u32,
-        shared_bytes: 0,
-        overlaps_predecessor: true,
-    };
-    let arguments = LinearF32 {
-        weights: product.tiles.address(),
-        x: x.data.address(),
-        bias: product.bias.map_or(0, |bias| bias.address()),
-        out: product.out.address(),
-        cols: x.cols as i32,
-        rows: rows as i32,
-        tokens: x.tokens as i32,
-    };
-    // SAFETY: a warp reads rows and tokens and writes their products, inside lengths that
-    // `check_products` compared.
-    unsafe { launch_kernel(family, name, stream, launch, &arguments) }.map_err(device_error(OP))
-}
-
-/// Bytes of one token's row of an activation tile in shared memory, equal to act_row_bytes in
-/// linear/tile.cuh.
-pub(super) fn act_row_bytes(format: DType) -> usize {
-    match format {
-        DType::Q8_K => 256 + 16 + 32,
-        DType::Q8_1 => 256 + 32 + 32,
-        _ => 256 + 32,
-    }
 }
 
 pub(super) fn check_products(

@@ -7,7 +7,7 @@ use super::abi::elementwise::{
     NORM_THREADS, RmsNorm, RmsNormHeads,
 };
 use super::abi::tiles::QuantizedRows;
-use super::launch::{KernelName, kernel_name, launch_kernel};
+use super::launch::{KernelName, kernel_name, launch_spread};
 use super::module::image;
 use super::quantized_output::QuantizedOutput;
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
@@ -73,7 +73,7 @@ impl NormKernels {
         // SAFETY: block r reads and writes `cols` values at r * cols, inside `x` and `out` by the
         // checks above. It also writes its token's part of the activation tiles. The kernel does
         // not write `x`.
-        unsafe { launch_kernel(&self.0, name, stream, one_block_per_row(rows), &arguments) }
+        unsafe { launch_spread(&self.0, name, stream, one_block_per_row(rows), &arguments) }
     }
 
     /// Computes `x += y; out = norm(x)`.
@@ -106,7 +106,7 @@ impl NormKernels {
         };
         let name = kernel_for(quantized.as_ref(), weight.len(), names!("add_rms_norm"));
         // SAFETY: as for `rows`, except that the kernel also writes `x`.
-        unsafe { launch_kernel(&self.0, name, stream, one_block_per_row(rows), &arguments) }
+        unsafe { launch_spread(&self.0, name, stream, one_block_per_row(rows), &arguments) }
     }
 
     /// Normalises every head of `weight.len()` values in place.
@@ -135,7 +135,7 @@ impl NormKernels {
             head_dim: weight.len() as i32,
         };
         // SAFETY: warp h reads and writes `head_dim` values at h * head_dim, and h < heads.
-        unsafe { launch_kernel(&self.0, kernel_name!("norm", "rms_norm_heads"), stream, launch, &arguments) }
+        unsafe { launch_spread(&self.0, kernel_name!("norm", "rms_norm_heads"), stream, launch, &arguments) }
     }
 
     /// Computes `x += y`.
@@ -157,7 +157,7 @@ impl NormKernels {
         };
         let arguments = AddResidual { x: x.address(), y: y.address(), values: x.len() as u64 };
         // SAFETY: a thread reads and writes one value below `values`.
-        unsafe { launch_kernel(&self.0, kernel_name!("norm", "add_residual"), stream, launch, &arguments) }
+        unsafe { launch_spread(&self.0, kernel_name!("norm", "add_residual"), stream, launch, &arguments) }
     }
 }
 
@@ -190,7 +190,7 @@ fn quantized_rows(
             expected: 4 * NORM_QUANTIZED_COLS_MAX,
         });
     }
-    let none = QuantizedRows { act_tiles: 0, f16_units: 0, f16_sums: 0, f16_groups: 0 };
+    let none = QuantizedRows { act_tiles: 0, f16_sums: 0, f16_groups: 0 };
     quantized.map_or(Ok(none), |quantized| quantized.rows(rows, cols))
 }
 

@@ -7,7 +7,7 @@ use ops::KvType;
 
 use super::abi::kv::{NORM_ROPE_HEAD_DIM_MAX, NORM_ROPE_WARPS, NormRopeKvParams, NormRopeKvWrite};
 use super::kv_write::KvLayerAddress;
-use super::launch::{kernel_name, launch_kernel};
+use super::launch::{kernel_name, launch_spread};
 use super::module::image;
 use super::norm::ensure_same_len;
 use super::rope::RopeAngles;
@@ -106,6 +106,6 @@ impl NormRopeKvKernels {
         let arguments = NormRopeKvWrite { kv: layer, params };
         // SAFETY: a warp reads and writes one head of one row, inside lengths that were checked. It
         // writes the slot of its row, which is valid by this function's contract.
-        unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
+        unsafe { launch_spread(&self.0, name, stream, launch, &arguments) }
     }
 }

@@ -9,7 +9,7 @@ use super::Device;
 use super::abi::experts::{EXPERT_MATMUL_ACT_TILES, EXPERT_MATMUL_FEW_ACT_TILES, ExpertGroup};
 use super::quantize::{ACT_TILE_TOKENS, ActivationLayout};
 use super::wgmma_experts;
-use super::wgmma_linear::is_f16_product;
+use super::wgmma_linear::needs_f16_sums;
 
 const GROUP_WORDS: usize = size_of::<ExpertGroup>() / size_of::<u32>();
 /// From this number of pairs per expert on, groups of 32 slots are faster than groups of 8. On an
@@ -58,8 +58,8 @@ impl PairGrouping {
 
     /// What the activations of weights of a type consist of. None if no kernel takes the type.
     pub fn layout(self, dtype: DType) -> Option<ActivationLayout> {
-        let f16_quants = self.is_wgmma() && is_f16_product(dtype);
-        Some(ActivationLayout { format: dtype.activation()?, f16_quants })
+        let f16_sums = self.is_wgmma() && needs_f16_sums(dtype);
+        Some(ActivationLayout { format: dtype.activation()?, f16_sums })
     }
 
     /// The number of slots for `pairs` pairs, sorted by `count` experts.

@@ -9,11 +9,10 @@ use quant::DType;
 use quant::layout::TILE_COLS;
 
 use super::abi::elementwise::{QUANTIZE_WARPS, QuantizeActivations};
-use super::abi::linear::WGMMA_PRODUCT_TOKENS;
 pub use super::abi::tiles::ACT_TILE_TOKENS;
-use super::abi::tiles::{F16_SUMS_BYTES, F16_UNIT_BYTES, F16_UNIT_COLS, F16Quants, QuantizedRows};
+use super::abi::tiles::{F16_SUMS_BYTES, F16Sums, QuantizedRows};
 use super::error::device_error;
-use super::launch::{kernel_name, launch_kernel};
+use super::launch::{kernel_name, launch_spread};
 use super::module::image;
 use super::{Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
@@ -36,15 +35,15 @@ pub struct QuantizedActivations<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ActivationLayout {
     pub format: DType,
-    /// Whether the activation tiles are followed by the same quants as f16 integers
-    /// (linear/tile.cuh). Only Q8_K has these.
-    pub f16_quants: bool,
+    /// Whether the activation tiles are followed by their sums as f16 integers (linear/tile.cuh).
+    /// Only Q8_K has these.
+    pub f16_sums: bool,
 }
 
 impl From<DType> for ActivationLayout {
     /// Activation tiles alone.
     fn from(format: DType) -> Self {
-        Self { format, f16_quants: false }
+        Self { format, f16_sums: false }
     }
 }
 
@@ -52,39 +51,35 @@ impl ActivationLayout {
     /// Bytes that `tokens` rows need. None if no weight type has `format` as its activation.
     pub fn bytes(self, tokens: usize, cols: usize) -> Option<usize> {
         let tiles = activation_bytes(self.format, tokens, cols)?;
-        if !self.f16_quants {
-            return Some(tiles);
-        }
-        let (units, sums) = f16_bytes(tokens, cols)?;
-        tiles.checked_add(units)?.checked_add(sums)
+        let groups = tokens.div_ceil(ACT_TILE_TOKENS).checked_mul(cols.div_ceil(TILE_COLS))?;
+        let sums = if self.f16_sums { groups.checked_mul(F16_SUMS_BYTES)? } else { 0 };
+        tiles.checked_add(sums)
     }
 
     /// The addresses in `act_tiles`, which has [`Self::bytes`] bytes.
     pub(super) fn rows(self, act_tiles: u64, tokens: usize, cols: usize) -> QuantizedRows {
-        let quants =
-            self.quants(act_tiles, tokens, cols).unwrap_or(F16Quants { units: 0, sums: 0, groups: 0 });
-        QuantizedRows { act_tiles, f16_units: quants.units, f16_sums: quants.sums, f16_groups: quants.groups }
+        let sums = self.sums(act_tiles, tokens, cols).unwrap_or(NO_SUMS);
+        QuantizedRows { act_tiles, f16_sums: sums.data, f16_groups: sums.groups }
     }
 
-    /// The addresses of f16 quants behind `act_tiles`.
-    pub(super) fn quants(self, act_tiles: u64, tokens: usize, cols: usize) -> Option<F16Quants> {
-        let tiles = activation_bytes(self.format, tokens, cols).filter(|_| self.f16_quants)?;
-        let (units_bytes, _) = f16_bytes(tokens, cols)?;
-        let units = act_tiles + tiles as u64;
-        Some(F16Quants { units, sums: units + units_bytes as u64, groups: f16_groups(tokens) as i32 })
+    /// The f16 sums behind `act_tiles`.
+    pub(super) fn sums(self, act_tiles: u64, tokens: usize, cols: usize) -> Option<F16Sums> {
+        let tiles = activation_bytes(self.format, tokens, cols).filter(|_| self.f16_sums)?;
+        Some(F16Sums { data: act_tiles + tiles as u64, groups: tokens.div_ceil(ACT_TILE_TOKENS) as i32 })
     }
 }
 
-/// Groups of 8 tokens that f16 quants have room for: whole blocks of the kernel that reads them.
-fn f16_groups(tokens: usize) -> usize {
-    tokens.next_multiple_of(WGMMA_PRODUCT_TOKENS) / ACT_TILE_TOKENS
-}
+/// For weights whose products need none.
+pub(super) const NO_SUMS: F16Sums = F16Sums { data: 0, groups: 0 };
 
-/// Bytes of the units of f16 quants, and of their sums.
-fn f16_bytes(tokens: usize, cols: usize) -> Option<(usize, usize)> {
-    let groups = cols.div_ceil(TILE_COLS).checked_mul(f16_groups(tokens))?;
-    let units = groups.checked_mul(TILE_COLS / F16_UNIT_COLS * F16_UNIT_BYTES)?;
-    Some((units, groups.checked_mul(F16_SUMS_BYTES)?))
+/// Bytes of one token's row of an activation tile in shared memory, equal to act_row_bytes in
+/// linear/tile.cuh.
+pub(super) fn act_row_bytes(format: DType) -> usize {
+    match format {
+        DType::Q8_K => 256 + 16 + 32,
+        DType::Q8_1 => 256 + 32 + 32,
+        _ => 256 + 32,
+    }
 }
 
 /// Bytes that `tokens` rows need. None if no weight type has `format` as its activation.
@@ -169,7 +164,7 @@ impl QuantizeKernels {
                 let arguments = QuantizeActivations { x: x.address(), tokens, cols, quantized };
                 // SAFETY: a warp reads 256 values of one row inside `x`. It writes its token's part
                 // of one activation tile inside `out`. Lengths and alignment were checked.
-                unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
+                unsafe { launch_spread(&self.0, name, stream, launch, &arguments) }
                     .map_err(device_error(OP))?;
             }
             Some(_) => {}

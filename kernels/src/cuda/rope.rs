@@ -5,7 +5,7 @@
 use ops::RopePairing;
 
 use super::abi::elementwise::{ROPE_THREADS, Rope};
-use super::launch::{kernel_name, launch_kernel};
+use super::launch::{kernel_name, launch_spread};
 use super::module::image;
 use super::norm::{count_rows, ensure_same_len};
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
@@ -59,6 +59,6 @@ impl RopeKernels {
         };
         // SAFETY: block r rotates pairs of the heads of row r. Both values of a pair lie in the
         // head, because 2 * pairs <= head_dim.
-        unsafe { launch_kernel(&self.0, kernel_name!("rope", "rope"), stream, launch, &arguments) }
+        unsafe { launch_spread(&self.0, kernel_name!("rope", "rope"), stream, launch, &arguments) }
     }
 }

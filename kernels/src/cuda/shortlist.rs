@@ -11,7 +11,7 @@ use super::abi::shortlist::{
     SHORTLIST_SUMS_MAX, SHORTLIST_THREADS, ShortlistCollect, ShortlistGroupMax, ShortlistSortAndDraw,
     ShortlistThreshold,
 };
-use super::launch::{kernel_name, launch_kernel};
+use super::launch::{kernel_name, launch_spread};
 use super::module::image;
 use super::norm::ensure_same_len;
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
@@ -104,20 +104,20 @@ impl ShortlistKernels {
         let each = launch(SHORTLIST_GROUPS / SHORTLIST_THREADS as usize, rows);
         // SAFETY: block (b, r) reads values of row r and writes the row's group maxima from b *
         // THREADS on.
-        unsafe { launch_kernel(&self.0, name, stream, each, &ShortlistGroupMax { x, cols, groups })? };
+        unsafe { launch_spread(&self.0, name, stream, each, &ShortlistGroupMax { x, cols, groups })? };
 
         let name = kernel_name!("shortlist", "shortlist_threshold");
         let arguments = ShortlistThreshold { groups, thresholds, counts };
         // SAFETY: a RowThreshold is one word. Block r reads the group maxima of row r and writes
         // the row's threshold and count.
-        unsafe { launch_kernel(&self.0, name, stream, launch(rows, 1), &arguments)? };
+        unsafe { launch_spread(&self.0, name, stream, launch(rows, 1), &arguments)? };
 
         let name = kernel_name!("shortlist", "shortlist_collect");
         let arguments = ShortlistCollect { x, cols, draw_params, thresholds, counts, candidates, sums };
         let each = launch(blocks.div_ceil(SHORTLIST_SUMS), rows);
         // SAFETY: block (b, r) reads row r with its parameters and threshold, and adds to its
         // count. It writes candidates below CANDIDATES_MAX, and existing sums from b * SUMS on.
-        unsafe { launch_kernel(&self.0, name, stream, each, &arguments)? };
+        unsafe { launch_spread(&self.0, name, stream, each, &arguments)? };
 
         let name = kernel_name!("shortlist", "shortlist_sort_and_draw");
         let arguments = ShortlistSortAndDraw {
@@ -132,6 +132,6 @@ impl ShortlistKernels {
             tokens,
         };
         // SAFETY: blocks (r, 0) and (r, 1) read the data of row r and write parts of result r.
-        unsafe { launch_kernel(&self.0, name, stream, launch(rows, 2), &arguments) }
+        unsafe { launch_spread(&self.0, name, stream, launch(rows, 2), &arguments) }
     }
 }

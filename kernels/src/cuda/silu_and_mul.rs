@@ -5,7 +5,7 @@
 use quant::layout::TILE_COLS;
 
 use super::abi::elementwise::{SILU_THREADS, SILU_WARPS, SiluAndMul, SiluAndMulQuantized, SiluAndMulScalar};
-use super::launch::{kernel_name, launch_kernel};
+use super::launch::{kernel_name, launch_spread};
 use super::module::image;
 use super::norm::{count_rows, ensure_same_len};
 use super::quantized_output::QuantizedOutput;
@@ -46,12 +46,12 @@ impl SiluKernels {
             let name = kernel_name!("silu_and_mul", "silu_and_mul");
             // SAFETY: a thread reads and writes one vector below `vectors`. Tensors begin at
             // multiples of 256 bytes.
-            unsafe { launch_kernel(&self.0, name, stream, launch(vectors), &arguments) }
+            unsafe { launch_spread(&self.0, name, stream, launch(vectors), &arguments) }
         } else {
             let arguments = SiluAndMulScalar { gate, up, values: values as u64 };
             let name = kernel_name!("silu_and_mul", "silu_and_mul_scalar");
             // SAFETY: a thread reads and writes one value below `values`.
-            unsafe { launch_kernel(&self.0, name, stream, launch(values), &arguments) }
+            unsafe { launch_spread(&self.0, name, stream, launch(values), &arguments) }
         }
     }
 
@@ -100,6 +100,6 @@ impl SiluKernels {
         ]);
         // SAFETY: a warp reads and writes 256 columns of one token, and writes its part of an
         // activation tile.
-        unsafe { launch_kernel(&self.0, name, stream, launch, &arguments) }
+        unsafe { launch_spread(&self.0, name, stream, launch, &arguments) }
     }
 }

@@ -14,28 +14,27 @@ use super::error::device_error;
 use super::experts::{ExpertKernels, ExpertTypeKernels, ExpertWeights, GroupedPairs, OP};
 use super::launch::{KernelName, kernel_name, launch_kernel};
 use super::quantize::QuantizedActivations;
-use super::wgmma_linear::{f16_quants, has_kernels, is_f16_product};
+use super::wgmma_linear::{f16_sums, has_kernels, needs_f16_sums};
 use super::{Device, LaunchConfig, Stream};
 
-/// From this number of pairs per expert on, wgmma is faster than the 8-bit kernel: for Q4_K, whose
-/// activations are also written as f16 quants, and for the other types. Measured on an H200 with
+/// From this number of pairs per expert on, wgmma is faster than the kernel of mma.sync: for Q4_K
+/// and Q5_K, and for the other types. Measured on an H200 with
 /// 128 experts of 2048 x 768, gate and up. Q4_K: 24 pairs take 112 us on wgmma and 100 without it,
 /// 32 take 125 and 137. Q8_0: 16 pairs take 114 and 118. Q6_K: 16 pairs take 125 and 130.
-const F16_PAIRS_MIN: usize = 28;
-const EIGHT_BIT_PAIRS_MIN: usize = 16;
+const AFFINE_PAIRS_MIN: usize = 28;
+const OTHER_PAIRS_MIN: usize = 16;
 /// Row tiles of a block.
 const ROW_TILES: usize = 4 * EXPERT_WGMMA_ROW_GROUPS;
 
 /// Whether `pairs` pairs of `count` experts are enough for wgmma.
 fn has_enough_pairs(dtype: DType, pairs: usize, count: usize) -> bool {
-    let least = if is_f16_product(dtype) { F16_PAIRS_MIN } else { EIGHT_BIT_PAIRS_MIN };
+    let least = if needs_f16_sums(dtype) { AFFINE_PAIRS_MIN } else { OTHER_PAIRS_MIN };
     pairs >= least * count
 }
 
-/// Whether products of experts with these weights are computed from f16 quants, if the device has
-/// wgmma.
-pub(super) fn can_take_f16_quants(dtype: DType, pairs: usize, count: usize) -> bool {
-    is_f16_product(dtype) && has_enough_pairs(dtype, pairs, count)
+/// Whether products of experts with these weights may need f16 sums, if the device has wgmma.
+pub(super) fn can_take_f16_sums(dtype: DType, pairs: usize, count: usize) -> bool {
+    needs_f16_sums(dtype) && has_enough_pairs(dtype, pairs, count)
 }
 
 /// Whether wgmma is the fastest for a layer with weights of these types.
@@ -47,7 +46,7 @@ pub(super) fn is_fastest(device: &Device, dtypes: &[DType], pairs: usize, count:
 /// no kernel.
 pub(super) fn group_pairs_max(dtypes: &[DType]) -> Option<usize> {
     let of_type = |&dtype: &DType| match dtype {
-        DType::Q4_K | DType::Q6_K => Some(EXPERT_WGMMA_K_TOKENS),
+        DType::Q4_K | DType::Q5_K | DType::Q6_K => Some(EXPERT_WGMMA_K_TOKENS),
         DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => Some(EXPERT_WGMMA_LEGACY_TOKENS),
         _ => None,
     };
@@ -65,7 +64,7 @@ fn wgmma_name(dtype: DType) -> Option<KernelName<ExpertWgmma>> {
             }
         };
     }
-    names!(Q4_K = "q4_k", Q6_K = "q6_k", Q8_0 = "q8_0", Q4_0 = "q4_0", Q5_0 = "q5_0")
+    names!(Q4_K = "q4_k", Q5_K = "q5_k", Q6_K = "q6_k", Q8_0 = "q8_0", Q4_0 = "q4_0", Q5_0 = "q5_0")
 }
 
 impl ExpertKernels {
@@ -83,7 +82,7 @@ impl ExpertKernels {
     ) -> Result<(), OpError> {
         let shape = stacks[0].shape;
         let dtype = shape.dtype();
-        let (Some(name), Some(quants)) = (wgmma_name(dtype), f16_quants(dtype, &x)) else {
+        let (Some(name), Some(sums)) = (wgmma_name(dtype), f16_sums(dtype, &x)) else {
             return Err(OpError::Type { op: OP, dtype });
         };
         let group_pairs_max = group_pairs_max(&[dtype]).unwrap_or(0);
@@ -101,7 +100,7 @@ impl ExpertKernels {
             shared_bytes: WGMMA_PRODUCT_SHARED_BYTES as u32,
             overlaps_predecessor: true,
         };
-        let arguments = ExpertWgmma { params, stacks: stacks.len() as i32, quants };
+        let arguments = ExpertWgmma { params, stacks: stacks.len() as i32, sums };
         // SAFETY: by this function's contract the experts of groups are below `count`, and slots
         // and pairs are below their numbers. So the kernel reads and writes tiles, activations and
         // outputs inside the lengths that were checked. It reads groups of 8 slots that have a

@@ -6,11 +6,11 @@ use quant::DType;
 
 use super::Device;
 pub use super::abi::linear::WgmmaShape;
-use super::abi::linear::{LinearWgmma, MatmulShape};
-use super::abi::tiles::F16Quants;
+use super::abi::linear::{LinearWgmma, MatmulShape, WGMMA_TOKENS_STEP};
+use super::abi::tiles::F16Sums;
 use super::archs::has_wgmma;
 use super::launch::{KernelName, kernel_name};
-use super::quantize::QuantizedActivations;
+use super::quantize::{NO_SUMS, QuantizedActivations};
 
 /// Products of more tokens than this may use wgmma. Up to here, half of a block would be empty, and
 /// linear/skinny_matmul.cuh is faster.
@@ -18,33 +18,48 @@ const EIGHT_BIT_TOKENS_MAX: usize = 16;
 
 /// Times of a weight type, measured on an H200.
 struct Times {
-    /// Microseconds of a block per 256 columns, by shape as in [`WgmmaShape::ALL`].
-    blocks: [f64; 4],
-    /// Microseconds per 256 columns of a block of 32 tokens of the 8-bit kernel, divided by the
-    /// multiprocessors.
+    /// Microseconds of a block with four column groups, per 256 columns, for 32 and 64 tokens.
+    in_turn: [f64; 2],
+    /// The same with one column group, for 64 and 128 tokens. The times of other numbers of tokens
+    /// lie on the same line.
+    blocks: [f64; 2],
+    /// Microseconds of a block of the 8-bit kernel, per 256 columns, for 32 tokens.
     matmul_block: f64,
 }
 
 fn times(dtype: DType) -> Option<Times> {
     match dtype {
-        DType::Q4_K => Some(Times { blocks: [0.53, 0.75, 1.44, 2.15], matmul_block: 0.0031 }),
+        DType::Q4_K => Some(Times { in_turn: [0.42, 0.62], blocks: [1.21, 1.94], matmul_block: 0.37 }),
+        DType::Q5_K => Some(Times { in_turn: [0.47, 0.69], blocks: [1.34, 2.05], matmul_block: 0.42 }),
         // Measured with Q8_0. The other two are assumed to be alike.
         DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => {
-            Some(Times { blocks: [0.66, 1.08, 1.72, 3.3], matmul_block: 0.0036 })
+            Some(Times { in_turn: [0.61, 1.08], blocks: [1.72, 3.2], matmul_block: 0.42 })
         }
-        DType::Q6_K => Some(Times { blocks: [0.69, 0.92, 1.5, 2.17], matmul_block: 0.0043 }),
+        DType::Q6_K => Some(Times { in_turn: [0.64, 0.92], blocks: [1.49, 2.13], matmul_block: 0.5 }),
         _ => None,
     }
 }
 
-/// Whether the products of a type are computed from f16 quants, not from activation tiles.
-pub(super) fn is_f16_product(dtype: DType) -> bool {
-    dtype == DType::Q4_K
+impl Times {
+    /// Microseconds of a block per 256 columns that computes this many tokens.
+    fn of_block(&self, shape: &WgmmaShape, tokens: usize) -> f64 {
+        let ([first, second], tokens) = match shape.column_groups {
+            1 => (self.blocks, (tokens.next_multiple_of(WGMMA_TOKENS_STEP) as f64 - 64.0) / 64.0),
+            _ => (self.in_turn, (shape.tokens as f64 - 32.0) / 32.0),
+        };
+        first + (second - first) * tokens
+    }
+}
+
+/// Whether the products of a type need f16 sums of the activations.
+pub(super) fn needs_f16_sums(dtype: DType) -> bool {
+    matches!(dtype, DType::Q4_K | DType::Q5_K)
 }
 
 impl WgmmaShape {
-    pub fn all() -> [Self; 4] {
-        Self::ALL
+    /// Those that have a kernel for weights of this type.
+    pub fn of(dtype: DType) -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().filter(move |&shape| wgmma_name(dtype, shape).is_some())
     }
 
     /// Output tiles of a product with `row_tiles` tiles of 16 rows.
@@ -52,29 +67,36 @@ impl WgmmaShape {
         row_tiles.div_ceil(self.row_tiles()) * tokens.div_ceil(self.tokens)
     }
 
-    /// Microseconds of a product per 256 columns. A block is alone on its multiprocessor. Output
-    /// tiles that find none free are computed after the first ones.
-    fn column_tile_time(
-        &self,
-        block_time: f64,
-        multiprocessors: usize,
-        row_tiles: usize,
-        tokens: usize,
-    ) -> f64 {
-        self.output_tiles(row_tiles, tokens).div_ceil(multiprocessors.max(1)) as f64 * block_time
+    /// Microseconds of a product per 256 columns. A block is alone on its multiprocessor, and
+    /// `blocks` blocks get the output tiles in turn, those with fewer tokens at last.
+    fn column_tile_time(&self, times: &Times, blocks: usize, row_tiles: usize, tokens: usize) -> f64 {
+        let row_blocks = row_tiles.div_ceil(self.row_tiles());
+        let (whole, all) = (row_blocks * (tokens / self.tokens), self.output_tiles(row_tiles, tokens));
+        let time_of = |block: usize| {
+            let [whole, all] = [whole, all].map(|tiles| tiles.saturating_sub(block).div_ceil(blocks));
+            whole as f64 * times.of_block(self, self.tokens)
+                + (all - whole) as f64 * times.of_block(self, tokens % self.tokens)
+        };
+        // The first block has most tiles, and the other one most of those with fewer tokens.
+        time_of(0).max(time_of(whole % blocks))
     }
 
-    /// The fastest shape, if the device has wgmma and it is faster than the 8-bit kernel.
-    pub(super) fn fastest(device: &Device, dtype: DType, row_tiles: usize, tokens: usize) -> Option<Self> {
+    /// The fastest shape on this many multiprocessors, if the device has wgmma and it is faster
+    /// than the 8-bit kernel.
+    pub(super) fn fastest(
+        device: &Device,
+        multiprocessors: usize,
+        dtype: DType,
+        row_tiles: usize,
+        tokens: usize,
+    ) -> Option<Self> {
         let times = times(dtype).filter(|_| tokens > EIGHT_BIT_TOKENS_MAX && is_on(device))?;
-        let multiprocessors = device.multiprocessors() as usize;
-        let shapes = Self::ALL.into_iter().zip(times.blocks).map(|(shape, block_time)| {
-            (shape.column_tile_time(block_time, multiprocessors, row_tiles, tokens), shape)
-        });
+        let shapes = Self::of(dtype)
+            .map(|shape| (shape.column_tile_time(&times, multiprocessors, row_tiles, tokens), shape));
         let (time, shape) = shapes.min_by(|a, b| a.0.total_cmp(&b.0))?;
         let matmul = MatmulShape::QUANTS[2];
         let matmul_blocks = row_tiles.div_ceil(matmul.row_tiles()) * tokens.div_ceil(matmul.tokens());
-        let matmul_time = times.matmul_block * matmul_blocks.next_multiple_of(multiprocessors.max(1)) as f64;
+        let matmul_time = times.matmul_block * matmul_blocks.div_ceil(multiprocessors) as f64;
         (time < matmul_time).then_some(shape)
     }
 }
@@ -90,25 +112,22 @@ pub fn has_kernels(device: &Device, dtype: DType) -> bool {
     times(dtype).is_some() && is_on(device)
 }
 
-/// Whether products of these weights with this many tokens are computed from f16 quants, if the
-/// device has wgmma.
-pub(super) fn can_take_f16_quants(dtype: DType, tokens: usize) -> bool {
-    times(dtype).is_some() && is_f16_product(dtype) && tokens > EIGHT_BIT_TOKENS_MAX
+/// Whether products of these weights with this many tokens may need f16 sums, if the device has
+/// wgmma.
+pub(super) fn can_take_f16_sums(dtype: DType, tokens: usize) -> bool {
+    times(dtype).is_some() && needs_f16_sums(dtype) && tokens > EIGHT_BIT_TOKENS_MAX
 }
 
-/// Whether the device computes such products from f16 quants.
-pub fn takes_f16_quants(device: &Device, dtype: DType, tokens: usize) -> bool {
-    can_take_f16_quants(dtype, tokens) && is_on(device)
+/// Whether such products may need f16 sums on this device.
+pub fn takes_f16_sums(device: &Device, dtype: DType, tokens: usize) -> bool {
+    can_take_f16_sums(dtype, tokens) && is_on(device)
 }
 
-/// The f16 quants of `x` for a kernel, empty for a type that is computed from activation tiles.
-/// None if the type has no kernel, or if `x` lacks f16 quants that it needs.
-pub(super) fn f16_quants(dtype: DType, x: &QuantizedActivations<'_>) -> Option<F16Quants> {
+/// The f16 sums of `x` for a kernel, none for a type that needs none. None if the type has no
+/// kernel, or if `x` lacks sums that it needs.
+pub(super) fn f16_sums(dtype: DType, x: &QuantizedActivations<'_>) -> Option<F16Sums> {
     times(dtype)?;
-    if is_f16_product(dtype) {
-        return x.layout.quants(x.data.address(), x.tokens, x.cols);
-    }
-    Some(F16Quants { units: 0, sums: 0, groups: 0 })
+    if needs_f16_sums(dtype) { x.layout.sums(x.data.address(), x.tokens, x.cols) } else { Some(NO_SUMS) }
 }
 
 pub(super) fn wgmma_name(dtype: DType, shape: WgmmaShape) -> Option<KernelName<LinearWgmma>> {
@@ -121,6 +140,9 @@ pub(super) fn wgmma_name(dtype: DType, shape: WgmmaShape) -> Option<KernelName<L
                     (DType::$dtype, 64, 2, 1) => Some(names!(@of $type "_64_2_1")),
                     (DType::$dtype, 128, 2, 1) => Some(names!(@of $type "_128_2_1")),
                 )*
+                (DType::Q4_K, 160, 2, 1) => Some(names!(@of "q4_k" "_160_2_1")),
+                (DType::Q5_K, 160, 2, 1) => Some(names!(@of "q5_k" "_160_2_1")),
+                (DType::Q6_K, 160, 2, 1) => Some(names!(@of "q6_k" "_160_2_1")),
                 _ => None,
             }
         };
@@ -128,5 +150,5 @@ pub(super) fn wgmma_name(dtype: DType, shape: WgmmaShape) -> Option<KernelName<L
             kernel_name!(concat!("linear_", $type), concat!("wgmma_", $type, $shape))
         };
     }
-    names!(Q4_K = "q4_k", Q6_K = "q6_k", Q8_0 = "q8_0", Q4_0 = "q4_0", Q5_0 = "q5_0")
+    names!(Q4_K = "q4_k", Q5_K = "q5_k", Q6_K = "q6_k", Q8_0 = "q8_0", Q4_0 = "q4_0", Q5_0 = "q5_0")
 }

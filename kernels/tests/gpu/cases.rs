@@ -4,8 +4,8 @@
 
 use super::{
     TestGpu, around, attention, attention_bench, attention_prefill, checksum, exact, expert_products,
-    experts, f32_linear, fused, kv_write, linear, linear_bench, linear_sizes, loading, memory, models, ops,
-    quantize, real_sizes, repack, routing, shortlist, states, throughput, wgmma,
+    experts, f32_linear, fused, kv_write, linear, linear_bench, linear_beside, linear_sizes, loading, memory,
+    models, ops, quantize, real_sizes, repack, routing, shortlist, states, throughput, wgmma,
 };
 
 type TestFn = fn(&TestGpu) -> anyhow::Result<()>;
@@ -34,11 +34,12 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ("loading: parts are read in place", loading::parts_that_kernels_read_in_place_become_the_same),
     ("loading: parts out of turn", loading::parts_out_of_turn_and_out_of_place_are_refused),
     ("quantize: activations are those of the host", quantize::activations_are_those_of_the_host),
-    ("quantize: f16 quants are those of the host", quantize::f16_quants_are_those_of_the_host),
+    ("quantize: f16 sums are those of the host", quantize::f16_sums_are_those_of_the_host),
     ("linear: every method gives the canonical bits", linear::every_method_gives_the_canonical_bits),
     ("linear: extreme blocks on wgmma", wgmma::extreme_blocks_give_the_same_bits_on_wgmma),
     ("linear: a row alone is the row in any batch", linear_sizes::a_row_alone_is_the_row_in_any_batch),
     ("linear: repeated products are equal", linear_sizes::repeated_products_are_equal),
+    ("linear: products beside each other", linear_beside::products_beside_each_other),
     ("linear: matrices of one launch", linear::matrices_of_one_launch),
     ("linear: products match the naive kernel", linear::products_match_the_naive_kernel),
     ("linear: floats are near the reference", linear::floats_are_near_the_reference),

@@ -8,7 +8,7 @@ use kernels::cuda::embed::EmbedKernels;
 use kernels::cuda::float_linear::FloatShape;
 use kernels::cuda::linear::{
     LinearKernels, LinearMethod, MatmulShape, MatrixProduct, SKINNY_TOKENS, WgmmaShape, has_wgmma_kernels,
-    takes_f16_quants,
+    takes_f16_sums,
 };
 use kernels::cuda::naive::NaiveKernels;
 use kernels::cuda::quantize::{ActivationLayout, QuantizeKernels};
@@ -34,10 +34,10 @@ pub(crate) const TYPES: [DType; 10] = [
 ];
 pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// With f16 quants for all numbers of tokens, if the device can compute with them for some.
+/// With f16 sums for all numbers of tokens, if the device can compute with them for some.
 pub(crate) fn layout_of(gpu: &TestGpu, dtype: DType) -> anyhow::Result<ActivationLayout> {
     let format = dtype.activation().context("no activation")?;
-    Ok(ActivationLayout { format, f16_quants: takes_f16_quants(&gpu.device, dtype, usize::MAX) })
+    Ok(ActivationLayout { format, f16_sums: takes_f16_sums(&gpu.device, dtype, usize::MAX) })
 }
 
 pub(crate) fn methods(gpu: &TestGpu, dtype: DType, tokens: usize) -> Vec<LinearMethod> {
@@ -46,15 +46,11 @@ pub(crate) fn methods(gpu: &TestGpu, dtype: DType, tokens: usize) -> Vec<LinearM
         DType::F16 | DType::BF16 => FloatShape::all().map(LinearMethod::FloatMatmul).to_vec(),
         _ => {
             let vector = (tokens <= 4).then_some(LinearMethod::Matvec(tokens));
-            let wgmma = has_wgmma_kernels(&gpu.device, dtype);
+            let has_wgmma = has_wgmma_kernels(&gpu.device, dtype);
+            let wgmma = WgmmaShape::of(dtype).filter(|_| has_wgmma).map(LinearMethod::Wgmma);
             let tensor_cores = MatmulShape::all().map(LinearMethod::Matmul);
             let skinny = (tokens <= SKINNY_TOKENS).then_some(LinearMethod::Skinny);
-            vector
-                .into_iter()
-                .chain(skinny)
-                .chain(tensor_cores)
-                .chain(wgmma.then_some(WgmmaShape::all().map(LinearMethod::Wgmma)).into_iter().flatten())
-                .collect()
+            vector.into_iter().chain(skinny).chain(tensor_cores).chain(wgmma).collect()
         }
     }
 }

@@ -29,8 +29,11 @@ pub(crate) fn bench(gpu: &TestGpu) -> anyhow::Result<()> {
     let noise = Buffer::from_host(&gpu.stream, &random.bytes(16 << 20))?;
     let full = std::env::var_os("BENCH_ALL_METHODS").is_some();
     println!("type   cols   rows tokens method          us    GB/s   TOPS");
-    let types =
-        if full { vec![DType::Q8_0, DType::Q4_K, DType::Q6_K] } else { [&TYPES[..], &FLOATS].concat() };
+    let types = if full {
+        vec![DType::Q4_K, DType::Q5_K, DType::Q6_K, DType::Q8_0]
+    } else {
+        [&TYPES[..], &FLOATS].concat()
+    };
     for dtype in types {
         for (cols, rows) in [(4096, 4096), (4096, 12_288), (12_288, 4096), (4096, VOCABULARY)] {
             let weights = ColdWeights::new(gpu, &noise, Tiles::new(dtype, cols, rows)?)?;

@@ -27,7 +27,7 @@ fn fitting_methods(gpu: &TestGpu, shape: Tiles, tokens: usize) -> Vec<LinearMeth
     methods(gpu, shape.dtype(), tokens).into_iter().filter(fits).collect()
 }
 
-fn case(
+pub(crate) fn case(
     gpu: &TestGpu,
     random: &mut TestRng,
     dtype: DType,

@@ -43,6 +43,8 @@ mod linear;
 #[cfg(feature = "cuda")]
 mod linear_bench;
 #[cfg(feature = "cuda")]
+mod linear_beside;
+#[cfg(feature = "cuda")]
 mod linear_sizes;
 #[cfg(feature = "cuda")]
 mod loading;

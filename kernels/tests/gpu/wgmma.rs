@@ -23,9 +23,16 @@ pub(crate) struct BlockBytes {
     quants: [u8; 4],
 }
 
-pub(crate) const BLOCKS: [BlockBytes; 5] = [
+pub(crate) const BLOCKS: [BlockBytes; 6] = [
     BlockBytes {
         dtype: DType::Q4_K,
+        halves: &[0, 2],
+        sub_scales: 4..16,
+        scales: [0xFF, 0xFF],
+        quants: [0xFF, 0x0F, 0xF0, 0],
+    },
+    BlockBytes {
+        dtype: DType::Q5_K,
         halves: &[0, 2],
         sub_scales: 4..16,
         scales: [0xFF, 0xFF],
@@ -89,9 +96,14 @@ fn compare(gpu: &TestGpu, blocks: &BlockBytes) -> anyhow::Result<()> {
     let linear = LinearKernels::new(&gpu.device);
     let mut random = TestRng::new(16);
     let dtype = blocks.dtype;
-    for (cols, rows, tokens) in
-        [(256, 16, 1), (512, 145, 70), (1024, 1040, 128), (1280, 17_000, 40), (4096, 515, 300)]
-    {
+    for (cols, rows, tokens) in [
+        (256, 16, 1),
+        (512, 145, 70),
+        (1024, 1040, 128),
+        (1280, 17_000, 40),
+        (4096, 515, 300),
+        (768, 130, 417),
+    ] {
         for kind in 0..KINDS {
             let shape = Tiles::new(dtype, cols, rows)?;
             let mut raw = random.bytes(shape.raw_bytes());
@@ -105,14 +117,14 @@ fn compare(gpu: &TestGpu, blocks: &BlockBytes) -> anyhow::Result<()> {
             }
             input.device_x = Buffer::from_host(&gpu.stream, &x)?;
             let mut outs = Vec::new();
-            let wgmma = WgmmaShape::all().map(LinearMethod::Wgmma);
+            let wgmma = WgmmaShape::of(dtype).map(LinearMethod::Wgmma);
             for method in [LinearMethod::Matmul(MatmulShape::all()[3])].into_iter().chain(wgmma) {
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
                 out.view_mut().fill_bytes(&gpu.stream, 0xFF)?;
                 input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
                 outs.push(out.to_host(&gpu.stream)?);
             }
-            for (found, block) in outs[1..].iter().zip(WgmmaShape::all()) {
+            for (found, block) in outs[1..].iter().zip(WgmmaShape::of(dtype)) {
                 let what = format!("{dtype}, kind {kind}, {cols} x {rows}, {tokens} tokens by {block:?}");
                 ensure_bits(&what, found, &outs[0])?;
             }

@@ -3,7 +3,7 @@
 //! The interface of the mixture-of-experts kernels: routing, and products with the matrices of the
 //! chosen experts.
 
-use super::tiles::{F16Quants, QuantizedRows};
+use super::tiles::{F16Sums, QuantizedRows};
 
 abi! {
     header "experts.cuh";
@@ -131,9 +131,8 @@ abi! {
             quantized: QuantizedRows,
         );
         kernel ExpertMatmul(params: ExpertMatmulParams);
-        /// `params` are as for expert_matmul_*. Q4_K reads `quants` and not `params.act_tiles`. The
-        /// other types read `params.act_tiles` and not `quants`.
-        kernel ExpertWgmma(params: ExpertParams, stacks: i32, quants: F16Quants);
+        /// `params` are as for expert_matmul_*. Q4_K alone reads `sums`.
+        kernel ExpertWgmma(params: ExpertParams, stacks: i32, sums: F16Sums);
         kernel ExpertMatvecF32(
             weights: u64 as "const float *",
             x: u64 as "const float *",

@@ -5,7 +5,7 @@
 
 use std::fmt::Write;
 
-use super::tiles::{ACT_TILE_TOKENS, F16Quants, QuantizedRows};
+use super::tiles::{ACT_TILE_TOKENS, F16Sums, QuantizedRows};
 
 abi! {
     header "linear.cuh";
@@ -32,14 +32,15 @@ abi! {
         const LINEAR_F32_TILE_WARPS: usize = 4;
         /// Warps of a block of linear/skinny_matmul.cuh, at most.
         const SKINNY_WARPS_MAX: usize = 16;
-        /// A block of linear/wgmma_product.cuh: its tokens in linear layers (at most), and its
-        /// bytes of shared memory, of a multiprocessor's 227 KiB.
-        const WGMMA_PRODUCT_TOKENS: usize = 128;
+        /// A block of linear/wgmma_product.cuh: its bytes of shared memory, of a multiprocessor's
+        /// 227 KiB.
         const WGMMA_PRODUCT_SHARED_BYTES: usize = 216 << 10;
+        /// With one column group, it computes a multiple of this number of tokens.
+        const WGMMA_TOKENS_STEP: usize = 32;
     }
     structs {
         /// Up to four matrices of one type that share their input.
-        struct LinearParams [136 bytes] {
+        struct LinearParams [144 bytes] {
             /// Tiles (layout 1 of quant), 16-byte aligned. Not used for 16-bit floats.
             weights: [u64; MATRICES_MAX] as "const uint8_t *",
             /// f32 [tokens][rows].
@@ -52,12 +53,16 @@ abi! {
             /// Column tiles of 256 columns.
             col_tiles: i32,
             tokens: i32,
+            /// 1 if the previous kernel in the stream is a product with the same input
+            /// (linear/params.cuh, `wait_for_input`).
+            runs_beside_previous: i32,
+            unused: i32,
             /// Index t * col_tiles + c is the activation tile of tokens 8 t to 8 t + 7. It has
             /// columns 256 c to 256 c + 255.
             act_tiles: u64 as "const uint8_t *",
         }
         /// The row that a product normalises before it multiplies it (linear/normed_input.cuh).
-        struct NormedInput [64 bytes] {
+        struct NormedInput [56 bytes] {
             /// f32 [cols].
             x: u64 as "const float *",
             /// f32 [cols].
@@ -84,9 +89,8 @@ abi! {
         kernel LinearNormMatvec(params: LinearParams, input: NormedInput, stages: i32);
         kernel LinearMatmul(params: LinearParams, stages: i32);
         kernel LinearSkinny(params: LinearParams, pipeline: SkinnyPipeline);
-        /// Q4_K reads `quants` and not `params.act_tiles`. The other types read `params.act_tiles`
-        /// and not `quants`.
-        kernel LinearWgmma(params: LinearParams, quants: F16Quants);
+        /// `sums` are empty for types other than Q4_K and Q5_K.
+        kernel LinearWgmma(params: LinearParams, sums: F16Sums);
         kernel LinearF32(
             weights: u64 as "const float *",
             x: u64 as "const float *",
@@ -180,12 +184,16 @@ impl WgmmaShape {
     }
 
     /// By ascending number of tokens. The name of a kernel has the tokens and the groups.
-    pub(crate) const ALL: [Self; 4] = [
+    pub(crate) const ALL: [Self; 5] = [
         Self::new(32, [1, 4], 8),
         Self::new(64, [1, 4], 5),
         Self::new(64, [2, 1], 3),
         Self::new(128, [2, 1], 3),
+        Self::new(160, [2, 1], 3),
     ];
+    /// The first ones, for types other than Q4_K, Q5_K and Q6_K: their sums of 160 tokens do not
+    /// fit the registers.
+    const LEGACY: usize = 4;
 
     pub const fn tokens(&self) -> usize {
         self.tokens
@@ -219,15 +227,15 @@ fn block_shapes() -> String {
         let (tokens, arguments) = (shape.tokens(), shape.macro_arguments());
         let _ = write!(out, " \\\n    MATMUL_KERNEL(NAME, {tokens}, FORMAT, {arguments})");
     }
-    out.push_str(
-        "\n\n// WGMMA_KERNEL(name, format, tokens, row groups, column groups, stages)\n\
-         #define WGMMA_KERNELS(NAME, FORMAT)",
-    );
-    for WgmmaShape { tokens, row_groups, column_groups, stages } in WgmmaShape::ALL {
-        let _ = write!(
-            out,
-            " \\\n    WGMMA_KERNEL(NAME, FORMAT, {tokens}, {row_groups}, {column_groups}, {stages})"
-        );
+    out.push_str("\n\n// WGMMA_KERNEL(name, format, tokens, row groups, column groups, stages)");
+    for (name, shapes) in [("LEGACY", &WgmmaShape::ALL[..WgmmaShape::LEGACY]), ("K", &WgmmaShape::ALL)] {
+        let _ = write!(out, "\n#define WGMMA_{name}_KERNELS(NAME, FORMAT)");
+        for WgmmaShape { tokens, row_groups, column_groups, stages } in shapes {
+            let _ = write!(
+                out,
+                " \\\n    WGMMA_KERNEL(NAME, FORMAT, {tokens}, {row_groups}, {column_groups}, {stages})"
+            );
+        }
     }
     out.push('\n');
     out

@@ -12,11 +12,8 @@ abi! {
         const TILE_COLS: usize = 256;
         /// Tokens of an activation tile: the columns of the B operand of an m16n8 MMA.
         const ACT_TILE_TOKENS: usize = 8;
-        /// Columns of a unit of f16 quants (linear/tile.cuh): 128 bytes of a token.
-        const F16_UNIT_COLS: usize = 64;
-        /// Bytes of a unit: 8 tokens.
-        const F16_UNIT_BYTES: usize = 1024;
-        /// Bytes of the sums and scales of 8 tokens by 256 columns, and where the scales begin.
+        /// Bytes of the f16 sums (linear/tile.cuh) and scales of 8 tokens by 256 columns, and where
+        /// the scales begin.
         const F16_SUMS_BYTES: usize = 288;
         const F16_SUMS_SCALES: usize = 256;
         /// Marks a slot of experts that has no pair: behind an expert's last pair, up to the end of
@@ -42,18 +39,16 @@ abi! {
             tile_bytes: i32,
         }
         /// Where a kernel writes quantized rows.
-        struct QuantizedRows [32 bytes] {
+        struct QuantizedRows [24 bytes] {
             act_tiles: u64 as "uint8_t *",
-            /// F16 quants, or null.
-            f16_units: u64 as "uint8_t *",
+            /// F16 sums, or null.
             f16_sums: u64 as "uint8_t *",
-            /// Groups of 8 tokens for which there is room.
+            /// Groups of 8 tokens that f16 sums are of.
             f16_groups: i32,
         }
-        /// F16 quants that a kernel reads.
-        struct F16Quants [24 bytes] {
-            units: u64 as "const uint8_t *",
-            sums: u64 as "const uint8_t *",
+        /// F16 sums that a kernel reads.
+        struct F16Sums [16 bytes] {
+            data: u64 as "const uint8_t *",
             groups: i32,
         }
     }

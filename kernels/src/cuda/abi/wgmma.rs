@@ -43,9 +43,7 @@ fn wgmma_instructions() -> String {
             list(&|i| format!("\"+f\"(sums[{i}])")),
         );
     }
-    for tokens in F16_TOKENS {
-        out += &with_rows_in_registers(tokens);
-    }
+    out += &with_rows_in_registers(F16_TOKENS);
     out += "\ntemplate <int N, bool SIGNED>\nstruct WgmmaIntegers;\n";
     for tokens in EIGHT_BIT_TOKENS {
         out += &of_integers(tokens, true);
@@ -54,10 +52,9 @@ fn wgmma_instructions() -> String {
     out
 }
 
-/// Token counts of the f16 products of linear/q4_k_wgmma.cuh: all tokens of an output tile, and a
-/// slice.
+/// Tokens of the f16 products of linear/affine_k_wgmma.cuh.
 #[allow(dead_code, reason = "for build.rs")]
-const F16_TOKENS: [usize; 5] = [160, 128, 96, 64, 32];
+const F16_TOKENS: usize = 32;
 
 /// Returns `WgmmaFromRegisters<N>::run<ACCUMULATE>(sums, a, b)`: 64 rows in registers by N tokens
 /// over 16 columns of f16. If not ACCUMULATE, `sums` is overwritten.

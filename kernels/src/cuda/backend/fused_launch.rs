@@ -13,6 +13,7 @@ use super::operand::{ActivationTiles, FloatRange};
 use crate::cuda::attention::AttentionPlanAddress;
 use crate::cuda::error::device_error;
 use crate::cuda::fused_linear::NormInput;
+use crate::cuda::linear::Before;
 use crate::cuda::norm_rope_kv::NormRopeKvOperands;
 use crate::cuda::quantized_output::QuantizedOutput;
 use crate::cuda::{DeviceView, Stream};
@@ -29,12 +30,27 @@ impl KernelSet {
     pub(super) unsafe fn enqueue(&self, stream: &Stream, commands: &CommandList) -> Result<(), OpError> {
         let list = divide_sums(&commands.list);
         let mut rest = list.as_slice();
+        // The input of the launch before, if it is one of products.
+        let mut products_before = None;
         while !rest.is_empty() {
             let taken = count_fusible(rest, &commands.plans);
             let (these, behind) = rest.split_at(taken);
-            // SAFETY: this function's contract.
-            unsafe { self.enqueue_fused(stream, these, behind, &commands.plans)? };
             rest = behind;
+            if let [KernelCommand::Product { activation_tiles, .. }, ..] = these
+                && !matches!(these, [.., KernelCommand::Add { .. }])
+            {
+                let before = match products_before {
+                    Some((input, before)) if input == *activation_tiles => before,
+                    _ => Before::Other,
+                };
+                // SAFETY: this function's contract.
+                let launched = unsafe { self.enqueue_products(stream, before, *activation_tiles, these)? };
+                products_before = Some((*activation_tiles, launched));
+            } else {
+                // SAFETY: as above.
+                unsafe { self.enqueue_fused(stream, these, behind, &commands.plans)? };
+                products_before = None;
+            }
         }
         Ok(())
     }
@@ -56,9 +72,6 @@ impl KernelSet {
             match commands {
                 [product @ KernelCommand::Product { .. }, KernelCommand::Add { x, .. }] => {
                     self.enqueue_added_product(stream, product, &commands[1], *x)
-                }
-                [KernelCommand::Product { activation_tiles, .. }, ..] => {
-                    self.enqueue_products(stream, *activation_tiles, commands)
                 }
                 [
                     norm @ KernelCommand::Norm { .. },
@@ -134,7 +147,7 @@ impl KernelSet {
             if !self.linear.launch_normed(stream, &mut rows, input, &matrices)? {
                 let output = activation_tiles.quantized_output(true);
                 self.enqueue_quantized(stream, norm, activation_tiles.cols, output, plans)?;
-                self.enqueue_products(stream, activation_tiles, products)?;
+                self.enqueue_products(stream, Before::Other, activation_tiles, products)?;
             }
         }
         Ok(())

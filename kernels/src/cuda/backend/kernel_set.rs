@@ -13,7 +13,7 @@ use crate::cuda::error::device_error;
 use crate::cuda::experts::ExpertKernels;
 use crate::cuda::gather::GatherKernels;
 use crate::cuda::kv_write::KvWriteKernels;
-use crate::cuda::linear::{LinearKernels, MATRICES_MAX, MatrixProduct};
+use crate::cuda::linear::{Before, LinearKernels, MATRICES_MAX, MatrixProduct};
 use crate::cuda::norm::NormKernels;
 use crate::cuda::norm_rope_kv::NormRopeKvKernels;
 use crate::cuda::quantize::QuantizeKernels;
@@ -59,14 +59,17 @@ impl KernelSet {
         }
     }
 
+    /// `before` and the result are as in [`LinearKernels::launch`].
+    ///
     /// # Safety
     /// As [`Self::enqueue`].
     pub(super) unsafe fn enqueue_products(
         &self,
         stream: &Stream,
+        before: Before,
         activation_tiles: ActivationTiles,
         commands: &[KernelCommand],
-    ) -> Result<(), OpError> {
+    ) -> Result<Before, OpError> {
         let mut products = Vec::with_capacity(MATRICES_MAX);
         for command in commands {
             // SAFETY: the caller's contract.
@@ -74,7 +77,7 @@ impl KernelSet {
         }
         // SAFETY: as above.
         let x = unsafe { activation_tiles.activations() };
-        self.linear.launch(stream, x, &mut products)
+        self.linear.launch(stream, before, x, &mut products)
     }
 
     /// # Safety
@@ -115,9 +118,9 @@ impl KernelSet {
                         .launch(stream, activation_tiles.layout, x.view(), tokens, cols, &mut out)
                         .map(|_activations| ())
                 }
-                KernelCommand::Product { activation_tiles, .. } => {
-                    self.enqueue_products(stream, activation_tiles, std::slice::from_ref(command))
-                }
+                KernelCommand::Product { activation_tiles, .. } => self
+                    .enqueue_products(stream, Before::Other, activation_tiles, std::slice::from_ref(command))
+                    .map(|_| ()),
                 KernelCommand::Rope { .. }
                 | KernelCommand::KvWrite { .. }
                 | KernelCommand::AttentionScalar { .. } => self.enqueue_attention_part(stream, command),

@@ -13,7 +13,7 @@ use crate::cuda::attention_prefill::plan_shapes;
 use crate::cuda::experts::PairGrouping;
 use crate::cuda::quantize::ActivationLayout;
 use crate::cuda::wgmma_experts;
-use crate::cuda::wgmma_linear::can_take_f16_quants;
+use crate::cuda::wgmma_linear::can_take_f16_sums;
 
 /// Bytes of a launch in a graph (measured on an H200).
 const GRAPH_LAUNCH_BYTES: u64 = 512;
@@ -77,8 +77,8 @@ pub fn predict_device_bytes(shape: &CudaWorkerShape) -> DeviceBytes {
     let width = shape.heads * shape.head_dim;
     let formats = shape.dtypes.iter().filter_map(|dtype| dtype.activation());
     let dense_tiles = |format: DType, cols: usize| {
-        let takes = |&dtype: &DType| dtype.activation() == Some(format) && can_take_f16_quants(dtype, rows);
-        let layout = ActivationLayout { format, f16_quants: shape.dtypes.iter().any(takes) };
+        let takes = |&dtype: &DType| dtype.activation() == Some(format) && can_take_f16_sums(dtype, rows);
+        let layout = ActivationLayout { format, f16_sums: shape.dtypes.iter().any(takes) };
         layout.bytes(rows, cols).unwrap_or(0)
     };
     let activation_tiles = |format: DType| match format {
@@ -89,9 +89,9 @@ pub fn predict_device_bytes(shape: &CudaWorkerShape) -> DeviceBytes {
             let slots = PairGrouping::MATMULS[0].slots(pairs, shape.experts);
             let takes = |&dtype: &DType| {
                 dtype.activation() == Some(format)
-                    && wgmma_experts::can_take_f16_quants(dtype, pairs, shape.experts)
+                    && wgmma_experts::can_take_f16_sums(dtype, pairs, shape.experts)
             };
-            let layout = ActivationLayout { format, f16_quants: shape.dtypes.iter().any(takes) };
+            let layout = ActivationLayout { format, f16_sums: shape.dtypes.iter().any(takes) };
             let expert_tiles = layout.bytes(slots, shape.embedding.max(shape.feed_forward));
             dense_tiles(format, shape.embedding.max(width)).max(expert_tiles.unwrap_or(0))
         }

@@ -21,7 +21,7 @@ use super::{Cuda, CudaKv, CudaRope, CudaTensor, WeightData, data};
 use crate::cuda::Buffer;
 use crate::cuda::attention::AttentionMethod;
 use crate::cuda::error::device_error;
-use crate::cuda::linear::takes_f16_quants;
+use crate::cuda::linear::takes_f16_sums;
 use crate::cuda::quantize::ActivationLayout;
 use crate::cuda::shortlist;
 
@@ -172,11 +172,11 @@ impl Backend for Cuda {
     ) -> Result<(), OpError> {
         const OP: &str = "linear";
         let mut quantized: Option<ActivationTiles> = None;
-        // Formats that a layer here also takes as f16 quants.
+        // Formats that a layer here also takes with f16 sums.
         let f16_formats: Vec<DType> = layers
             .iter()
             .map(|layer| layer.0.weight.dtype)
-            .filter(|&dtype| takes_f16_quants(&self.device, dtype, rows))
+            .filter(|&dtype| takes_f16_sums(&self.device, dtype, rows))
             .filter_map(|dtype| dtype.activation())
             .collect();
         // Sorting makes layers of one type neighbours, so they share launches and their quantized
@@ -211,7 +211,7 @@ impl Backend for Cuda {
                     }
                 }
                 _ => {
-                    let layout = ActivationLayout { format, f16_quants: f16_formats.contains(&format) };
+                    let layout = ActivationLayout { format, f16_sums: f16_formats.contains(&format) };
                     let activation_tiles = self.activation_tiles(OP, layout, rows, x.cols())?;
                     self.push(KernelCommand::Quantize { x: input, activation_tiles });
                     *quantized.insert(activation_tiles)
