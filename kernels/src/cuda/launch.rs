@@ -120,6 +120,7 @@ pub(super) unsafe fn launch_spread<A: KernelArguments>(
     launch: LaunchConfig,
     arguments: &A,
 ) -> Result<(), CudaError> {
+    assert_eq!(launch.shared_bytes, 0, "a kernel that uses dynamic shared memory");
     let (x, y, z) = launch.grid;
     let shared_bytes = shared_bytes_to_spread(stream.device(), x * y * z);
     // SAFETY: the caller's contract. The kernel does not know of the shared memory.

@@ -65,7 +65,8 @@ pub enum LinearMethod {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Before {
     /// A product with the same input, whose kernel lets the launch run beside it
-    /// (linear/params.cuh). It leaves this many multiprocessors free.
+    /// (linear/params.cuh). It leaves this many multiprocessors free. If none, the launch gets all
+    /// of them when the product ends.
     Product { free: usize },
     /// Any other.
     Other,

@@ -4,7 +4,7 @@
 //!
 //! A kernel that may start before the previous one has ended finds few multiprocessors free. These
 //! would get as many blocks as fit, and the others none: on an H200, norms of 64 rows of 4,096 took
-//! 6.0 us, 16 blocks to each of four multiprocessors, and spread they take 2.8. Shared memory that
+//! 6.0 us, with up to four blocks on a multiprocessor, and spread they take 2.8. Shared memory that
 //! the kernel does not use leaves no room for more than a multiprocessor's share.
 
 use super::Device;

@@ -18,9 +18,10 @@ use super::wgmma_linear::{f16_sums, has_kernels, needs_f16_sums};
 use super::{Device, LaunchConfig, Stream};
 
 /// From this number of pairs per expert on, wgmma is faster than the kernel of mma.sync: for Q4_K
-/// and Q5_K, and for the other types. Measured on an H200 with
-/// 128 experts of 2048 x 768, gate and up. Q4_K: 24 pairs take 112 us on wgmma and 100 without it,
-/// 32 take 125 and 137. Q8_0: 16 pairs take 114 and 118. Q6_K: 16 pairs take 125 and 130.
+/// and Q5_K, and for the other types. Measured on an H200 with 128 experts of 2048 x 768, gate and
+/// up. Q4_K: 24 pairs take 112 us on wgmma and 100 without it, 32 take 125 and 137 (with f16
+/// operands; Q5_K is assumed to be alike). Q8_0: 16 pairs take 114 and 118. Q6_K: 16 pairs take 125
+/// and 130.
 const AFFINE_PAIRS_MIN: usize = 28;
 const OTHER_PAIRS_MIN: usize = 16;
 /// Row tiles of a block.
