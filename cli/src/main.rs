@@ -77,20 +77,29 @@ fn main() -> ExitCode {
     let mut raw = std::env::args_os().skip(1);
     if raw.next().is_some_and(|first| first == supervisor::shim::SUBCOMMAND) {
         let error = supervisor::shim::exec(raw);
-        return end(Err(CliError::new(Exit::Internal, service::exit::one_line(&error))));
+        return end(Err(CliError::new(Exit::Internal, service::exit::one_line(&error)))).into();
     }
     let parsed = Cli::command().try_get_matches().and_then(|matches| {
         json_output::remember(&matches);
         Cli::from_arg_matches(&matches)
     });
     let outcome = match parsed {
+        Ok(Cli { command, .. }) if uses_driver(&command) => {
+            let exit = end(run_command(command));
+            memory::process_end::end_process(exit.code())
+        }
         Ok(cli) => run_command(cli.command),
         Err(message) => {
             json_output::remember_unparsed(std::env::args_os().map(|a| a.to_string_lossy().into_owned()));
             terminal::print_usage(&message)
         }
     };
-    end(outcome)
+    end(outcome).into()
+}
+
+/// Whether the command is a process of a fleet that may end while threads are inside a driver.
+fn uses_driver(command: &CliCommand) -> bool {
+    matches!(command, CliCommand::Worker(_) | CliCommand::Loader | CliCommand::DeviceMonitor(_))
 }
 
 fn run_command(command: CliCommand) -> CliResult {
@@ -135,7 +144,7 @@ fn run_command(command: CliCommand) -> CliResult {
 }
 
 /// Prints the error, if there is one, and waits until the log is written.
-fn end(outcome: CliResult) -> ExitCode {
+fn end(outcome: CliResult) -> Exit {
     let exit = match outcome {
         Ok(()) => Exit::Ok,
         Err(failure) => {
@@ -146,5 +155,5 @@ fn end(outcome: CliResult) -> ExitCode {
         }
     };
     service::logging::flush();
-    exit.into()
+    exit
 }

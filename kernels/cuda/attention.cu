@@ -9,6 +9,8 @@
 //   attention_merge_q8_*  also quantize the row into activation tiles, as quantize.cu does
 //   attention_merged_kv_* decode rows and short runs, if they fill the device: a block computes
 //                         all splits of its rows, merges them, and quantizes the rows
+//   attention_grouped_kv_* few decode rows of few keys: the same, four splits side by side
+//                         (attention/grouped_kv.cuh)
 //   attention_prefill_*   long runs of tokens (attention/prefill.cuh)
 //   attention_prefill_wgmma_*  the same on sm_90a, for caches of two bytes and heads of 64 and 128
 //                         (attention/prefill_wgmma.cuh)
@@ -70,7 +72,9 @@
 // the partial results of all types.
 //
 // A block copies its first tile before the kernel that writes the step's keys has ended, unless
-// the step writes keys of that tile.
+// the step writes keys of that tile. If each row of a step is the only one that writes keys which
+// it reads, there is no such kernel: the blocks prepare heads and write keys
+// (attention/raw_heads.cuh).
 //
 // Keys beyond the last token of a tile are not loaded but zero: their memory may be unmapped, or
 // hold values that are not finite.
@@ -79,6 +83,7 @@
 // Measured on an H200 with 32 query heads on 8 KV heads of 128: one row at 16,000 keys 2.9 TB/s, 64
 // rows 4.2 (of 4.3), 64 rows at 512 keys 3.7; a chunk of 2,048 at 16,384 240 TFLOP/s, on wgmma 515.
 
+#include "attention/grouped_kv.cuh"
 #include "attention/prefill.cuh"
 #include "attention/kv_16bit.cuh"
 #include "attention/prefill_wgmma.cuh"
@@ -96,6 +101,9 @@ using F16Cache = Kv16Bit<MmaF16, DIM>;
 SPLIT_KV_KERNEL(64, F16Cache<64>)
 SPLIT_KV_KERNEL(96, F16Cache<96>)
 SPLIT_KV_KERNEL(128, F16Cache<128>)
+GROUPED_KV_KERNEL(64, F16Cache<64>)
+GROUPED_KV_KERNEL(96, F16Cache<96>)
+GROUPED_KV_KERNEL(128, F16Cache<128>)
 PREFILL_KERNEL(64, F16Cache<64>)
 PREFILL_KERNEL(96, F16Cache<96>)
 PREFILL_KERNEL(128, F16Cache<128>)

@@ -3,6 +3,7 @@
 // The kernels of attention.cu for a cache of bf16. Products are in bf16, so queries and weights are
 // rounded to 8 bits, as keys and values are; every value that f32 can hold stays in range.
 
+#include "attention/grouped_kv.cuh"
 #include "attention/prefill.cuh"
 #include "attention/kv_16bit.cuh"
 #include "attention/prefill_wgmma.cuh"
@@ -19,6 +20,9 @@ using Bf16Cache = Kv16Bit<MmaBf16, DIM>;
 SPLIT_KV_KERNEL(64, Bf16Cache<64>)
 SPLIT_KV_KERNEL(96, Bf16Cache<96>)
 SPLIT_KV_KERNEL(128, Bf16Cache<128>)
+GROUPED_KV_KERNEL(64, Bf16Cache<64>)
+GROUPED_KV_KERNEL(96, Bf16Cache<96>)
+GROUPED_KV_KERNEL(128, Bf16Cache<128>)
 PREFILL_KERNEL(64, Bf16Cache<64>)
 PREFILL_KERNEL(96, Bf16Cache<96>)
 PREFILL_KERNEL(128, Bf16Cache<128>)

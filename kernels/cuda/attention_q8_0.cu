@@ -3,6 +3,7 @@
 // The kernels of attention.cu for a cache of q8_0. Operands of products are scale times byte,
 // rounded to f16.
 
+#include "attention/grouped_kv.cuh"
 #include "attention/kv_q8_0.cuh"
 #include "attention/prefill.cuh"
 #include "attention/scalar.cuh"
@@ -11,6 +12,9 @@
 SPLIT_KV_KERNEL(64, KvQ8_0<64>)
 SPLIT_KV_KERNEL(96, KvQ8_0<96>)
 SPLIT_KV_KERNEL(128, KvQ8_0<128>)
+GROUPED_KV_KERNEL(64, KvQ8_0<64>)
+GROUPED_KV_KERNEL(96, KvQ8_0<96>)
+GROUPED_KV_KERNEL(128, KvQ8_0<128>)
 PREFILL_KERNEL(64, KvQ8_0<64>)
 PREFILL_KERNEL(96, KvQ8_0<96>)
 PREFILL_KERNEL(128, KvQ8_0<128>)

@@ -102,6 +102,14 @@ pub enum Termination {
     SpawnFailed(String),
 }
 
+impl Termination {
+    /// Whether the process ended by a signal other than those by which processes are ended.
+    pub(crate) fn is_crash(&self) -> bool {
+        use nix::libc::{SIGKILL, SIGTERM};
+        matches!(self, Termination::Signal(signal) if !matches!(*signal, SIGKILL | SIGTERM))
+    }
+}
+
 impl std::fmt::Display for Termination {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {

@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 
+use crate::process_end;
+
 /// How long the sentence waits for a stderr that is not read.
 const STDERR_WAIT_SECONDS: i64 = 1;
 
@@ -29,7 +31,7 @@ impl ReportingAllocator {
 
     fn check(&self, memory: *mut u8, layout_bytes: usize) -> *mut u8 {
         if memory.is_null() {
-            end_process(layout_bytes, self.exit_code);
+            report_and_end(layout_bytes, self.exit_code);
         }
         memory
     }
@@ -76,14 +78,13 @@ impl Write for StackText {
 
 /// Allocates nothing and takes no lock, since any code may have asked for the memory.
 #[cold]
-fn end_process(bytes: usize, exit_code: u8) -> ! {
+fn report_and_end(bytes: usize, exit_code: u8) -> ! {
     static IS_ENDING: AtomicBool = AtomicBool::new(false);
     if !IS_ENDING.swap(true, Ordering::Relaxed) {
         let text = describe(bytes);
         write_to_stderr(&text.bytes[..text.len]);
     }
-    // SAFETY: takes a number, runs no code of this process and does not return.
-    unsafe { libc::_exit(exit_code.into()) }
+    process_end::end_process(exit_code)
 }
 
 fn describe(bytes: usize) -> StackText {

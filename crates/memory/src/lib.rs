@@ -82,3 +82,4 @@ pub mod mapping;
 pub mod memfd;
 pub mod numa;
 pub mod pack;
+pub mod process_end;

@@ -237,16 +237,20 @@ impl<B: Backend> Decoder<B> {
         }
         // After the last attention, only rows that are outputs are computed.
         let outputs = step.outputs.len();
-        if outputs > 0 {
+        let kind_of = |output: usize| kinds.get(before + output).copied().unwrap_or_default();
+        let at_once = self.outputs_at_once.max(1);
+        let end_of_run = |first: usize| {
+            let most = outputs.min(first + at_once);
+            (first..most).find(|&output| kind_of(output) != kind_of(first)).unwrap_or(most)
+        };
+        let are_in_place = end_of_run(0) == rows && step.outputs.iter().copied().eq(0..rows as u32);
+        if outputs > 0 && !are_in_place {
             backend.add(residual, delta, rows)?;
         }
-        let kind_of = |output: usize| kinds.get(before + output).copied().unwrap_or_default();
         let mut first = 0;
         while first < outputs {
-            let kind = kind_of(first);
-            let most = outputs.min(first + self.outputs_at_once.max(1));
-            let end = (first..most).find(|&output| kind_of(output) != kind).unwrap_or(most);
-            self.output_rows(backend, first..end, kind)?;
+            let (kind, end) = (kind_of(first), end_of_run(first));
+            self.output_rows(backend, first..end, kind, are_in_place)?;
             let DecoderScratch { normed, logits, labels, .. } = &self.scratch;
             let rows = match (kind, labels) {
                 (OutputKind::Logits, _) => logits,
@@ -260,17 +264,33 @@ impl<B: Backend> Decoder<B> {
     }
 
     /// The feed-forward block of the last layer, the output norm, and the output layer or the
-    /// classifier, for a range of outputs of one kind.
-    fn output_rows(&mut self, backend: &mut B, run: Range<usize>, kind: OutputKind) -> Result<(), OpError> {
+    /// classifier, for a range of outputs of one kind. If the outputs are all rows in order, they
+    /// need not be gathered; then the last attention is not yet added to the residual stream.
+    fn output_rows(
+        &mut self,
+        backend: &mut B,
+        run: Range<usize>,
+        kind: OutputKind,
+        are_in_place: bool,
+    ) -> Result<(), OpError> {
         let Self { config, weights, scratch, .. } = self;
         let DecoderScratch { residual, normed, delta, feed_forward, selected, logits, labels, .. } = scratch;
         let (epsilon, rows) = (config.norm_epsilon, run.len());
-        backend.gather_outputs(residual, run, selected)?;
+        let stream = if are_in_place {
+            residual
+        } else {
+            backend.gather_outputs(residual, run, selected)?;
+            selected
+        };
         if let Some(last) = weights.layers.last() {
-            backend.rms_norm(selected, &last.feed_forward_norm, epsilon, normed, rows)?;
+            if are_in_place {
+                backend.add_rms_norm(stream, delta, &last.feed_forward_norm, epsilon, normed, rows)?;
+            } else {
+                backend.rms_norm(stream, &last.feed_forward_norm, epsilon, normed, rows)?;
+            }
             last.feed_forward.forward(backend, config.activation, normed, feed_forward, delta, rows)?;
             post_norm(backend, last.feed_forward_post_norm.as_ref(), delta, epsilon, rows)?;
-            backend.add_rms_norm(selected, delta, &weights.output_norm, epsilon, normed, rows)?;
+            backend.add_rms_norm(stream, delta, &weights.output_norm, epsilon, normed, rows)?;
         }
         match (kind, &weights.classifier, labels) {
             (OutputKind::Logits, _, _) => backend.linear(&weights.output, normed, logits, rows),

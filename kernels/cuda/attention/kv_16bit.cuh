@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "tiles.cuh"
 
 namespace {
@@ -20,6 +22,9 @@ struct Kv16Bit {
     // The prefill kernel multiplies keys and values in the stages, so it needs no memory for f16
     // copies.
     static constexpr int DEQUANTIZED_BYTES = 0;
+    // Whether raw_heads.cuh can prepare heads of this size.
+    static constexpr bool TAKES_RAW_HEADS = DIM % 64 == 0;
+    using Value = std::conditional_t<Mma::IS_BF16, __nv_bfloat16, __half>;
 
     // Address of a token's keys; the values are `head_bytes` behind them.
     using KeyAddress = const uint8_t *;
@@ -38,11 +43,21 @@ struct Kv16Bit {
         __half *keys = reinterpret_cast<__half *>(stage), *values = keys + TILE * PITCH;
 #pragma unroll
         for (int round = 0; round < ROUNDS; round++) {
-            int index = round * THREADS + threadIdx.x;
+            int index = round * THREADS + tile_thread();
             int token = index / VECTORS, vector = index % VECTORS;
             const uint8_t *from = addresses[token] + vector * 16;
             copy_async_16(keys + token * PITCH + vector * 8, from, token < valid);
             copy_async_16(values + token * PITCH + vector * 8, from + head_bytes, token < valid);
+        }
+    }
+
+    // Stores one key and its value in a stage; called by four warps.
+    static __device__ __forceinline__ void put(uint8_t *stage, int key, const Value *from_key,
+                                               const Value *from_value) {
+        Value *keys = reinterpret_cast<Value *>(stage), *values = keys + TILE * PITCH;
+        for (int i = tile_thread(); i < DIM; i += THREADS) {
+            keys[key * PITCH + i] = from_key[i];
+            values[key * PITCH + i] = from_value[i];
         }
     }
 

@@ -19,23 +19,25 @@ struct KeyAddresses {
     const KvLayerAddress &kv;
     const uint32_t *table;
     uint32_t head, first, last;
+    // 1 if the block puts the last key into its stage itself.
+    int own = 0;
 
     // The block of this thread's key in `tile`. Beyond the last key, it is the last key's block.
     __device__ __forceinline__ uint32_t block(int tile) const {
-        return threadIdx.x < TILE ? table[position(tile) / kv.block_tokens] : 0;
+        return tile_thread() < TILE ? table[position(tile) / kv.block_tokens] : 0;
     }
 
     __device__ __forceinline__ void store(typename Cache::KeyAddress *addresses, int tile,
                                           uint32_t block) const {
-        if (threadIdx.x < TILE)
-            addresses[threadIdx.x] = Cache::key_address(kv, block, head, position(tile) % kv.block_tokens);
+        if (tile_thread() < TILE)
+            addresses[tile_thread()] = Cache::key_address(kv, block, head, position(tile) % kv.block_tokens);
     }
 
-    // How many keys of the tile exist; 64 or more for a full tile.
-    __device__ __forceinline__ int valid(int tile) const { return last - first - tile * TILE + 1; }
+    // How many keys of the tile are copied; 64 or more for a full tile.
+    __device__ __forceinline__ int valid(int tile) const { return last - first - tile * TILE + 1 - own; }
 
     __device__ __forceinline__ uint32_t position(int tile) const {
-        return min(first + tile * TILE + threadIdx.x, last);
+        return min(first + tile * TILE + tile_thread(), last);
     }
 };
 
@@ -66,7 +68,7 @@ struct KvPipeline {
     // Waits for the copies of `tile`, starts those of the next tile if there are two stages, and
     // returns the stage. The next tile overwrites the stage of the tile before, so a barrier must
     // have followed the last use of that tile.
-    __device__ __forceinline__ const uint8_t *wait(int tile) {
+    __device__ __forceinline__ uint8_t *wait(int tile) {
         const int next = tile + 1;
         if (next < tiles && stage_count > 1) {
             load_tile(next);

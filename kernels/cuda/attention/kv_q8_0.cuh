@@ -54,6 +54,7 @@ struct KvQ8_0 {
     static constexpr int VALUE_SCALES = KEY_SCALES + TILE * SCALE_BYTES;
     static constexpr int STAGE_BYTES = VALUE_SCALES + TILE * SCALE_BYTES;
     static constexpr int DEQUANTIZED_BYTES = 2 * TILE * PITCH * sizeof(__half);
+    static constexpr bool TAKES_RAW_HEADS = false;
 
     struct KeyAddress {
         const uint8_t *bytes, *scales;
@@ -71,16 +72,16 @@ struct KvQ8_0 {
         static_assert(TILE * VECTORS % THREADS == 0 && 2 * TILE == THREADS);
 #pragma unroll
         for (int round = 0; round < ROUNDS; round++) {
-            int index = round * THREADS + threadIdx.x;
+            int index = round * THREADS + tile_thread();
             int token = index / VECTORS, vector = index % VECTORS;
             const uint8_t *from = addresses[token].bytes + vector * 16;
             uint8_t *to = stage + token * ROW + vector * 16;
             copy_async_16(to, from, token < valid);
             copy_async_16(to + VALUES, from + head_bytes, token < valid);
         }
-        int token = threadIdx.x % TILE, is_value = threadIdx.x / TILE;
+        int token = tile_thread() % TILE, is_value = tile_thread() / TILE;
         const uint8_t *from = addresses[token].scales + (is_value ? head_bytes : 0);
-        copy_async<SCALE_BYTES>(stage + KEY_SCALES + threadIdx.x * SCALE_BYTES, from, token < valid);
+        copy_async<SCALE_BYTES>(stage + KEY_SCALES + tile_thread() * SCALE_BYTES, from, token < valid);
     }
 
     static __device__ __forceinline__ void store_query(__half *row, int dim, uint32_t low, uint32_t high) {

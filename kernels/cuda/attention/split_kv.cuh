@@ -8,29 +8,29 @@
 //   grid: (KV heads, entries of the plan), so that the heads of a row, which are neighbours in the
 //   cache, run at the same time
 //
-// split_results.cuh says what becomes of the results of a split.
+// raw_heads.cuh says how a block prepares heads that come from a product as they are, and
+// split_results.cuh what becomes of the results of a split.
 
 #pragma once
 
 #include "kv_pipeline.cuh"
+#include "raw_heads.cuh"
 #include "split_results.cuh"
+#include "split_tiles.cuh"
 
 namespace {
 
 template <class Cache, class Results>
 __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQueries &queries,
                                    const uint32_t *tables, const KvSplits *splits,
-                                   const uint32_t *split_count, int stage_count, Results results) {
-    using Mma = typename Cache::Mma;
-    constexpr int DIM = Cache::DIM, PITCH = Cache::PITCH;
-    constexpr int WEIGHT_PITCH = TILE + PAD;
-    // Column tiles of the output per warp.
-    constexpr int COLS = DIM / 8 / WARPS;
+                                   const uint32_t *split_count, int stage_count,
+                                   const NormRopeKvParams &raw_params, Results results) {
     extern __shared__ __align__(16) uint8_t shared[];
     __half *const query_rows = reinterpret_cast<__half *>(shared + stage_count * Cache::STAGE_BYTES);
-    __half *const weight_tile = query_rows + 16 * PITCH;
+    __half *const weight_tile = query_rows + 16 * Cache::PITCH;
     __shared__ float largest_by_warp[WARPS][16];
     __shared__ typename KvPipeline<Cache>::AddressBuffer addresses;
+    __shared__ typename RawHeads<Cache>::Shared raw_shared;
 
     // The host sent plans and tables before the step's first kernel, so this kernel may read them
     // before the previous one has ended.
@@ -45,111 +45,54 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
     // The last split ends at the last token.
     const int tiles = min(split.splits << query_tile.split_shift, (last - first) / TILE + 1);
     const int split_tiles = 1 << query_tile.split_shift;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    KvPipeline<Cache> pipeline{
-        {kv, tables + query_tile.table, kv_head, first, last}, addresses, shared, stage_count, tiles};
+    const int warp = threadIdx.x / 32;
+    const bool is_raw = Cache::TAKES_RAW_HEADS && raw_params.queries != nullptr;
+    // The row's own key is the last.
+    const bool has_own_key = is_raw && first + tiles * TILE > last;
+    KvPipeline<Cache> pipeline{{kv, tables + query_tile.table, kv_head, first, last, has_own_key},
+                               addresses,
+                               shared,
+                               stage_count,
+                               tiles};
     pipeline.prefetch();
     __syncthreads();
 
-    // Earlier steps have written this tile, so its copies need not wait for the step's own keys.
-    if (split.is_first_tile_old) pipeline.load_tile(0);
-    wait_for_previous_kernel();
-    launch_next_kernel();
-    if (!split.is_first_tile_old) pipeline.load_tile(0);
-    load_queries<Cache>(query_rows, queries, query_tile, kv_head, pairs, 16);
+    RawHeads<Cache> raw{raw_params, raw_shared, query_tile.row, kv_head, has_own_key};
+    if (is_raw) {
+        pipeline.load_tile(0);
+        raw.prefetch();
+        load_no_queries<Cache>(query_rows, pairs, 16);
+        __syncthreads();
+        wait_for_previous_kernel();
+        launch_next_kernel();
+        raw.finish(kv, queries, query_rows);
+    } else {
+        // Earlier steps have written this tile, so its copies need not wait for the step's keys.
+        if (split.is_first_tile_old) pipeline.load_tile(0);
+        wait_for_previous_kernel();
+        launch_next_kernel();
+        if (!split.is_first_tile_old) pipeline.load_tile(0);
+        load_queries<Cache>(query_rows, queries, query_tile, kv_head, pairs, 16);
+    }
     __syncthreads();
-    uint32_t query[DIM / 16][4];
-#pragma unroll
-    for (int k = 0; k < DIM / 16; k++)
-        load_matrices(query[k], fragment_address_a(query_rows + 16 * k, PITCH));
-
-    // A thread has rows lane / 4 and lane / 4 + 8 of the tile.
-    uint32_t position[2];
-    OnlineSoftmax softmax[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-        position[half] =
-            query_tile.position + min((lane / 4 + 8 * half) / queries.group, int(query_tile.tokens) - 1);
-    float sums[COLS][4] = {};
-    float weight_sum[4] = {};
+    SplitTiles<Cache> state(query_tile, queries.group, query_rows, weight_tile, largest_by_warp);
 
     for (int tile = 0; tile < tiles; tile++) {
-        const uint8_t *stage = pipeline.wait(tile);
+        uint8_t *stage = pipeline.wait(tile);
+        if (has_own_key && tile + 1 == tiles) {
+            raw.put(stage, (last - first) % TILE);
+            __syncthreads();
+        }
 
-        // Scores of this warp's 16 keys.
-        float scores[2][4] = {};
-#pragma unroll
-        for (int k = 0; k < DIM / 16; k++) {
-            uint32_t key[4];
-            Cache::load_key_fragment(key, stage, warp * 16, k);
-            Mma::multiply(scores[0], query[k], key[0], key[1]);
-            Mma::multiply(scores[1], query[k], key[2], key[3]);
-        }
-        float largest[2] = {NO_SCORE, NO_SCORE};
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                uint32_t key = first + tile * TILE + warp * 16 + n * 8 + lane % 4 * 2 + i % 2;
-                if (key > position[i / 2]) scores[n][i] = NO_SCORE;
-                largest[i / 2] = fmaxf(largest[i / 2], scores[n][i]);
-            }
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 1));
-            largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0u, largest[half], 2));
-            if (lane % 4 == 0) largest_by_warp[warp][lane / 4 + 8 * half] = largest[half];
-        }
-        __syncthreads();
-        float factor[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int row = lane / 4 + 8 * half;
-            float of_tile = largest_by_warp[0][row];
-#pragma unroll
-            for (int w = 1; w < WARPS; w++) of_tile = fmaxf(of_tile, largest_by_warp[w][row]);
-            factor[half] = softmax[half].update_max(of_tile);
-        }
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                uint32_t both = Mma::pack(softmax[half].weight(scores[n][2 * half]),
-                                          softmax[half].weight(scores[n][2 * half + 1]));
-                __half *to =
-                    weight_tile + (lane / 4 + 8 * half) * WEIGHT_PITCH + warp * 16 + n * 8 + lane % 4 * 2;
-                *reinterpret_cast<uint32_t *>(to) = both;
-            }
-        }
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            weight_sum[i] *= factor[i / 2];
-#pragma unroll
-            for (int n = 0; n < COLS; n++) sums[n][i] *= factor[i / 2];
-        }
-#pragma unroll
-        for (int k = 0; k < TILE / 16; k++) {
-            uint32_t weights[4];
-            load_matrices(weights, fragment_address_a(weight_tile + 16 * k, WEIGHT_PITCH));
-            Mma::multiply(weight_sum, weights, Mma::ONES, Mma::ONES);
-            Cache::accumulate_values(sums, weights, stage, warp, k);
-        }
-        // The next round overwrites this stage, the weights and the warps' maxima.
+        state.add_tile(stage, first + tile * TILE, warp, BlockBarrier());
+        // The next round overwrites this stage.
         __syncthreads();
         pipeline.release(tile);
 
         if ((tile + 1) % split_tiles != 0 && tile + 1 != tiles) continue;
-        results.end_split(split, tile / split_tiles, queries, kv_head, softmax, weight_sum, sums);
-#pragma unroll
-        for (int half = 0; half < 2; half++) softmax[half] = OnlineSoftmax();
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            weight_sum[i] = 0.0f;
-#pragma unroll
-            for (int n = 0; n < COLS; n++) sums[n][i] = 0.0f;
-        }
+        results.end_split(split, tile / split_tiles, queries, kv_head, state.softmax, state.weight_sum,
+                          state.sums);
+        state.reset();
     }
     // The stages are free.
     results.finish(query_tile, queries, kv_head, reinterpret_cast<float *>(shared));
@@ -164,20 +107,21 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
 // slower by up to a tenth.
 #define SPLIT_KV_BLOCKS(DIM) (DIM == 64 ? 6 : 0)
 
-#define SPLIT_KV_KERNEL(DIM, CACHE)                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS, SPLIT_KV_BLOCKS(DIM)) attention_split_kv_##DIM( \
-        const __grid_constant__ KvLayerAddress kv, const __grid_constant__ AttentionQueries queries,      \
-        const uint32_t *tables, const KvSplits *splits, const uint32_t *split_count, int stage_count,     \
-        float *partial_sums, float2 *partial_weights) {                                                   \
-        attention_split_kv<CACHE>(kv, queries, tables, splits, split_count, stage_count,                  \
-                                  PartialResults<CACHE>{partial_sums, partial_weights});                  \
-    }                                                                                                     \
-    CHECK_SIGNATURE(attention_split_kv_##DIM, AttentionSplitKv);                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS) attention_merged_kv_##DIM(                      \
-        const __grid_constant__ KvLayerAddress kv, const __grid_constant__ AttentionQueries queries,      \
-        const uint32_t *tables, const KvSplits *splits, const uint32_t *split_count, int stage_count,     \
-        float *out, int quantizer, const __grid_constant__ QuantizedRows quantized) {                     \
-        attention_split_kv<CACHE>(kv, queries, tables, splits, split_count, stage_count,                  \
-                                  MergedResults<CACHE>{out, quantizer, quantized});                       \
-    }                                                                                                     \
+#define SPLIT_KV_KERNEL(DIM, CACHE)                                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS, SPLIT_KV_BLOCKS(DIM)) attention_split_kv_##DIM(   \
+        const __grid_constant__ KvLayerAddress kv, const __grid_constant__ AttentionQueries queries,        \
+        const uint32_t *tables, const KvSplits *splits, const uint32_t *split_count, int stage_count,       \
+        const __grid_constant__ NormRopeKvParams raw_heads, float *partial_sums, float2 *partial_weights) { \
+        attention_split_kv<CACHE>(kv, queries, tables, splits, split_count, stage_count, raw_heads,         \
+                                  PartialResults<CACHE>{partial_sums, partial_weights});                    \
+    }                                                                                                       \
+    CHECK_SIGNATURE(attention_split_kv_##DIM, AttentionSplitKv);                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS) attention_merged_kv_##DIM(                        \
+        const __grid_constant__ KvLayerAddress kv, const __grid_constant__ AttentionQueries queries,        \
+        const uint32_t *tables, const KvSplits *splits, const uint32_t *split_count, int stage_count,       \
+        const __grid_constant__ NormRopeKvParams raw_heads, float *out, int quantizer,                      \
+        const __grid_constant__ QuantizedRows quantized) {                                                  \
+        attention_split_kv<CACHE>(kv, queries, tables, splits, split_count, stage_count, raw_heads,         \
+                                  MergedResults<CACHE>{out, quantizer, quantized});                         \
+    }                                                                                                       \
     CHECK_SIGNATURE(attention_merged_kv_##DIM, AttentionMergedKv);

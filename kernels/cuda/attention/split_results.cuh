@@ -47,6 +47,45 @@ struct PartialResults {
     __device__ __forceinline__ void finish(const QueryTile &, const AttentionQueries &, uint32_t, float *) {}
 };
 
+// The heads of a KV head are whole column tiles. A warp quantizes one column tile of a token.
+template <class Cache, class Quantizer>
+__device__ __forceinline__ void quantize_col_tiles(const QueryTile &query_tile,
+                                                   const AttentionQueries &queries, uint32_t kv_head,
+                                                   const float *rows, const QuantizedRows &quantized) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int token_cols = queries.group * Cache::DIM, col_tiles = token_cols / TILE_COLS;
+    const int all_col_tiles = queries.heads * Cache::DIM / TILE_COLS;
+    for (int item = warp; item < query_tile.tokens * col_tiles; item += blockDim.x / 32) {
+        const int token = item / col_tiles, col_tile = item % col_tiles;
+        const float *from = rows + token * token_cols + col_tile * TILE_COLS + lane * 8;
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = from[i];
+        Quantizer::store(v, act_tile_row(quantized, act_tile_bytes(Quantizer::ACTIVATION), all_col_tiles,
+                                         query_tile.row + token, kv_head * col_tiles + col_tile));
+    }
+}
+
+// Quantizes the merged rows of a query tile and KV head, if the next product wants quants. Called
+// by the whole block, when its threads have stored the rows in shared memory.
+template <class Cache>
+__device__ __forceinline__ void quantize_merged(const QueryTile &query_tile, const AttentionQueries &queries,
+                                                uint32_t kv_head, const float *rows,
+                                                ActivationFormat quantizer, const QuantizedRows &quantized) {
+    if (quantized.act_tiles == nullptr) return;
+    __syncthreads();
+    auto quantize = [&](auto format) {
+        quantize_col_tiles<Cache, decltype(format)>(query_tile, queries, kv_head, rows, quantized);
+    };
+    switch (quantizer) {
+        case ActivationFormat::Q8_0: return quantize(QuantizePer32<ActivationFormat::Q8_0>());
+        case ActivationFormat::Q8_1: return quantize(QuantizePer32<ActivationFormat::Q8_1>());
+        case ActivationFormat::Q8_K: return quantize(QuantizePer256());
+        case ActivationFormat::F16: return quantize(RoundToF16());
+        case ActivationFormat::BF16: return quantize(RoundToBF16());
+    }
+}
+
 template <class Cache>
 struct MergedResults {
     static constexpr int COLS = OUTPUT_COLS<Cache>;
@@ -99,35 +138,7 @@ struct MergedResults {
             Cache::store_sums(out + (row * queries.heads + head) * Cache::DIM, total_sums, half, warp, lane);
             Cache::store_sums(rows + pair * Cache::DIM, total_sums, half, warp, lane);
         }
-        if (quantized.act_tiles == nullptr) return;
-        __syncthreads();
-        switch (quantizer) {
-            case ActivationFormat::Q8_0:
-                return quantize<QuantizePer32<ActivationFormat::Q8_0>>(query_tile, queries, kv_head, rows);
-            case ActivationFormat::Q8_1:
-                return quantize<QuantizePer32<ActivationFormat::Q8_1>>(query_tile, queries, kv_head, rows);
-            case ActivationFormat::Q8_K: return quantize<QuantizePer256>(query_tile, queries, kv_head, rows);
-            case ActivationFormat::F16: return quantize<RoundToF16>(query_tile, queries, kv_head, rows);
-            case ActivationFormat::BF16: return quantize<RoundToBF16>(query_tile, queries, kv_head, rows);
-        }
-    }
-
-    // The heads of a KV head are whole column tiles. A warp quantizes one column tile of a token.
-    template <class Quantizer>
-    __device__ __forceinline__ void quantize(const QueryTile &query_tile, const AttentionQueries &queries,
-                                             uint32_t kv_head, const float *rows) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const int token_cols = queries.group * Cache::DIM, col_tiles = token_cols / TILE_COLS;
-        const int all_col_tiles = queries.heads * Cache::DIM / TILE_COLS;
-        for (int item = warp; item < query_tile.tokens * col_tiles; item += WARPS) {
-            const int token = item / col_tiles, col_tile = item % col_tiles;
-            const float *from = rows + token * token_cols + col_tile * TILE_COLS + lane * 8;
-            float v[8];
-#pragma unroll
-            for (int i = 0; i < 8; i++) v[i] = from[i];
-            Quantizer::store(v, act_tile_row(quantized, act_tile_bytes(Quantizer::ACTIVATION), all_col_tiles,
-                                             query_tile.row + token, kv_head * col_tiles + col_tile));
-        }
+        quantize_merged<Cache>(query_tile, queries, kv_head, rows, quantizer, quantized);
     }
 };
 

@@ -28,6 +28,9 @@ constexpr int PAD = ATTENTION_PAD;
 constexpr int PAD_BYTES = ATTENTION_PAD_BYTES;
 constexpr float NO_SCORE = -INFINITY;
 
+// The number of this thread among those of the four warps that share a tile.
+__device__ __forceinline__ int tile_thread() { return threadIdx.x % THREADS; }
+
 // Starts a copy of 16 bytes. If not `valid`, it writes zeros and does not read `from`.
 __device__ __forceinline__ void copy_async_16(void *to, const void *from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
@@ -146,7 +149,7 @@ template <class Cache>
 __device__ __forceinline__ void load_queries(__half *to, const AttentionQueries &queries,
                                              const QueryTile &query_tile, uint32_t kv_head, int pairs,
                                              int rows) {
-    for (int index = threadIdx.x; index < rows * (Cache::DIM / 4); index += THREADS) {
+    for (int index = threadIdx.x; index < rows * (Cache::DIM / 4); index += blockDim.x) {
         int pair = index / (Cache::DIM / 4), dim = index % (Cache::DIM / 4) * 4;
         float4 q = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (pair < pairs) {
@@ -160,6 +163,14 @@ __device__ __forceinline__ void load_queries(__half *to, const AttentionQueries 
         Cache::store_query(to + pair * Cache::PITCH, dim, Mma::pack(q.x * s, q.y * s),
                            Mma::pack(q.z * s, q.w * s));
     }
+}
+
+// Fills the rows from `pairs` to `rows` - 1 with zeros.
+template <class Cache>
+__device__ __forceinline__ void load_no_queries(__half *to, int pairs, int rows) {
+    for (int index = threadIdx.x; index < (rows - pairs) * (Cache::DIM / 4); index += blockDim.x)
+        Cache::store_query(to + (pairs + index / (Cache::DIM / 4)) * Cache::PITCH,
+                           index % (Cache::DIM / 4) * 4, 0, 0);
 }
 
 // Address of this lane's row for ldmatrix, for an A fragment: matrices 0 and 1 are rows 0-7 and

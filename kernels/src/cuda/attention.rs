@@ -7,16 +7,18 @@ use ops::{AttentionSpec, KvType};
 use quant::layout::TILE_COLS;
 
 use super::abi::attention::{
-    ATTENTION_PAD, ATTENTION_PAD_BYTES, ATTENTION_STAGES, ATTENTION_TILE, ATTENTION_WARPS, AttentionMerge,
-    AttentionMergeQuantized, AttentionMergedKv, AttentionQueries, AttentionScalar, AttentionSplitKv,
-    SPLIT_KV_PAIRS,
+    ATTENTION_GROUPED_BYTES, ATTENTION_GROUPS, ATTENTION_PAD, ATTENTION_PAD_BYTES, ATTENTION_STAGES,
+    ATTENTION_TILE, ATTENTION_WARPS, AttentionGroupedKv, AttentionMerge, AttentionMergeQuantized,
+    AttentionMergedKv, AttentionQueries, AttentionScalar, AttentionSplitKv, SPLIT_KV_PAIRS,
 };
+use super::abi::kv::NormRopeKvParams;
 use super::abi::tiles::QuantizedRows;
 use super::attention_prefill::PrefillMethod;
 use super::kv_write::{KvLayerAddress, q8_scale_bytes};
 use super::launch::{KernelName, kernel_name, launch_kernel};
 use super::module::image;
 use super::norm::ensure_same_len;
+use super::norm_rope_kv::NormRopeKvOperands;
 use super::quantized_output::QuantizedOutput;
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
@@ -47,13 +49,26 @@ pub struct AttentionPlanAddress {
     pub prefill_tiles_max: u32,
     /// Whether any block of the split-KV kernel has more than one tile of keys.
     pub has_multi_tile_blocks: bool,
-    /// Whether the split-KV kernel's blocks merge the splits of their rows. Otherwise, a merge
-    /// kernel does.
-    pub merges_in_blocks: bool,
+    pub merge: SplitMerge,
     /// Whether the plan merges the splits of all rows of the step.
     pub merges_all_rows: bool,
+    /// Whether the blocks can prepare the heads of their rows: each block has one row, and the row
+    /// is the only one of the step that writes keys which it reads.
+    pub prepares_heads: bool,
     pub partial_sums: u64,
     pub partial_weights: u64,
+}
+
+/// What computes the splits of a row and merges them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum SplitMerge {
+    /// A block for each split. A further kernel merges.
+    #[default]
+    Kernel,
+    /// A block for all splits of its rows, one after the other.
+    Block,
+    /// A block for all splits of its row, several at a time.
+    Groups,
 }
 
 /// The kernels for a model's attention shape. The choice depends on the model and the device, never
@@ -61,10 +76,12 @@ pub struct AttentionPlanAddress {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionMethod {
     /// Tensor cores. A block of the split-KV kernel has `split_tokens` tokens, a block of the
-    /// prefill kernel `prefill_tokens`.
+    /// prefill kernel `prefill_tokens`. `has_groups` says whether the device has the shared memory
+    /// for [`SplitMerge::Groups`].
     TensorCores {
         split_tokens: usize,
         prefill_tokens: usize,
+        has_groups: bool,
     },
     Scalar,
 }
@@ -77,7 +94,12 @@ impl AttentionMethod {
             return Self::Scalar;
         }
         let prefill_pairs = PrefillMethod::of(device, spec, kind).pairs();
-        Self::TensorCores { split_tokens: SPLIT_KV_PAIRS / group, prefill_tokens: prefill_pairs / group }
+        let grouped_bytes = grouped_launch(kind, *spec, 1).shared_bytes as usize + ATTENTION_GROUPED_BYTES;
+        Self::TensorCores {
+            split_tokens: SPLIT_KV_PAIRS / group,
+            prefill_tokens: prefill_pairs / group,
+            has_groups: grouped_bytes <= device.shared_bytes_max() as usize,
+        }
     }
 }
 
@@ -135,36 +157,66 @@ impl AttentionKernels {
     /// Whether the kernel that merges can also quantize its output. To do so, it must write all
     /// rows of the plan, and its blocks whole column tiles.
     pub(super) fn can_quantize(spec: &AttentionSpec, plan: &AttentionPlanAddress) -> bool {
-        let heads = if plan.merges_in_blocks { spec.heads / spec.kv_heads.max(1) } else { spec.heads };
+        let heads = match plan.merge {
+            SplitMerge::Kernel => spec.heads,
+            SplitMerge::Block | SplitMerge::Groups => spec.heads / spec.kv_heads.max(1),
+        };
         plan.merges_all_rows
             && TILE_COLS.is_multiple_of(spec.head_dim.max(1))
             && (heads * spec.head_dim).is_multiple_of(TILE_COLS)
     }
 
-    /// Computes all rows of a plan on the tensor cores.
+    /// Whether the kernels can also normalise and rotate the heads and write the step's keys:
+    /// whole heads, whose pairs are in one lane or in neighbouring lanes.
+    pub(super) fn takes_raw_heads(
+        plan: &AttentionPlanAddress,
+        kind: KvType,
+        head_dim: usize,
+        pairs: usize,
+    ) -> bool {
+        plan.prepares_heads
+            && matches!(kind, KvType::F16 | KvType::Bf16)
+            && matches!(head_dim, 64 | 128)
+            && 2 * pairs == head_dim
+    }
+
+    /// Computes all rows of a plan on the tensor cores. With `raw_heads`, it first does for these
+    /// heads what [`super::norm_rope_kv`] does, but leaves queries and keys as they are.
     ///
     /// # Safety
     /// The plan is in device memory at its addresses. Its query tiles name rows of `queries` and
     /// `out` and entries of `tables`. Every block that these entries lead to, up to the tiles' last
     /// positions, is mapped memory of the shape that `layer` describes. The buffers of partial
-    /// results have room for the whole plan.
+    /// results have room for the whole plan. With `raw_heads`, also as
+    /// [`super::norm_rope_kv::NormRopeKvKernels::launch`].
     pub unsafe fn paged(
         &self,
         stream: &Stream,
         inputs: &AttentionInputs<'_>,
         plan: &AttentionPlanAddress,
+        raw_heads: Option<&NormRopeKvOperands<'_>>,
         out: &mut DeviceViewMut<'_, f32>,
         quantized: Option<QuantizedOutput<'_>>,
     ) -> Result<(), CudaError> {
         check_output(inputs, out)?;
+        let raw_heads = match raw_heads {
+            Some(heads) => raw_params(inputs, plan, heads)?,
+            None => NormRopeKvParams::default(),
+        };
         if plan.splits_max > 0 {
             // SAFETY: this function's contract.
             unsafe {
-                if plan.merges_in_blocks {
-                    self.merged_kv(stream, inputs, plan, out, quantized.as_ref())?;
-                } else {
-                    self.split_kv(stream, inputs, plan)?;
-                    self.merge(stream, inputs.spec, plan, out, quantized.as_ref())?;
+                match plan.merge {
+                    SplitMerge::Kernel => {
+                        self.split_kv(stream, inputs, plan, raw_heads)?;
+                        self.merge(stream, inputs.spec, plan, out, quantized.as_ref())?;
+                    }
+                    SplitMerge::Block => {
+                        self.merged_kv(stream, inputs, plan, raw_heads, out, quantized.as_ref())?;
+                    }
+                    SplitMerge::Groups => {
+                        self.grouped_kv(stream, inputs, plan, raw_heads, out, quantized.as_ref())?;
+                    }
                 }
             }
         } else if quantized.is_some() {
@@ -184,6 +236,7 @@ impl AttentionKernels {
         stream: &Stream,
         inputs: &AttentionInputs<'_>,
         plan: &AttentionPlanAddress,
+        raw_heads: NormRopeKvParams,
     ) -> Result<(), CudaError> {
         let AttentionInputs { layer, kind, spec, .. } = *inputs;
         let stages = stages_of(plan);
@@ -195,6 +248,7 @@ impl AttentionKernels {
             splits: plan.splits,
             split_count: plan.counts,
             stage_count: stages as i32,
+            raw_heads,
             partial_sums: plan.partial_sums,
             partial_weights: plan.partial_weights,
         };
@@ -212,17 +266,12 @@ impl AttentionKernels {
         stream: &Stream,
         inputs: &AttentionInputs<'_>,
         plan: &AttentionPlanAddress,
+        raw_heads: NormRopeKvParams,
         out: &mut DeviceViewMut<'_, f32>,
         quantized: Option<&QuantizedOutput<'_>>,
     ) -> Result<(), CudaError> {
         let AttentionInputs { layer, kind, spec, .. } = *inputs;
-        let width = spec.heads * spec.head_dim;
-        let rows = out.len() / width.max(1);
-        ensure_quantizable(&spec, plan, quantized)?;
-        let (quantizer, quantized) = match quantized {
-            Some(quantized) => (quantized.number() as i32, quantized.rows(rows, width)?),
-            None => (0, QuantizedRows { act_tiles: 0, f16_sums: 0, f16_groups: 0 }),
-        };
+        let (quantizer, quantized) = quantizer_of(&spec, plan, out, quantized)?;
         let name = merged_kv_name(kind, spec.head_dim);
         let mut stages = stages_of(plan);
         let mut launch = split_launch(kind, spec, plan, stages);
@@ -242,12 +291,43 @@ impl AttentionKernels {
             splits: plan.splits,
             split_count: plan.counts,
             stage_count: stages as i32,
+            raw_heads,
             out: out.address(),
             quantizer,
             quantized,
         };
         // SAFETY: as in `split_kv`. A stage has room for 16 merged heads. If there are activation
         // tiles, the heads of a KV head are whole column tiles.
+        unsafe { launch_kernel(self.family(kind), name, stream, launch, &arguments) }
+    }
+
+    /// # Safety
+    /// As [`Self::paged`].
+    unsafe fn grouped_kv(
+        &self,
+        stream: &Stream,
+        inputs: &AttentionInputs<'_>,
+        plan: &AttentionPlanAddress,
+        raw_heads: NormRopeKvParams,
+        out: &mut DeviceViewMut<'_, f32>,
+        quantized: Option<&QuantizedOutput<'_>>,
+    ) -> Result<(), CudaError> {
+        let AttentionInputs { layer, kind, spec, .. } = *inputs;
+        let (quantizer, quantized) = quantizer_of(&spec, plan, out, quantized)?;
+        let arguments = AttentionGroupedKv {
+            kv: layer,
+            queries: query_params(inputs),
+            tables: inputs.tables.address(),
+            splits: plan.splits,
+            split_count: plan.counts,
+            raw_heads,
+            out: out.address(),
+            quantizer,
+            quantized,
+        };
+        let (name, launch) =
+            (grouped_kv_name(kind, spec.head_dim), grouped_launch(kind, spec, plan.splits_max));
+        // SAFETY: as in `merged_kv`. `grouped_launch` counts the memory as the kernel divides it.
         unsafe { launch_kernel(self.family(kind), name, stream, launch, &arguments) }
     }
 
@@ -372,6 +452,10 @@ fn merged_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionMergedKv
     by_head_dim!("attention_merged_kv", kind, head_dim)
 }
 
+fn grouped_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionGroupedKv> {
+    by_head_dim!("attention_grouped_kv", kind, head_dim)
+}
+
 /// Bytes between two rows of `cols` 16-bit values in shared memory.
 pub(super) fn row_pitch_bytes(cols: usize) -> usize {
     (cols + ATTENTION_PAD) * HALF_BYTES
@@ -394,6 +478,48 @@ fn split_launch(
         SPLIT_KV_PAIRS * (row_pitch_bytes(spec.head_dim) + row_pitch_bytes(ATTENTION_TILE));
     let shared_bytes = stages * KvStageBytes::of(kind, spec.head_dim).stage + queries_and_weights;
     launch_shape((spec.kv_heads as u32, plan.splits_max, 1), shared_bytes)
+}
+
+/// The parameters of heads that the kernels prepare. They are those of `inputs`.
+fn raw_params(
+    inputs: &AttentionInputs<'_>,
+    plan: &AttentionPlanAddress,
+    heads: &NormRopeKvOperands<'_>,
+) -> Result<NormRopeKvParams, CudaError> {
+    let AttentionInputs { kind, spec, .. } = *inputs;
+    let params = heads.params()?;
+    let takes = AttentionKernels::takes_raw_heads(plan, kind, spec.head_dim, params.pairs as usize);
+    ensure_length("heads that attention cannot prepare", usize::from(!takes), 0)?;
+    ensure_same_len("dimensions of a head", heads.head_dim, spec.head_dim)?;
+    ensure_same_len("KV heads", heads.kv_heads, spec.kv_heads)?;
+    ensure_same_len("queries of attention", heads.queries.len(), inputs.queries.len())?;
+    Ok(params)
+}
+
+/// The launch of attention_grouped_kv for up to `rows` rows.
+fn grouped_launch(kind: KvType, spec: AttentionSpec, rows: u32) -> LaunchConfig {
+    let group = spec.heads / spec.kv_heads.max(1);
+    let weights_and_results =
+        SPLIT_KV_PAIRS * row_pitch_bytes(ATTENTION_TILE) + group * spec.head_dim * size_of::<f32>();
+    let shared_bytes = ATTENTION_GROUPS * (KvStageBytes::of(kind, spec.head_dim).stage + weights_and_results)
+        + SPLIT_KV_PAIRS * row_pitch_bytes(spec.head_dim);
+    let launch = launch_shape((spec.kv_heads as u32, rows, 1), shared_bytes);
+    LaunchConfig { block: ATTENTION_GROUPS as u32 * BLOCK, ..launch }
+}
+
+/// The number of the format of `quantized` rows, and their addresses; null if there are none.
+fn quantizer_of(
+    spec: &AttentionSpec,
+    plan: &AttentionPlanAddress,
+    out: &DeviceViewMut<'_, f32>,
+    quantized: Option<&QuantizedOutput<'_>>,
+) -> Result<(i32, QuantizedRows), CudaError> {
+    let width = spec.heads * spec.head_dim;
+    ensure_quantizable(spec, plan, quantized)?;
+    match quantized {
+        Some(quantized) => Ok((quantized.number() as i32, quantized.rows(out.len() / width.max(1), width)?)),
+        None => Ok((0, QuantizedRows { act_tiles: 0, f16_sums: 0, f16_groups: 0 })),
+    }
 }
 
 fn ensure_quantizable(

@@ -33,6 +33,44 @@ pub struct NormRopeKvOperands<'a> {
     pub kv_heads: usize,
 }
 
+impl NormRopeKvOperands<'_> {
+    /// The kernel's parameters, if the lengths agree.
+    pub(super) fn params(&self) -> Result<NormRopeKvParams, CudaError> {
+        let Self { head_dim, kv_heads, angles, .. } = *self;
+        let (rows, pairs) = (self.slots.len(), angles.inverse_frequencies.len());
+        let heads = self.queries.len() / (rows * head_dim).max(1);
+        ensure_same_len("query heads", self.queries.len(), rows * heads * head_dim)?;
+        ensure_same_len("key heads", self.keys.len(), rows * kv_heads * head_dim)?;
+        ensure_same_len("value heads", self.values.len(), self.keys.len())?;
+        ensure_same_len("positions", self.positions.len(), rows)?;
+        ensure_same_len("pairs of a head", (2 * pairs).max(head_dim), head_dim)?;
+        ensure_same_len("values of a head", head_dim.min(NORM_ROPE_HEAD_DIM_MAX), head_dim)?;
+        if let Some((query, key, _)) = self.norms {
+            ensure_same_len("weight of a query norm", query.len(), head_dim)?;
+            ensure_same_len("weight of a key norm", key.len(), head_dim)?;
+        }
+        let (query_weight, key_weight, eps) =
+            self.norms.map_or((0, 0, 0.0), |(query, key, eps)| (query.address(), key.address(), eps));
+        Ok(NormRopeKvParams {
+            queries: self.queries.address(),
+            keys: self.keys.address(),
+            values: self.values.address(),
+            query_weight,
+            key_weight,
+            positions: self.positions.address(),
+            slots: self.slots.address(),
+            inverse_frequencies: angles.inverse_frequencies.address(),
+            eps,
+            magnitude: angles.magnitude,
+            heads: heads as i32,
+            kv_heads: kv_heads as i32,
+            head_dim: head_dim as i32,
+            pairs: pairs as i32,
+            adjacent: i32::from(angles.pairing == ops::RopePairing::Adjacent),
+        })
+    }
+}
+
 impl NormRopeKvKernels {
     pub fn new(device: &Device) -> Self {
         Self(LazyModule::new(device, "norm_rope_kv", image!("norm_rope_kv")))
@@ -52,45 +90,15 @@ impl NormRopeKvKernels {
         stream: &Stream,
         layer: KvLayerAddress,
         kind: KvType,
-        operands: &mut NormRopeKvOperands<'_>,
+        operands: &NormRopeKvOperands<'_>,
     ) -> Result<(), CudaError> {
-        let NormRopeKvOperands { head_dim, kv_heads, angles, .. } = *operands;
-        let (rows, pairs) = (operands.slots.len(), angles.inverse_frequencies.len());
-        let heads = operands.queries.len() / (rows * head_dim).max(1);
-        ensure_same_len("query heads", operands.queries.len(), rows * heads * head_dim)?;
-        ensure_same_len("key heads", operands.keys.len(), rows * kv_heads * head_dim)?;
-        ensure_same_len("value heads", operands.values.len(), operands.keys.len())?;
-        ensure_same_len("positions", operands.positions.len(), rows)?;
-        ensure_same_len("pairs of a head", (2 * pairs).max(head_dim), head_dim)?;
-        ensure_same_len("values of a head", head_dim.min(NORM_ROPE_HEAD_DIM_MAX), head_dim)?;
-        if let Some((query, key, _)) = operands.norms {
-            ensure_same_len("weight of a query norm", query.len(), head_dim)?;
-            ensure_same_len("weight of a key norm", key.len(), head_dim)?;
-        }
+        let params = operands.params()?;
+        let rows = operands.slots.len();
         if rows == 0 {
             return Ok(());
         }
-        let (query_weight, key_weight, eps) =
-            operands.norms.map_or((0, 0, 0.0), |(query, key, eps)| (query.address(), key.address(), eps));
-        let params = NormRopeKvParams {
-            queries: operands.queries.address(),
-            keys: operands.keys.address(),
-            values: operands.values.address(),
-            query_weight,
-            key_weight,
-            positions: operands.positions.address(),
-            slots: operands.slots.address(),
-            inverse_frequencies: angles.inverse_frequencies.address(),
-            eps,
-            magnitude: angles.magnitude,
-            heads: heads as i32,
-            kv_heads: kv_heads as i32,
-            head_dim: head_dim as i32,
-            pairs: pairs as i32,
-            adjacent: i32::from(angles.pairing == ops::RopePairing::Adjacent),
-        };
-        let blocks_of_row =
-            if rows < WHOLE_ROWS_MIN { (heads + 2 * kv_heads).div_ceil(NORM_ROPE_WARPS) as u32 } else { 1 };
+        let heads = (params.heads + 2 * params.kv_heads) as usize;
+        let blocks_of_row = if rows < WHOLE_ROWS_MIN { heads.div_ceil(NORM_ROPE_WARPS) as u32 } else { 1 };
         let launch = LaunchConfig {
             grid: (rows as u32, blocks_of_row, 1),
             block: 32 * NORM_ROPE_WARPS as u32,

@@ -178,7 +178,7 @@ fn of_heads(gpu: &TestGpu, rows: usize) -> Result<()> {
         })?;
         let bytes = (2 * HEADS + 3 * KV_HEADS) * row + cached;
         line(gpu, &format!("heads, and to a cache of {kind}"), rows, bytes, |_| {
-            let mut heads = NormRopeKvOperands {
+            let heads = NormRopeKvOperands {
                 queries: queries.view_mut(),
                 keys: keys.view_mut(),
                 values: values.view(),
@@ -190,7 +190,7 @@ fn of_heads(gpu: &TestGpu, rows: usize) -> Result<()> {
                 kv_heads: KV_HEADS,
             };
             // SAFETY: the cache has a block for every slot. Earlier work wrote all inputs.
-            Ok(unsafe { heads_to_cache.launch(stream, layer, kind, &mut heads) }?)
+            Ok(unsafe { heads_to_cache.launch(stream, layer, kind, &heads) }?)
         })?;
     }
     Ok(())

@@ -73,6 +73,7 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ("fused: rounded rows are those of single ops", fused::rounded_rows_are_those_of_single_ops),
     ("fused: residual sums are those", fused::residual_sums_are_those_of_single_ops),
     ("fused: attention blocks are those", fused::attention_blocks_are_those_of_single_ops),
+    ("fused: decode attention is that", fused::decode_attention_is_that_of_single_ops),
     ("experts: they are those of the reference", experts::they_are_those_of_the_reference),
     ("experts: rows take the experts of the host", routing::rows_take_the_experts_of_the_host),
     (

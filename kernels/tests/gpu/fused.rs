@@ -210,6 +210,9 @@ struct AttentionBlock {
     pairs: usize,
     /// The type of the matrix after attention.
     dtype: DType,
+    /// Whether products overwrite queries and keys afterwards, as in a model. Then attention may
+    /// prepare the heads itself.
+    is_followed: bool,
 }
 
 const BLOCK_TOKENS: usize = 16;
@@ -231,6 +234,22 @@ impl AttentionSteps {
             vec![(1, 110..630)],
         ];
         Self { before: vec![2_100, 3], steps }
+    }
+
+    /// Decode steps of `sequences` sequences. The last one has two rows of a sequence, which read
+    /// each other's keys, and so do not prepare their heads.
+    fn of_decode(sequences: usize) -> Self {
+        let before: Vec<usize> = (0..sequences).map(|sequence| 60 + 37 * sequence % 150).collect();
+        let step = |from: usize, tokens: usize| {
+            let part = |(sequence, &len): (usize, &usize)| (sequence, len + from..len + from + tokens);
+            before.iter().enumerate().map(part).collect::<Vec<_>>()
+        };
+        // Over the end of a tile of 64 keys.
+        let mut steps: Vec<_> = (0..6).map(|at| step(at, 1)).collect();
+        let mut last = step(6, 1);
+        last[0].1.end += 1;
+        steps.push(last);
+        Self { before, steps }
     }
 
     /// Two steps of so many sequences that blocks of attention merge the splits of their rows.
@@ -275,7 +294,7 @@ pub(crate) fn attention_blocks_are_those_of_single_ops(gpu: &TestGpu) -> Result<
             (2, 1, 5, false, RopePairing::Adjacent, 1, DType::F32),
         ] {
             let spec = AttentionSpec { heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt() };
-            let block = AttentionBlock { spec, kind, norms, pairing, pairs, dtype };
+            let block = AttentionBlock { spec, kind, norms, pairing, pairs, dtype, is_followed: false };
             // The scales of Q8_0 each cover 32 values.
             if kind != KvType::Q8_0 || head_dim % 32 == 0 {
                 let what = format!("{heads} heads on {kv_heads} of {head_dim}, {kind:?}, {dtype}");
@@ -294,10 +313,40 @@ pub(crate) fn attention_blocks_are_those_of_single_ops(gpu: &TestGpu) -> Result<
         ] {
             let spec = AttentionSpec { heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt() };
             let (pairing, pairs) = (RopePairing::Halves, head_dim / 2);
-            let block = AttentionBlock { spec, kind, norms: true, pairing, pairs, dtype };
+            let block = AttentionBlock { spec, kind, norms: true, pairing, pairs, dtype, is_followed: false };
             let what = format!("80 rows, {heads} heads on {kv_heads} of {head_dim}, {kind:?}, {dtype}");
             let steps = AttentionSteps::of_many_sequences();
             compare(&mut pair, &what, |ops| attention_block(ops, &block, &steps))?;
+        }
+    }
+    Ok(())
+}
+
+/// Decode rows whose heads attention prepares, where it can. Later steps read the keys that it
+/// writes.
+pub(crate) fn decode_attention_is_that_of_single_ops(gpu: &TestGpu) -> Result<()> {
+    let mut pair = pair(gpu)?;
+    for kind in [KvType::F32, KvType::F16, KvType::Bf16, KvType::Q8_0] {
+        for (heads, kv_heads, head_dim, norms, pairing, pairs, dtype) in [
+            (4, 2, 64, true, RopePairing::Halves, 32, DType::Q4_K),
+            (32, 2, 64, true, RopePairing::Adjacent, 32, DType::Q8_0),
+            (6, 2, 128, false, RopePairing::Adjacent, 64, DType::Q8_0),
+            (8, 4, 128, true, RopePairing::Halves, 64, DType::Q4_K),
+            (32, 4, 128, true, RopePairing::Halves, 64, DType::F16),
+            (1, 1, 128, false, RopePairing::Halves, 64, DType::Q8_0),
+            (3, 1, 96, true, RopePairing::Halves, 48, DType::Q8_0),
+            (6, 2, 128, true, RopePairing::Halves, 20, DType::Q8_0),
+        ] {
+            let spec = AttentionSpec { heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt() };
+            let block = AttentionBlock { spec, kind, norms, pairing, pairs, dtype, is_followed: true };
+            let counts: &[usize] = if gpu.small { &[1, 5] } else { &[1, 3, 8, 70] };
+            for &sequences in counts {
+                let what = format!("{sequences} rows, {heads} heads on {kv_heads} of {head_dim}, {kind:?}");
+                let steps = AttentionSteps::of_decode(sequences);
+                compare(&mut pair, &what, |ops| attention_block(ops, &block, &steps))?;
+            }
+            let steps = AttentionSteps::of_few_sequences();
+            compare(&mut pair, "long rows", |ops| attention_block(ops, &block, &steps))?;
         }
     }
     Ok(())
@@ -308,6 +357,8 @@ fn attention_block(ops: &mut OpRunner, block: &AttentionBlock, steps: &Attention
     let (width, kv_width) = (heads * head_dim, kv_heads * head_dim);
     let (query_norm, key_norm) = (ops.vector(head_dim), ops.vector(head_dim));
     let matrix = ops.matrix(block.dtype, width)?;
+    let (next_queries, next_keys) =
+        (ops.matrix_of(block.dtype, width, width)?, ops.matrix_of(block.dtype, width, kv_width)?);
     let inverse_frequencies =
         (0..block.pairs).map(|i| 10_000_f32.powf(-(i as f32) / block.pairs as f32)).collect();
     let rope =
@@ -342,6 +393,12 @@ fn attention_block(ops: &mut OpRunner, block: &AttentionBlock, steps: &Attention
         ops.cuda.attention(&kv, 0, &queries, &block.spec, &mut attended, rows)?;
         ops.end()?;
         ops.cuda.linear(&matrix, &attended, &mut out, rows)?;
+        ops.end()?;
+        if block.is_followed {
+            let next = &mut [(&next_queries, &mut queries), (&next_keys, &mut keys)];
+            ops.cuda.linears(&attended, next, rows)?;
+            ops.end()?;
+        }
         ops.take("queries", &queries, rows, width)?;
         ops.take("keys", &keys, rows, kv_width)?;
         ops.take("attention", &attended, rows, width)?;

@@ -141,7 +141,7 @@ pub(crate) fn caches_hold_the_bytes_of_the_host(gpu: &TestGpu) -> Result<()> {
                         inverse_frequencies: none.view(),
                         magnitude: 1.0,
                     };
-                    let mut rows = NormRopeKvOperands {
+                    let rows = NormRopeKvOperands {
                         queries: queries.view_mut(),
                         keys: own_keys.view_mut(),
                         values: device_values.view(),
@@ -154,7 +154,7 @@ pub(crate) fn caches_hold_the_bytes_of_the_host(gpu: &TestGpu) -> Result<()> {
                     };
                     // SAFETY: the cache has the shape that the layer describes, and it has every
                     // slot.
-                    unsafe { heads.launch(stream, layer, kind, &mut rows)? };
+                    unsafe { heads.launch(stream, layer, kind, &rows)? };
                     stream.synchronize()?;
                 } else {
                     let (keys, values, slots) =

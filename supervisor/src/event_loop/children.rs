@@ -254,6 +254,9 @@ impl SupervisorLoop {
         self.directory.directory().forget_child(name);
         let is_expected = child.machine.is_stopping();
         match is_expected {
+            true if end.is_crash() => {
+                tracing::warn!(child = %name, pid, %end, "child crashed while it stopped");
+            }
             true => tracing::debug!(child = %name, pid, %end, "child exited"),
             false => {
                 tracing::warn!(child = %name, pid, %end, status_text = child.status_text, "child exited unexpectedly")

@@ -251,3 +251,10 @@ proptest! {
         prop_assert_eq!(machine.state(), ChildState::Stopped);
     }
 }
+
+#[test]
+fn signals_other_than_those_that_end_processes_are_crashes() {
+    assert!(Termination::Signal(6).is_crash() && Termination::Signal(11).is_crash());
+    let ends = [SIGKILL, Termination::Signal(15), Termination::ExitCode(1), Termination::Unknown];
+    assert!(!ends.iter().any(Termination::is_crash));
+}

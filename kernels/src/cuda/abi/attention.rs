@@ -3,7 +3,7 @@
 //! The interface of attention over the paged KV cache: constants of the tensor-core kernels,
 //! entries of a step's plan, and the kernels' parameters.
 
-use super::kv::KvLayerAddress;
+use super::kv::{KvLayerAddress, NormRopeKvParams};
 use super::tiles::QuantizedRows;
 
 abi! {
@@ -18,6 +18,11 @@ abi! {
         const ATTENTION_WARPS: usize = 4;
         /// Stages of the KV pipeline, if tiles are copied while others are multiplied.
         const ATTENTION_STAGES: usize = 2;
+        /// Groups of four warps of a block of attention_grouped_kv.
+        const ATTENTION_GROUPS: usize = 4;
+        /// Shared memory that a block of that kernel has at most beside its dynamic shared memory:
+        /// addresses, maxima, and the row's own key and value.
+        const ATTENTION_GROUPED_BYTES: usize = 6 << 10;
         /// Padding between rows in shared memory, in 16-bit values. With it, the 16-byte vectors of
         /// a column are in different banks.
         const ATTENTION_PAD: usize = 8;
@@ -85,6 +90,8 @@ abi! {
         }
     }
     kernels {
+        /// `raw_heads` is what norm_rope_kv.cu would do before. Its queries are null if the queries
+        /// are ready and the keys written.
         kernel AttentionSplitKv(
             kv: KvLayerAddress,
             queries: AttentionQueries,
@@ -92,6 +99,7 @@ abi! {
             splits: u64 as "const KvSplits *",
             split_count: u64 as "const uint32_t *",
             stage_count: i32,
+            raw_heads: NormRopeKvParams,
             partial_sums: u64 as "float *",
             partial_weights: u64 as "float2 *",
         );
@@ -105,6 +113,19 @@ abi! {
             splits: u64 as "const KvSplits *",
             split_count: u64 as "const uint32_t *",
             stage_count: i32,
+            raw_heads: NormRopeKvParams,
+            out: u64 as "float *",
+            quantizer: i32,
+            quantized: QuantizedRows,
+        );
+        /// Like AttentionMergedKv, for entries of one row whose splits are tiles.
+        kernel AttentionGroupedKv(
+            kv: KvLayerAddress,
+            queries: AttentionQueries,
+            tables: u64 as "const uint32_t *",
+            splits: u64 as "const KvSplits *",
+            split_count: u64 as "const uint32_t *",
+            raw_heads: NormRopeKvParams,
             out: u64 as "float *",
             quantizer: i32,
             quantized: QuantizedRows,

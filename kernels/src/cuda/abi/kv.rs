@@ -32,6 +32,7 @@ abi! {
         }
 
         /// Operands of norm_rope_kv.cu: the query, key and value heads of a step.
+        #[derive(Default)]
         struct NormRopeKvParams [96 bytes] {
             queries: u64 as "float *",
             keys: u64 as "float *",

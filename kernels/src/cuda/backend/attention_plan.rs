@@ -27,6 +27,7 @@ const HEADER_WORDS: usize = 4;
 pub(super) struct AttentionPlanShape {
     pub(super) split_tokens: usize,
     pub(super) prefill_tokens: usize,
+    pub(super) has_groups: bool,
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
     pub(super) head_dim: usize,
@@ -87,13 +88,15 @@ impl DeviceAttentionPlan {
     }
 
     fn build(&mut self, recorder: &mut Recorder, rows: &StepRows) -> Result<(), OpError> {
-        let AttentionPlanShape { split_tokens, prefill_tokens, kv_heads, block_tokens, .. } = self.shape;
+        let AttentionPlanShape { split_tokens, prefill_tokens, has_groups, kv_heads, block_tokens, .. } =
+            self.shape;
         let limits = AttentionPlanLimits {
             split_tokens,
             prefill_tokens,
             partials_max: PARTIALS_MAX,
             kv_heads: kv_heads as u32,
             multiprocessors: recorder.stream().device().multiprocessors(),
+            has_groups,
         };
         let written = rows.blocks_written(block_tokens);
         let planned = PlannedRows {
@@ -131,8 +134,9 @@ impl DeviceAttentionPlan {
             merges_max: launch_bound(plan.merges.len()) as u32,
             prefill_tiles_max: launch_bound(plan.prefill_tiles.len()) as u32,
             has_multi_tile_blocks: plan.has_multi_tile_blocks,
-            merges_in_blocks: plan.merges_in_blocks,
+            merge: plan.merge,
             merges_all_rows: count == 1 && plan.prefill_tiles.is_empty(),
+            prepares_heads: count == 1 && plan.prepares_heads(),
             partial_sums: self.sums.view().address(),
             partial_weights: self.weights.view().address(),
         };

@@ -10,13 +10,13 @@ use super::fusion::{count_fusible, divide_sums};
 use super::kernel_set::{KernelSet, matrix_product, rope_angles};
 use super::liveness::are_overwritten_unread;
 use super::operand::{ActivationTiles, FloatRange};
+use crate::cuda::Stream;
 use crate::cuda::attention::AttentionPlanAddress;
 use crate::cuda::error::device_error;
 use crate::cuda::fused_linear::NormInput;
 use crate::cuda::linear::Before;
 use crate::cuda::norm_rope_kv::NormRopeKvOperands;
 use crate::cuda::quantized_output::QuantizedOutput;
-use crate::cuda::{DeviceView, Stream};
 
 impl KernelSet {
     /// Enqueues all commands on the stream.
@@ -84,16 +84,9 @@ impl KernelSet {
                     let output = activation_tiles.quantized_output(!are_overwritten_unread(*x, behind));
                     self.enqueue_quantized(stream, first, activation_tiles.cols, output, plans)
                 }
-                [
-                    KernelCommand::NormHeads { weight: query, eps, .. },
-                    KernelCommand::NormHeads { weight: key, .. },
-                    KernelCommand::Rope { .. },
-                    ..,
-                ] => {
-                    let norms = Some((query.view(), key.view(), eps.value()));
-                    self.enqueue_norm_rope_kv(stream, &commands[2..], norms)
+                [KernelCommand::NormHeads { .. } | KernelCommand::Rope { .. }, ..] => {
+                    self.enqueue_heads(stream, commands, behind, plans)
                 }
-                [KernelCommand::Rope { .. }, ..] => self.enqueue_norm_rope_kv(stream, commands, None),
                 other => unreachable!("count_fusible put together {other:?}"),
             }
         }
@@ -178,40 +171,65 @@ impl KernelSet {
         }
     }
 
-    /// Enqueues two rotations and the write to the cache. If there are `norms`, the same launch
-    /// first applies them to the heads.
+    /// Enqueues two rotations and the write to the cache. Norms of the heads may be before them,
+    /// and attention behind them, which may be quantized.
     ///
     /// # Safety
     /// As [`Self::enqueue`].
-    unsafe fn enqueue_norm_rope_kv(
+    unsafe fn enqueue_heads(
         &self,
         stream: &Stream,
         commands: &[KernelCommand],
-        norms: Option<(DeviceView<'_, f32>, DeviceView<'_, f32>, f32)>,
+        behind: &[KernelCommand],
+        plans: &[AttentionPlanAddress],
     ) -> Result<(), OpError> {
+        // SAFETY: for all views below, this function's contract.
+        let (norms, commands) = unsafe {
+            match commands {
+                [
+                    KernelCommand::NormHeads { weight: query, eps, .. },
+                    KernelCommand::NormHeads { weight: key, .. },
+                    rest @ ..,
+                ] => (Some((query.view(), key.view(), eps.value())), rest),
+                rest => (None, rest),
+            }
+        };
         let [
             KernelCommand::Rope { x: queries, positions, adjacent, frequencies, magnitude, head_dim },
             KernelCommand::Rope { .. },
             KernelCommand::KvWrite { layer, kind, keys, values, slots, kv_heads, .. },
-        ] = *commands
+            attention @ ..,
+        ] = commands
         else {
             unreachable!("count_fusible took {commands:?} for the rotations and the KV write of a step");
         };
         // SAFETY: this function's contract.
         unsafe {
-            let angles = rope_angles(adjacent, frequencies, magnitude);
-            let mut rows = NormRopeKvOperands {
+            let heads = NormRopeKvOperands {
                 queries: queries.view_mut(),
                 keys: keys.view_mut(),
                 values: values.view(),
                 norms,
                 positions: positions.view(),
                 slots: slots.view(),
-                angles,
-                head_dim: head_dim as usize,
-                kv_heads: kv_heads as usize,
+                angles: rope_angles(*adjacent, *frequencies, *magnitude),
+                head_dim: *head_dim as usize,
+                kv_heads: *kv_heads as usize,
             };
-            self.heads.launch(stream, layer, kind, &mut rows).map_err(device_error("kv_write"))
+            match attention {
+                [] => self.heads.launch(stream, *layer, *kind, &heads).map_err(device_error("kv_write")),
+                [KernelCommand::AttentionPaged { operands, plan }, quantize @ ..] => {
+                    let quantized = match quantize {
+                        [] => None,
+                        [KernelCommand::Quantize { x, activation_tiles }] => {
+                            Some(activation_tiles.quantized_output(!are_overwritten_unread(*x, behind)))
+                        }
+                        other => unreachable!("count_fusible put {other:?} behind attention"),
+                    };
+                    self.enqueue_attention(stream, operands, &plans[*plan as usize], Some(&heads), quantized)
+                }
+                other => unreachable!("count_fusible put {other:?} behind a write to the cache"),
+            }
         }
     }
 }

@@ -7,6 +7,7 @@
 //! products of one type with the same input            one launch of linear_*.cu
 //! norm, gate or attention, then quantize              the kernel that also writes activation tiles
 //! [2 norms of heads,] 2 rotations, write to the cache norm_rope_kv.cu
+//! the same and attention, for decode rows             attention/raw_heads.cuh
 //! norm, quantize, products, for one token             linear/matvec.cuh normalises its input
 //! product, sum with the residual stream, likewise     linear/matvec.cuh adds its output
 //! ```
@@ -16,6 +17,7 @@
 //! `KernelSet::enqueue` must handle every combination that it returns.
 
 use super::command::KernelCommand;
+use super::liveness::are_overwritten_unread;
 use super::operand::FloatRange;
 use crate::cuda::attention::{AttentionKernels, AttentionPlanAddress};
 use crate::cuda::linear::{LinearKernels, MATRICES_MAX};
@@ -92,8 +94,19 @@ pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddres
         return 2 + count_products(&list[2..]);
     }
     if is_norm_rope_kv(list) {
-        return if matches!(list[0], KernelCommand::Rope { .. }) { 3 } else { 5 };
+        let heads = if matches!(list[0], KernelCommand::Rope { .. }) { 3 } else { 5 };
+        let (these, behind) = list.split_at(heads);
+        return if prepares_heads(these, behind, plans) {
+            heads + count_quantized(behind, plans)
+        } else {
+            heads
+        };
     }
+    count_quantized(list, plans)
+}
+
+/// 2 if one launch computes the first command of `list` and quantizes its output, otherwise 1.
+fn count_quantized(list: &[KernelCommand], plans: &[AttentionPlanAddress]) -> usize {
     if let [first, KernelCommand::Quantize { x, activation_tiles }, ..] = list
         && QuantizedOutput::supports(activation_tiles.layout.format)
     {
@@ -114,6 +127,32 @@ pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddres
         }
     }
     1
+}
+
+/// Whether `behind` begins with attention that can do the work of `heads`, a write to the cache and
+/// what is before it. Attention leaves queries and keys as they are, so nothing may read them.
+fn prepares_heads(heads: &[KernelCommand], behind: &[KernelCommand], plans: &[AttentionPlanAddress]) -> bool {
+    let (
+        [.., KernelCommand::Rope { frequencies, .. }, KernelCommand::KvWrite { layer, kind, keys, .. }],
+        [KernelCommand::AttentionPaged { operands, plan }, others @ ..],
+    ) = (heads, behind)
+    else {
+        return false;
+    };
+    let head_dim = operands.shape.spec().head_dim;
+    (operands.layer, operands.kind) == (*layer, *kind)
+        && rotated(heads) == Some(operands.queries)
+        && AttentionKernels::takes_raw_heads(&plans[*plan as usize], *kind, head_dim, frequencies.len)
+        && are_overwritten_unread(operands.queries, others)
+        && are_overwritten_unread(*keys, others)
+}
+
+/// The first values that commands rotate.
+fn rotated(commands: &[KernelCommand]) -> Option<FloatRange> {
+    commands.iter().find_map(|command| match *command {
+        KernelCommand::Rope { x, .. } => Some(x),
+        _ => None,
+    })
 }
 
 /// Whether `list` begins with `[norm of queries, norm of keys,] rotation of queries, rotation of

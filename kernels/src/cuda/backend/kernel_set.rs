@@ -5,7 +5,7 @@
 use ops::{OpError, RopePairing};
 
 use super::command::KernelCommand;
-use super::operand::{ActivationTiles, F32Bits, FloatRange};
+use super::operand::{ActivationTiles, AttentionOperands, F32Bits, FloatRange};
 use crate::cuda::argmax::ArgmaxKernels;
 use crate::cuda::attention::{AttentionKernels, AttentionPlanAddress};
 use crate::cuda::embed::EmbedKernels;
@@ -15,7 +15,7 @@ use crate::cuda::gather::GatherKernels;
 use crate::cuda::kv_write::KvWriteKernels;
 use crate::cuda::linear::{Before, LinearKernels, MATRICES_MAX, MatrixProduct};
 use crate::cuda::norm::NormKernels;
-use crate::cuda::norm_rope_kv::NormRopeKvKernels;
+use crate::cuda::norm_rope_kv::{NormRopeKvKernels, NormRopeKvOperands};
 use crate::cuda::quantize::QuantizeKernels;
 use crate::cuda::quantized_output::QuantizedOutput;
 use crate::cuda::rope::{RopeAngles, RopeKernels};
@@ -220,18 +220,30 @@ impl KernelSet {
                         quantized,
                     )
                     .map_err(device_error("add_rms_norm")),
-                KernelCommand::AttentionPaged { operands, plan } => self
-                    .attentions
-                    .paged(
-                        stream,
-                        &operands.inputs(),
-                        &plans[plan as usize],
-                        &mut operands.out.view_mut(),
-                        quantized,
-                    )
-                    .map_err(device_error("attention")),
+                KernelCommand::AttentionPaged { ref operands, plan } => {
+                    self.enqueue_attention(stream, operands, &plans[plan as usize], None, quantized)
+                }
                 ref other => unreachable!("the kernel of {other:?} writes no activation tiles"),
             }
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::enqueue`].
+    pub(super) unsafe fn enqueue_attention(
+        &self,
+        stream: &Stream,
+        operands: &AttentionOperands,
+        plan: &AttentionPlanAddress,
+        raw_heads: Option<&NormRopeKvOperands<'_>>,
+        quantized: Option<QuantizedOutput<'_>>,
+    ) -> Result<(), OpError> {
+        // SAFETY: for all views below, the caller's contract.
+        unsafe {
+            let mut out = operands.out.view_mut();
+            self.attentions
+                .paged(stream, &operands.inputs(), plan, raw_heads, &mut out, quantized)
+                .map_err(device_error("attention"))
         }
     }
 }

@@ -48,6 +48,9 @@ const IN_FLIGHT_MAX: usize = 1 << 15;
 pub(super) type MemoryOwner = Arc<dyn Any + Send + Sync>;
 
 pub(super) struct Recorder {
+    /// By part. In order of use: the most recently used graph is the last one. They are before
+    /// `kernels`, so that they are dropped before the modules whose functions they call.
+    graphs: [Vec<CapturedGraph>; 3],
     stream: Stream,
     kernels: KernelSet,
     word_copies: WordCopyKernels,
@@ -65,8 +68,6 @@ pub(super) struct Recorder {
     /// Owners for work that has ended. They are dropped when the device is busy again, because that
     /// takes some 10 us. The last owner of a buffer waits for the device.
     ended: Vec<MemoryOwner>,
-    /// By part. In order of use: the most recently used graph is the last one.
-    graphs: [Vec<CapturedGraph>; 3],
     seen: VecDeque<u64>,
     use_graphs: bool,
     /// The time spent on captures so far.

@@ -325,12 +325,13 @@ impl Backend for Cuda {
             out: self.use_tensor(out, rows),
         };
         match AttentionMethod::of(self.device(), spec, shape.kind) {
-            AttentionMethod::TensorCores { split_tokens, prefill_tokens } => {
+            AttentionMethod::TensorCores { split_tokens, prefill_tokens, has_groups } => {
                 let AttentionSpec { heads, kv_heads, head_dim, .. } = *spec;
                 let block_tokens = kv.blocks().tokens;
                 let shape = AttentionPlanShape {
                     split_tokens,
                     prefill_tokens,
+                    has_groups,
                     heads,
                     kv_heads,
                     head_dim,
