@@ -71,10 +71,10 @@
 // attention_q8_0.cu), which the worker loads only for such a cache. The merge kernels here merge
 // the partial results of all types.
 //
-// A block copies its first tile before the kernel that writes the step's keys has ended, unless
-// the step writes keys of that tile. If each row of a step is the only one that writes keys which
-// it reads, there is no such kernel: the blocks prepare heads and write keys
-// (attention/raw_heads.cuh).
+// A block of attention_split_kv and attention_merged_kv copies its first tile before the kernel
+// that writes the step's keys has ended, unless the step writes keys of that tile. If each row of a
+// step is the only one that writes keys which it reads, there is no such kernel: the blocks prepare
+// heads and write keys (attention/raw_heads.cuh).
 //
 // Keys beyond the last token of a tile are not loaded but zero: their memory may be unmapped, or
 // hold values that are not finite.

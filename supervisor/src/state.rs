@@ -103,7 +103,7 @@ pub enum Termination {
 }
 
 impl Termination {
-    /// Whether the process ended by a signal other than those by which processes are ended.
+    /// Whether a signal other than SIGKILL and SIGTERM ended the process.
     pub(crate) fn is_crash(&self) -> bool {
         use nix::libc::{SIGKILL, SIGTERM};
         matches!(self, Termination::Signal(signal) if !matches!(*signal, SIGKILL | SIGTERM))

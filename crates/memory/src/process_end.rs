@@ -5,8 +5,8 @@
 /// Ends the process as the kernel would: no exit handler runs and nothing is flushed.
 ///
 /// The handlers of the CUDA driver and of NVML free what they have allocated, also while another
-/// thread is inside the driver. In a worker, that is its engine's thread, which gives up the model
-/// or waits for a step. Then the heap is corrupted at times ("double free or corruption"). The
+/// thread is inside the driver. In a worker, the engine's thread may be freeing the model or
+/// waiting for a step. Then the heap is corrupted at times ("double free or corruption"). The
 /// kernel gives back all that the handlers would.
 pub fn end_process(exit_code: u8) -> ! {
     // SAFETY: takes a number, runs no code of this process and does not return.

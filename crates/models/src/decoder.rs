@@ -243,6 +243,7 @@ impl<B: Backend> Decoder<B> {
             let most = outputs.min(first + at_once);
             (first..most).find(|&output| kind_of(output) != kind_of(first)).unwrap_or(most)
         };
+        // Of one run alone: `output_rows` overwrites the residual stream and `delta`.
         let are_in_place = end_of_run(0) == rows && step.outputs.iter().copied().eq(0..rows as u32);
         if outputs > 0 && !are_in_place {
             backend.add(residual, delta, rows)?;

@@ -190,6 +190,33 @@ impl RuntimeDir {
         let _: io::Result<()> = fs::remove_file(self.pid_record(child));
     }
 
+    /// Removes what children have left that are neither alive nor `known`: those that a supervisor
+    /// had started, and that died with it.
+    pub fn remove_files_of_dead_children(&self, known: impl Fn(&str) -> bool) -> io::Result<()> {
+        let living = self.living_children()?;
+        for entry in fs::read_dir(&self.path)? {
+            let name = entry?.file_name();
+            let child = name.to_str().and_then(|name| name.strip_prefix("notify-")?.strip_suffix(".sock"));
+            let Some(child) = child else { continue };
+            if !known(child) && !living.iter().any(|(name, _)| name == child) {
+                self.remove_child_files(child);
+            }
+        }
+        Ok(())
+    }
+
+    fn remove_child_files(&self, child: &str) {
+        let own_socket = self.path.join(format!("{child}.sock"));
+        for path in [self.config(child), self.notify_socket(child), self.pid_record(child), own_socket] {
+            match fs::remove_file(&path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    tracing::debug!(path = %path.display(), %error, "cannot remove a file of a dead child");
+                }
+                Ok(()) | Err(_) => {}
+            }
+        }
+    }
+
     /// Names and process ids of the recorded children that are alive.
     pub fn living_children(&self) -> io::Result<Vec<(String, u32)>> {
         let mut living = Vec::new();
@@ -413,6 +440,37 @@ mod tests {
         other.wait().unwrap();
         directory.remove_child_and_dir_if_last("worker-0");
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn files_of_children_that_are_dead_and_unknown_are_removed() {
+        let parent = tempfile::tempdir().unwrap();
+        let directory = RuntimeDir::at(parent.path());
+        let mut alive = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        directory.record_child("worker-2", alive.id()).unwrap();
+        for name in ["worker-0", "worker-1", "worker-2"] {
+            fs::write(directory.notify_socket(name), "").unwrap();
+            fs::write(directory.config(name), "").unwrap();
+        }
+        for path in [directory.worker_socket(1), directory.models_record(), directory.router_socket()] {
+            fs::write(path, "").unwrap();
+        }
+        directory.remove_files_of_dead_children(|name| name == "worker-0").unwrap();
+        alive.kill().unwrap();
+        alive.wait().unwrap();
+        let mut left: Vec<_> =
+            fs::read_dir(parent.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        left.sort();
+        let expected = [
+            "models.toml",
+            "notify-worker-0.sock",
+            "notify-worker-2.sock",
+            "router.sock",
+            "worker-0.toml",
+            "worker-2.pid",
+            "worker-2.toml",
+        ];
+        assert_eq!(left, expected);
     }
 
     #[test]

@@ -4,9 +4,9 @@
 // attention_merged_kv does, but four at a time: four groups of four warps have a split each.
 //
 //   group 0 | split 0 | split 4 | ...      a split is one tile of 64 keys
-//   group 1 | split 1 | split 5 |          copies of the first four tiles start before the
-//   group 2 | split 2 |                    previous kernel has ended, except for keys that the
-//   group 3 | split 3 |                    step writes
+//   group 1 | split 1 | split 5 |          if the block prepares its heads (raw_heads.cuh), copies
+//   group 2 | split 2 |                    of the first four tiles start before the previous
+//   group 3 | split 3 |                    kernel has ended
 //                     ^ all threads merge the results of up to four splits, in order
 //
 // So no kernel has to merge afterwards, which takes some 3 us more on an H200.

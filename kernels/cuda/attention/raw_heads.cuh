@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Decode rows whose heads are still as the products left them. A block of split_kv.cuh then does
-// what norm_rope_kv.cu does, for the heads that it reads: norm and rotation of its query heads; and
-// if its splits are the last of the row, norm and rotation of the key head, and both writes to the
-// cache. This saves a launch a layer, some 2 us on an H200.
+// Decode rows whose heads have no norm and rotation yet. A block of split_kv.cuh or grouped_kv.cuh
+// then does what norm_rope_kv.cu does, for the heads that it reads: norm and rotation of its query
+// heads; and if its splits are the last of the row, norm and rotation of the key head, and both
+// writes to the cache. This saves a launch a layer, some 2 us on an H200.
 //
 // A row must be the only one of the step that writes keys which the row reads. So the block reads
 // all other keys of the row before the previous kernel has ended, and puts the row's own key into
@@ -59,18 +59,18 @@ struct RawHeads {
     __device__ __forceinline__ void finish(const KvLayerAddress &kv, const AttentionQueries &queries,
                                            __half *query_rows) const {
         constexpr int VALUES = DIM / 32;
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = queries.group;
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, query_heads = queries.group;
         const int warps = blockDim.x / 32;
-        const int items = group + (has_key ? 2 : 0);
+        const int items = query_heads + (has_key ? 2 : 0);
         for (int first = warp; first < items; first += RAW_ROUND * warps) {
             float v[RAW_ROUND][VALUES];
 #pragma unroll
             for (int k = 0; k < RAW_ROUND; k++) {
                 const int item = first + k * warps;
                 if (item >= items) break;
-                const float *from = item < group    ? params.queries + head_at(params.heads, item)
-                                    : item == group ? params.keys + head_at(params.kv_heads, 0)
-                                                    : params.values + head_at(params.kv_heads, 0);
+                const float *from = item < query_heads    ? params.queries + head_at(params.heads, item)
+                                    : item == query_heads ? params.keys + head_at(params.kv_heads, 0)
+                                                          : params.values + head_at(params.kv_heads, 0);
 #pragma unroll
                 for (int i = 0; i < VALUES; i++) v[k][i] = from[lane + 32 * i];
             }
@@ -78,7 +78,7 @@ struct RawHeads {
             for (int k = 0; k < RAW_ROUND; k++) {
                 const int item = first + k * warps;
                 if (item >= items) break;
-                const bool is_query = item<group, is_value = item> group;
+                const bool is_query = item < query_heads, is_value = item > query_heads;
                 if (!is_value) {
                     const float *weight = is_query ? shared.query_weight : shared.key_weight;
                     turn_head(v[k], params.query_weight == nullptr ? nullptr : weight, params.eps,

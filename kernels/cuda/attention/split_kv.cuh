@@ -8,7 +8,7 @@
 //   grid: (KV heads, entries of the plan), so that the heads of a row, which are neighbours in the
 //   cache, run at the same time
 //
-// raw_heads.cuh says how a block prepares heads that come from a product as they are, and
+// raw_heads.cuh says how a block prepares heads that have no norm and rotation yet, and
 // split_results.cuh what becomes of the results of a split.
 
 #pragma once

@@ -35,8 +35,9 @@ struct SplitTiles {
     float sums[COLS][4] = {};
     float weight_sum[4] = {};
 
-    __device__ __forceinline__ SplitTiles(const QueryTile &query_tile, int group, const __half *query_rows,
-                                          __half *weight_tile, float (&largest_by_warp)[WARPS][16])
+    __device__ __forceinline__ SplitTiles(const QueryTile &query_tile, int heads_per_kv_head,
+                                          const __half *query_rows, __half *weight_tile,
+                                          float (&largest_by_warp)[WARPS][16])
         : weight_tile(weight_tile), largest_by_warp(largest_by_warp) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -44,8 +45,8 @@ struct SplitTiles {
             load_matrices(query[k], fragment_address_a(query_rows + 16 * k, Cache::PITCH));
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            position[half] =
-                query_tile.position + min((lane / 4 + 8 * half) / group, int(query_tile.tokens) - 1);
+            position[half] = query_tile.position +
+                             min((lane / 4 + 8 * half) / heads_per_kv_head, int(query_tile.tokens) - 1);
     }
 
     __device__ __forceinline__ void reset() {

@@ -40,7 +40,8 @@ impl ArgmaxKernels {
             overlaps_predecessor: true,
         };
         let arguments = ArgmaxRows { x: x.address(), cols: cols as u32, out: out.address() };
-        // SAFETY: cluster r reads `cols` values at r * cols and writes value r.
+        // SAFETY: cluster r reads `cols` values at r * cols and writes value r. If `cols` is a
+        // multiple of 4, it reads vectors of 16 bytes; tensors begin at multiples of 256 bytes.
         unsafe { launch_spread(&self.0, kernel_name!("argmax", "argmax_rows"), stream, launch, &arguments) }
     }
 }

@@ -236,10 +236,11 @@ impl AttentionSteps {
         Self { before: vec![2_100, 3], steps }
     }
 
-    /// Decode steps of `sequences` sequences. The last one has two rows of a sequence, which read
-    /// each other's keys, and so do not prepare their heads.
-    fn of_decode(sequences: usize) -> Self {
-        let before: Vec<usize> = (0..sequences).map(|sequence| 60 + 37 * sequence % 150).collect();
+    /// Decode steps of sequences whose `lengths` lie in a range. The last one has two rows of a
+    /// sequence, which read each other's keys, and so do not prepare their heads.
+    fn of_decode(sequences: usize, lengths: Range<usize>) -> Self {
+        let length = |sequence: usize| lengths.start + 37 * sequence % lengths.len();
+        let before: Vec<usize> = (0..sequences).map(length).collect();
         let step = |from: usize, tokens: usize| {
             let part = |(sequence, &len): (usize, &usize)| (sequence, len + from..len + from + tokens);
             before.iter().enumerate().map(part).collect::<Vec<_>>()
@@ -342,11 +343,16 @@ pub(crate) fn decode_attention_is_that_of_single_ops(gpu: &TestGpu) -> Result<()
             let counts: &[usize] = if gpu.small { &[1, 5] } else { &[1, 3, 8, 70] };
             for &sequences in counts {
                 let what = format!("{sequences} rows, {heads} heads on {kv_heads} of {head_dim}, {kind:?}");
-                let steps = AttentionSteps::of_decode(sequences);
+                let steps = AttentionSteps::of_decode(sequences, 60..210);
                 compare(&mut pair, &what, |ops| attention_block(ops, &block, &steps))?;
             }
             let steps = AttentionSteps::of_few_sequences();
             compare(&mut pair, "long rows", |ops| attention_block(ops, &block, &steps))?;
+            // On a large GPU, so many blocks compute two rounds of groups.
+            if kv_heads == 1 && !gpu.small {
+                let steps = AttentionSteps::of_decode(70, 260..500);
+                compare(&mut pair, "two rounds", |ops| attention_block(ops, &block, &steps))?;
+            }
         }
     }
     Ok(())

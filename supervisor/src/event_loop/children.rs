@@ -255,7 +255,7 @@ impl SupervisorLoop {
         let is_expected = child.machine.is_stopping();
         match is_expected {
             true if end.is_crash() => {
-                tracing::warn!(child = %name, pid, %end, "child crashed while it stopped");
+                tracing::error!(child = %name, pid, %end, "child crashed while it stopped");
             }
             true => tracing::debug!(child = %name, pid, %end, "child exited"),
             false => {

@@ -118,7 +118,10 @@ impl SupervisorLoop {
             self.apply_event(&name, ChildEvent::OrphanFound);
         }
         self.remove_workers_of_other_weights();
-        Ok(())
+        let directory = self.directory.directory();
+        directory
+            .remove_files_of_dead_children(|name| self.children.contains_key(name))
+            .map_err(FleetStartError::RuntimeDir)
     }
 
     /// The spec does not list a worker that was added while the dead supervisor ran, or whose model

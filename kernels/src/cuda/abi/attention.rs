@@ -21,7 +21,7 @@ abi! {
         /// Groups of four warps of a block of attention_grouped_kv.
         const ATTENTION_GROUPS: usize = 4;
         /// Shared memory that a block of that kernel has at most beside its dynamic shared memory:
-        /// addresses, maxima, and the row's own key and value.
+        /// addresses, maxima, weights, angles, and the row's own key and value.
         const ATTENTION_GROUPED_BYTES: usize = 6 << 10;
         /// Padding between rows in shared memory, in 16-bit values. With it, the 16-byte vectors of
         /// a column are in different banks.

@@ -9,6 +9,7 @@ use ops::OpError;
 
 use super::plan::{
     AttentionPlan, AttentionPlanLimits, KvSplits, PARTIALS_MAX, PartialMerge, PlannedRows, QueryTile,
+    launch_bound,
 };
 use super::recorder::Recorder;
 use super::step::StepRows;
@@ -183,17 +184,5 @@ impl PlanSections {
         put(self.splits, bytemuck::cast_slice(&plan.splits));
         put(self.merges, bytemuck::cast_slice(&plan.merges));
         put(self.prefill_tiles, bytemuck::cast_slice(&plan.prefill_tiles));
-    }
-}
-
-/// The upper bound that launches use for `count`. A bound that changes makes another graph, and
-/// blocks beyond `count` start for nothing. So small counts are rounded up to a power of two, large
-/// ones to an eighth of it: 576 splits of 8 KV heads would otherwise start 3,584 idle blocks.
-fn launch_bound(count: usize) -> usize {
-    let power = count.next_power_of_two();
-    match count {
-        0 => 0,
-        1..=64 => power,
-        _ => count.next_multiple_of(power / 8),
     }
 }

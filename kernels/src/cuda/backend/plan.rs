@@ -6,10 +6,12 @@
 //! Every plan gives the same bits (attention.cu says why); a plan changes the speed alone.
 //!
 //! 1. A long run of consecutive tokens of one sequence goes to the prefill kernel.
-//! 2. Decode rows and short runs are split along their keys. If there are so many that a block for
-//!    each of them and each KV head fills the device, a block computes all splits of its rows and
-//!    merges them.
-//! 3. Otherwise, each split has a block, and a further kernel merges their partial results. When
+//! 2. Few decode rows of few keys get a block for each row and KV head, whose groups of warps
+//!    compute several splits at a time.
+//! 3. Other decode rows and short runs are split along their keys. If there are so many that a
+//!    block for each of them and each KV head fills the device, a block computes all splits of its
+//!    rows and merges them.
+//! 4. Otherwise, each split has a block, and a further kernel merges their partial results. When
 //!    these fill their buffer, the plan ends. The remaining rows get further plans.
 
 use std::cmp::Reverse;
@@ -140,24 +142,25 @@ impl AttentionPlan {
     }
 
     /// Whether blocks of attention prepare the heads of their rows. With one row and a block for
-    /// each split, a kernel for that is faster: one stream of a 0.6B model reaches 1,615 instead of
+    /// each split, norm_rope_kv.cu is faster: one stream of a 0.6B model reaches 1,615 instead of
     /// 1,593 tokens a second (H200).
     pub(super) fn prepares_heads(&self) -> bool {
         self.has_lone_rows && (self.merge != SplitMerge::Kernel || self.split_tiles.len() > 1)
     }
 
-    /// Whether groups are the fastest for these rows. A block of them takes a multiprocessor, and
-    /// computes a round of splits in some 4 us. With one round, it is faster than a block for each
-    /// split and the merge kernel. With two rounds, it is if there are blocks for two fifths of the
-    /// device. On an H200, 8 rows of an 8B model take 5.1 instead of 6.9 us at 190 keys and 9.7
-    /// instead of 9.9 at 512; one row takes 8.2 instead of 4.3 at 512.
+    /// Whether groups are the fastest for these rows. Each of their blocks needs a multiprocessor,
+    /// and computes a round of splits in some 4 us. With one round, it is faster than a block for
+    /// each split and the merge kernel. With two rounds, it is faster if there are blocks for two
+    /// fifths of the device. On an H200, 8 rows of an 8B model take 5.1 instead of 6.9 us at 190
+    /// keys and 9.7 instead of 9.9 at 512; one row takes 8.2 instead of 4.3 at 512.
     fn fits_groups(&self, limits: AttentionPlanLimits) -> bool {
         const ROUND: u32 = ATTENTION_GROUPS as u32;
-        let blocks = self.split_tiles.len() as u32 * limits.kv_heads;
-        let rounds = if 5 * blocks >= 2 * limits.multiprocessors { 2 } else { 1 };
+        let rows = self.split_tiles.len();
+        let launched = launch_bound(rows) as u32 * limits.kv_heads;
+        let rounds = if 5 * rows as u32 * limits.kv_heads >= 2 * limits.multiprocessors { 2 } else { 1 };
         limits.has_groups
             && self.has_lone_rows
-            && blocks <= limits.multiprocessors
+            && launched <= limits.multiprocessors
             && self.split_tiles.iter().all(|all| all.queries.split_shift == 0 && all.splits <= rounds * ROUND)
     }
 
@@ -274,6 +277,18 @@ impl AttentionPlan {
             }));
             self.partials += splits * queries.tokens;
         }
+    }
+}
+
+/// The upper bound that launches use for `count`. A bound that changes makes another graph, and
+/// blocks beyond `count` start for nothing. So small counts are rounded up to a power of two, large
+/// ones to an eighth of it: 576 splits of 8 KV heads would otherwise start 3,584 idle blocks.
+pub(super) fn launch_bound(count: usize) -> usize {
+    let power = count.next_power_of_two();
+    match count {
+        0 => 0,
+        1..=64 => power,
+        _ => count.next_multiple_of(power / 8),
     }
 }
 
