@@ -78,7 +78,8 @@ struct RawHeads {
             for (int k = 0; k < RAW_ROUND; k++) {
                 const int item = first + k * warps;
                 if (item >= items) break;
-                const bool is_query = item < query_heads, is_value = item > query_heads;
+                const bool is_query = item < query_heads;
+                const bool is_value = item > query_heads;
                 if (!is_value) {
                     const float *weight = is_query ? shared.query_weight : shared.key_weight;
                     turn_head(v[k], params.query_weight == nullptr ? nullptr : weight, params.eps,
