@@ -10,7 +10,8 @@
 //! describe    manifest: which tensor lies where, in which allocation
 //! map         host_import::import_host (read-only)      device::ImportedModel (read-only)
 //! ```
-//! [`allocator`] is for the private memory of all processes.
+//! [`allocator`] is for the private memory of all processes. [`process_end`] ends those that use a
+//! driver.
 //!
 //! This crate knows no socket and no wire format. The crate `handoff` carries descriptors and the
 //! manifest to another process.

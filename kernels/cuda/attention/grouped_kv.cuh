@@ -106,7 +106,7 @@ __device__ __forceinline__ void fill_query_rows(bool is_raw, const RawHeads<Cach
                                                 __half *query_rows, LoadFirst load_first) {
     if (is_raw) {
         load_first();
-        load_no_queries<Cache>(query_rows, queries.group, 16);
+        zero_query_rows<Cache>(query_rows, queries.group, 16);
         __syncthreads();
         wait_for_previous_kernel();
         launch_next_kernel();

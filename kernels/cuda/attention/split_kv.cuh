@@ -61,7 +61,7 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
     if (is_raw) {
         pipeline.load_tile(0);
         raw.prefetch();
-        load_no_queries<Cache>(query_rows, pairs, 16);
+        zero_query_rows<Cache>(query_rows, pairs, 16);
         __syncthreads();
         wait_for_previous_kernel();
         launch_next_kernel();

@@ -167,7 +167,7 @@ __device__ __forceinline__ void load_queries(__half *to, const AttentionQueries 
 
 // Fills the rows from `pairs` to `rows` - 1 with zeros.
 template <class Cache>
-__device__ __forceinline__ void load_no_queries(__half *to, int pairs, int rows) {
+__device__ __forceinline__ void zero_query_rows(__half *to, int pairs, int rows) {
     for (int index = threadIdx.x; index < (rows - pairs) * (Cache::DIM / 4); index += blockDim.x)
         Cache::store_query(to + (pairs + index / (Cache::DIM / 4)) * Cache::PITCH,
                            index % (Cache::DIM / 4) * 4, 0, 0);
