@@ -2,12 +2,13 @@
 
 //! Ends the process without its exit handlers.
 
-/// Ends the process as the kernel would: no exit handler runs and nothing is flushed.
+/// Ends the process as SIGKILL would, but with an exit code: no exit handler runs, and nothing is
+/// flushed.
 ///
 /// The handlers of the CUDA driver and of NVML free what they have allocated, also while another
 /// thread is inside the driver. In a worker, the engine's thread may be freeing the model or
-/// waiting for a step. Then the heap is corrupted at times ("double free or corruption"). The
-/// kernel gives back all that the handlers would.
+/// waiting for a step, and both threads may then free the same memory. The operating system gives
+/// back all that the handlers would.
 pub fn end_process(exit_code: u8) -> ! {
     // SAFETY: takes a number, runs no code of this process and does not return.
     unsafe { libc::_exit(exit_code.into()) }
