@@ -8,6 +8,7 @@
 //   expert_sort_pairs     one block: (row, rank) pairs in the order of experts, divided into groups
 //                         of pairs of one expert
 //   expert_route          one block: both of these, for few rows
+//   expert_route_row_*    one block: the best experts of the only row, which is also quantized
 //   expert_quantize_*     the rows of the pairs as activation tiles, in that order, as quantize.cu
 //   expert_combine        out[r] = sum of probability times contribution, in rank order
 //   expert_matvec_f32, _f16, _bf16   products of float experts: a warp per pair and matrix row
@@ -57,6 +58,19 @@ __device__ void float_matvec(const T *weights, const float *x, const uint32_t *e
     if (lane == 0) out[pair * rows + row] = sum;
 }
 
+// The calling warp quantizes 256 columns of a row.
+template <class Quantizer>
+__device__ void quantize_tile(const float *row, int cols, int tile, const ActTileRow &to) {
+    int col = tile * TILE_COLS + threadIdx.x % 32 * 8;
+    float4 a = {}, b = {};
+    if (col < cols) {
+        const float4 *from = reinterpret_cast<const float4 *>(row + col);
+        a = from[0], b = from[1];
+    }
+    float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    Quantizer::store(v, to);
+}
+
 // Quantizes the rows of `x` into the activation tiles of slots: a warp per slot and tile of
 // columns.
 template <class Quantizer>
@@ -70,16 +84,9 @@ __device__ void quantize_pairs(const float *x, const uint32_t *sorted_pairs, int
     if (slot >= slots) return;
     uint32_t pair = sorted_pairs[slot];
     if (pair == NO_PAIR) return;
-    int col = tile * TILE_COLS + threadIdx.x % 32 * 8;
-    float4 a = {}, b = {};
-    if (col < cols) {
-        const float4 *from =
-            reinterpret_cast<const float4 *>(x + size_t(pair / pairs_per_token) * cols + col);
-        a = from[0], b = from[1];
-    }
-    float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-    Quantizer::store(v,
-                     act_tile_row(quantized, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, slot, tile));
+    quantize_tile<Quantizer>(
+        x + size_t(pair / pairs_per_token) * cols, cols, tile,
+        act_tile_row(quantized, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, slot, tile));
 }
 
 }  // namespace
@@ -124,6 +131,33 @@ extern "C" __global__ void __launch_bounds__(EXPERT_ROUTE_THREADS)
     sort_pairs<WARPS>(experts, rows * used, order, before, first_slot, warp_totals);
 }
 CHECK_SIGNATURE(expert_route, ExpertRoute);
+
+// The first warp chooses, the others quantize.
+template <class Quantizer>
+__device__ void route_row(const float *logits, int count, int used, uint32_t *experts, float *expert_weights,
+                          const float *x, int cols, QuantizedRows quantized) {
+    constexpr int QUANTIZING = EXPERT_ROUTE_THREADS / 32 - 1;
+    wait_for_previous_kernel();
+    launch_next_kernel();
+    const int warp = threadIdx.x / 32;
+    if (warp == 0) return choose_experts(logits, 0, count, used, experts, expert_weights);
+    const int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
+    for (int tile = warp - 1; tile < col_tiles; tile += QUANTIZING)
+        quantize_tile<Quantizer>(
+            x, cols, tile,
+            act_tile_row(quantized, act_tile_bytes(Quantizer::ACTIVATION), col_tiles, 0, tile));
+}
+
+#define ROUTE_ROW_KERNEL(NAME, QUANTIZER)                                                                   \
+    extern "C" __global__ void __launch_bounds__(EXPERT_ROUTE_THREADS)                                      \
+        expert_route_row_##NAME(const float *logits, int count, int used, uint32_t *experts,                \
+                                float *expert_weights, const float *x, int cols, QuantizedRows quantized) { \
+        route_row<QUANTIZER>(logits, count, used, experts, expert_weights, x, cols, quantized);             \
+    }                                                                                                       \
+    CHECK_SIGNATURE(expert_route_row_##NAME, ExpertRouteRow);
+ROUTE_ROW_KERNEL(q8_0, QuantizePer32<ActivationFormat::Q8_0>)
+ROUTE_ROW_KERNEL(q8_1, QuantizePer32<ActivationFormat::Q8_1>)
+ROUTE_ROW_KERNEL(q8_k, QuantizePer256)
 
 extern "C" __global__ void __launch_bounds__(EXPERT_COMBINE_THREADS)
     expert_combine(const float *contributions, const float *expert_weights, int used, int cols, float *out) {

@@ -136,50 +136,52 @@ __device__ void multiply_tile(const float *weights, const float *x, const float 
     }
 }
 
-// A warp computes one row for the only token. It loads the weights of the first 2,048 columns
-// before it waits for the activations.
-template <bool ALIGNED>
-__device__ void multiply_token(const float *weights, const float *x, const float *bias, float *out, int cols,
-                               int rows) {
-    constexpr int STEPS = 16;
+// A warp computes one row for up to TOKENS tokens. It loads the weights of the first 128 * STEPS
+// columns before it waits for the activations, and all values of so many columns before it adds:
+// loads that wait for sums took half of the time of a router's product.
+template <bool ALIGNED, int TOKENS, int STEPS>
+__device__ void multiply_few(const float *weights, const float *x, const float *bias, float *out, int cols,
+                             int rows, int tokens) {
     const int lane = threadIdx.x % 32, row = blockIdx.x * WARPS + threadIdx.x / 32;
+    const int first = blockIdx.y * TOKENS;
     if (row >= rows) return;
-    const float *w = weights + static_cast<size_t>(row) * cols;
-    float4 a[STEPS];
-    auto load_weights = [&](int from) {
+    auto load_columns = [&](const float *from, int at, float4(&to)[STEPS]) {
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            int k = from + 128 * step + 4 * lane;
-            if (k < cols) a[step] = load4<ALIGNED>(w, k, cols);
+            int k = at + 128 * step + 4 * lane;
+            if (k < cols) to[step] = load4<ALIGNED>(from, k, cols);
         }
     };
-    load_weights(0);
+    const float *w = weights + static_cast<size_t>(row) * cols;
+    float4 a[STEPS], b[TOKENS][STEPS];
+    load_columns(w, 0, a);
     wait_for_previous_kernel();
-    float sum = 0.0f;
-    for (int from = 0; from < cols; from += 128 * STEPS) {
-        if (from > 0) load_weights(from);
+    float sum[TOKENS] = {};
+    for (int at = 0; at < cols; at += 128 * STEPS) {
+        if (at > 0) load_columns(w, at, a);
+            // If fewer than TOKENS tokens are left, the last one is computed again; the store below
+            // skips it.
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++)
+            load_columns(x + static_cast<size_t>(min(first + t, tokens - 1)) * cols, at, b[t]);
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            int k = from + 128 * step + 4 * lane;
-            if (k >= cols) break;
-            float4 b = load4<ALIGNED>(x, k, cols);
-            sum = fmaf(a[step].x, b.x, sum);
-            if (ALIGNED || k + 1 < cols) sum = fmaf(a[step].y, b.y, sum);
-            if (ALIGNED || k + 2 < cols) sum = fmaf(a[step].z, b.z, sum);
-            if (ALIGNED || k + 3 < cols) sum = fmaf(a[step].w, b.w, sum);
+            int k = at + 128 * step + 4 * lane;
+#pragma unroll
+            for (int t = 0; t < TOKENS; t++) {
+                float &s = sum[t];
+                if (k < cols) s = fmaf(a[step].x, b[t][step].x, s);
+                if (ALIGNED ? k < cols : k + 1 < cols) s = fmaf(a[step].y, b[t][step].y, s);
+                if (ALIGNED ? k < cols : k + 2 < cols) s = fmaf(a[step].z, b[t][step].z, s);
+                if (ALIGNED ? k < cols : k + 3 < cols) s = fmaf(a[step].w, b[t][step].w, s);
+            }
         }
     }
-    sum = warp_sum(sum);
-    if (lane == 0) out[row] = bias == nullptr ? sum : sum + bias[row];
-}
-
-template <bool ALIGNED>
-__device__ void multiply(const float *weights, const float *x, const float *bias, float *out, int cols,
-                         int rows, int tokens) {
-    if (tokens == 1) {
-        multiply_token<ALIGNED>(weights, x, bias, out, cols, rows);
-    } else {
-        multiply_tokens<ALIGNED>(weights, x, bias, out, cols, rows, tokens);
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
+        float s = warp_sum(sum[t]);
+        if (lane == 0 && first + t < tokens)
+            out[static_cast<size_t>(first + t) * rows + row] = bias == nullptr ? s : s + bias[row];
     }
 }
 
@@ -192,12 +194,29 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
                int tokens) {
     launch_next_kernel();
     if (cols % 4 == 0) {
-        multiply<true>(weights, x, bias, out, cols, rows, tokens);
+        multiply_tokens<true>(weights, x, bias, out, cols, rows, tokens);
     } else {
-        multiply<false>(weights, x, bias, out, cols, rows, tokens);
+        multiply_tokens<false>(weights, x, bias, out, cols, rows, tokens);
     }
 }
 CHECK_SIGNATURE(linear_f32, LinearF32);
+
+// The same for one token, and for few. These kernels have registers for values under way, which
+// leave room for one block on a multiprocessor.
+#define LINEAR_F32_FEW_KERNEL(NAME, TOKENS, STEPS)                                                    \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                          \
+        NAME(const float *weights, const float *x, const float *bias, float *out, int cols, int rows, \
+             int tokens) {                                                                            \
+        launch_next_kernel();                                                                         \
+        if (cols % 4 == 0) {                                                                          \
+            multiply_few<true, TOKENS, STEPS>(weights, x, bias, out, cols, rows, tokens);             \
+        } else {                                                                                      \
+            multiply_few<false, TOKENS, STEPS>(weights, x, bias, out, cols, rows, tokens);            \
+        }                                                                                             \
+    }                                                                                                 \
+    CHECK_SIGNATURE(NAME, LinearF32);
+LINEAR_F32_FEW_KERNEL(linear_f32_token, 1, 16)
+LINEAR_F32_FEW_KERNEL(linear_f32_few, TOKENS, 8)
 
 // The same for many tokens. `cols` is a multiple of four.
 extern "C" __global__ void __launch_bounds__(32 * TILE_WARPS * TILE_WARPS)

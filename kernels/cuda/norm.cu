@@ -51,7 +51,7 @@ struct WithQuantizer : Quantizer {
 // consist of whole vectors and that the registers of a block can hold.
 template <bool ADD, class Quantizer, int VECTORS_PER_THREAD>
 __device__ void normalize_row(float *x, const float *y, const float *weight, float eps, float *out, int cols,
-                              QuantizedRows quantized) {
+                              QuantizedRows quantized, bool launches_early) {
     const int vectors = cols / VECTOR;
     // Weights do not come from the previous kernel. Loaded after the sum, they would wait behind
     // the next product's copies.
@@ -63,8 +63,7 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
             if (vector < vectors) load(weights[k], weight + vector * VECTOR);
         }
     }
-    wait_for_previous_kernel();
-    launch_next_kernel();
+    wait_around_launch(launches_early);
     size_t row = size_t(blockIdx.x) * cols;
     x += row;
     if (out != nullptr) out += row;
@@ -123,15 +122,18 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
 }  // namespace
 
 #define NORM_KERNELS_OF(SUFFIX, QUANTIZER, VECTORS)                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS) rms_norm##SUFFIX(                                  \
-        float *x, const float *weight, float eps, float *out, int cols, QuantizedRows quantized) {           \
-        normalize_row<false, QUANTIZER, VECTORS>(x, nullptr, weight, eps, out, cols, quantized);             \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                    \
+        rms_norm##SUFFIX(float *x, const float *weight, float eps, float *out, int cols,                     \
+                         QuantizedRows quantized, int launches_early) {                                      \
+        normalize_row<false, QUANTIZER, VECTORS>(x, nullptr, weight, eps, out, cols, quantized,              \
+                                                 launches_early != 0);                                       \
     }                                                                                                        \
     CHECK_SIGNATURE(rms_norm##SUFFIX, RmsNorm);                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                    \
         add_rms_norm##SUFFIX(float *x, const float *y, const float *weight, float eps, float *out, int cols, \
-                             QuantizedRows quantized) {                                                      \
-        normalize_row<true, QUANTIZER, VECTORS>(x, y, weight, eps, out, cols, quantized);                    \
+                             QuantizedRows quantized, int launches_early) {                                  \
+        normalize_row<true, QUANTIZER, VECTORS>(x, y, weight, eps, out, cols, quantized,                     \
+                                                launches_early != 0);                                        \
     }                                                                                                        \
     CHECK_SIGNATURE(add_rms_norm##SUFFIX, AddRmsNorm);
 #define NORM_KERNELS(SUFFIX, QUANTIZER)              \

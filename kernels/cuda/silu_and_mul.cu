@@ -29,9 +29,9 @@ __device__ float4 silu(float4 g, float4 u) {
 // A warp computes one token's values of one tile of columns.
 template <class Quantizer>
 __device__ void silu_and_mul_rows(float *gate, const float *up, int tokens, int cols, bool needs_values,
-                                  const uint32_t *pairs_of_rows, QuantizedRows quantized) {
-    wait_for_previous_kernel();
-    launch_next_kernel();
+                                  const uint32_t *pairs_of_rows, QuantizedRows quantized,
+                                  bool launches_early) {
+    wait_around_launch(launches_early);
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
     int at = blockIdx.x * WARPS + threadIdx.x / 32, token = at / col_tiles, tile = at % col_tiles;
     if (token >= tokens) return;
@@ -77,8 +77,9 @@ CHECK_SIGNATURE(silu_and_mul_scalar, SiluAndMulScalar);
 #define SILU_KERNEL(SUFFIX, QUANTIZER)                                                                     \
     extern "C" __global__ void __launch_bounds__(32 * WARPS)                                               \
         silu_and_mul##SUFFIX(float *gate, const float *up, int tokens, int cols, int needs_values,         \
-                             const uint32_t *pairs_of_rows, QuantizedRows quantized) {                     \
-        silu_and_mul_rows<QUANTIZER>(gate, up, tokens, cols, needs_values != 0, pairs_of_rows, quantized); \
+                             const uint32_t *pairs_of_rows, QuantizedRows quantized, int launches_early) { \
+        silu_and_mul_rows<QUANTIZER>(gate, up, tokens, cols, needs_values != 0, pairs_of_rows, quantized,  \
+                                     launches_early != 0);                                                 \
     }                                                                                                      \
     CHECK_SIGNATURE(silu_and_mul##SUFFIX, SiluAndMulQuantized);
 SILU_KERNEL(_q8_0, QuantizePer32<ActivationFormat::Q8_0>)

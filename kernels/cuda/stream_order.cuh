@@ -36,3 +36,12 @@ __device__ __forceinline__ void launch_next_kernel() {
     asm volatile("griddepcontrol.launch_dependents;");
     delay_at_random();
 }
+
+// Both of the above, for a kernel that reads weights alone before it has waited. With
+// `launches_early`, the next kernel starts at once: a product, which copies weights while this
+// kernel waits. Other kernels would only wait beside this one, and take its room.
+__device__ __forceinline__ void wait_around_launch(bool launches_early) {
+    if (launches_early) launch_next_kernel();
+    wait_for_previous_kernel();
+    if (!launches_early) launch_next_kernel();
+}

@@ -16,6 +16,7 @@
 #include "../numeric.cuh"
 #include "../shared_memory.cuh"
 #include "../stream_order.cuh"
+#include "../thread_copies.cuh"
 
 namespace {
 
@@ -30,26 +31,6 @@ constexpr float NO_SCORE = -INFINITY;
 
 // The number of this thread among those of the four warps that share a tile.
 __device__ __forceinline__ int tile_thread() { return threadIdx.x % THREADS; }
-
-// Starts a copy of 16 bytes. If not `valid`, it writes zeros and does not read `from`.
-__device__ __forceinline__ void copy_async_16(void *to, const void *from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-                 "r"(valid ? 16 : 0));
-}
-
-// The same for 4 or 8 bytes.
-template <int BYTES>
-__device__ __forceinline__ void copy_async(void *to, const void *from, bool valid) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from),
-                 "n"(BYTES), "r"(valid ? BYTES : 0));
-}
-
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
-
-template <int LEFT>
-__device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
 
 __device__ __forceinline__ void load_matrices(uint32_t (&m)[4], const __half *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

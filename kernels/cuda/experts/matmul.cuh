@@ -5,7 +5,9 @@
 //
 // Slots are pairs in the order of experts. The slots of each expert begin a new activation tile
 // (expert_sort_pairs in experts.cu). An output tile is one group of at most 8 * ACT_TILES slots of
-// an expert by ROW_TILES row tiles, of one of up to two stacks. Blocks take output tiles in turn.
+// an expert by up to ROW_TILES row tiles, of one of up to two stacks. Blocks take output tiles in
+// turn. If there are few turns, many blocks would be idle in the last one. So with one activation
+// tile, where all row tiles cost the same, each block has an equal run of them.
 //
 //                    up to ACT_TILES activation tiles of a group (8 slots each)
 //                    +----+----+----+----+
@@ -54,6 +56,15 @@ __device__ void multiply_tiles(int act_tiles, const uint8_t *tile, const uint8_t
     Format::template products<1, NT>(tile, 0, act_tile, act_tile_bytes(Format::ACTIVATION), accumulate);
 }
 
+// Turns from which on they are divided evenly enough. Runs begin and end within output tiles, and
+// so have more of them.
+constexpr int TURNS_MIN = 5;
+
+// Row tiles of one stack: the first one, and how many.
+struct OutputTile {
+    int stack, first, row_tiles;
+};
+
 template <class Format, int ACT_TILES>
 struct Matmul {
     static constexpr int TILE = Format::TILE_BYTES, ACT_TILE = act_tile_bytes(Format::ACTIVATION);
@@ -67,31 +78,61 @@ struct Matmul {
     const ExpertMatmulParams &params;
     uint8_t *stages;
     uint64_t *full, *empty;
-    int row_tiles, row_blocks, group_output_tiles, output_tiles;
+    int row_tiles, row_blocks, groups;
 
     __device__ Matmul(const ExpertMatmulParams &params, uint8_t *shared) : params(params), stages(shared) {
         full = reinterpret_cast<uint64_t *>(shared + params.stages * STAGE_BYTES);
         empty = full + params.stages;
         row_tiles = params.common.rows / TILE_ROWS;
         row_blocks = (row_tiles + ROW_TILES - 1) / ROW_TILES;
-        group_output_tiles = row_blocks * params.stacks;
     }
 
-    __device__ ExpertGroup group_of(int output_tile) const {
-        if (output_tile >= output_tiles) return {};
-        return params.common.groups[output_tile / group_output_tiles];
+    __device__ ExpertGroup read_group(int group) const {
+        return group < groups ? params.common.groups[group] : ExpertGroup{};
     }
-    __device__ int stack_of(int output_tile) const { return output_tile / row_blocks % params.stacks; }
-    __device__ int first_row_tile_of(int output_tile) const { return output_tile % row_blocks * ROW_TILES; }
 
     // Calls `work(output tile, group)` for the block's output tiles. A group is read while the one
     // before it is worked on.
     template <class Work>
     __device__ void for_each_output_tile(Work work) const {
-        ExpertGroup group = group_of(blockIdx.x);
-        for (int output_tile = blockIdx.x; output_tile < output_tiles; output_tile += gridDim.x) {
-            ExpertGroup next = group_of(output_tile + gridDim.x);
-            work(output_tile, group);
+        const int output_tiles = groups * row_blocks * params.stacks;
+        if (ACT_TILES == 1 && output_tiles < TURNS_MIN * int(gridDim.x))
+            for_each_of_run(work);
+        else
+            for_each_in_turn(work);
+    }
+
+    template <class Work>
+    __device__ void for_each_in_turn(Work work) const {
+        const int group_output_tiles = row_blocks * params.stacks, output_tiles = groups * group_output_tiles;
+        ExpertGroup group = read_group(blockIdx.x / group_output_tiles);
+        for (int at = blockIdx.x; at < output_tiles; at += gridDim.x) {
+            ExpertGroup next = read_group((at + gridDim.x) / group_output_tiles);
+            const int first = at % row_blocks * ROW_TILES;
+            work(OutputTile{at / row_blocks % params.stacks, first, min(ROW_TILES, row_tiles - first)},
+                 group);
+            group = next;
+        }
+    }
+
+    // The row tiles of all groups and stacks, one after the other, are divided among the blocks.
+    template <class Work>
+    __device__ void for_each_of_run(Work work) const {
+        const int group_row_tiles = row_tiles * params.stacks;
+        const int64_t total = static_cast<int64_t>(groups) * group_row_tiles;
+        int at = blockIdx.x * total / gridDim.x, left = (blockIdx.x + 1) * total / gridDim.x - at;
+        int index = at / group_row_tiles;
+        at %= group_row_tiles;
+        ExpertGroup group = read_group(index);
+        while (left > 0) {
+            ExpertGroup next = read_group(++index);
+            while (left > 0 && at < group_row_tiles) {
+                const int stack = at / row_tiles, first = at % row_tiles;
+                const int count = min(min(ROW_TILES, left), row_tiles - first);
+                work(OutputTile{stack, first, count}, group);
+                at += count, left -= count;
+            }
+            at = 0;
             group = next;
         }
     }
@@ -103,14 +144,13 @@ struct Matmul {
         const int offset = kind == 0 ? at * TILE : ACT_TILES_OFFSET + at * ACT_TILE;
         const uint32_t bytes = kind == 0 ? TILE : ACT_TILE;
         int stage = 0, phase = 1;
-        for_each_output_tile([&](int output_tile, const ExpertGroup &group) {
-            const int first = first_row_tile_of(output_tile);
-            const int weight_tiles = min(ROW_TILES, row_tiles - first),
+        for_each_output_tile([&](const OutputTile &output, const ExpertGroup &group) {
+            const int weight_tiles = output.row_tiles,
                       act_tiles = (group.pairs + ACT_TILE_TOKENS - 1) / ACT_TILE_TOKENS;
             const bool copies = at < (kind == 0 ? weight_tiles : kind == 1 ? act_tiles : 0);
             const uint8_t *from =
-                kind == 0 ? params.common.weights[stack_of(output_tile)] +
-                                (size_t(group.expert) * row_tiles + first + at) * col_tiles * TILE
+                kind == 0 ? params.common.weights[output.stack] +
+                                (size_t(group.expert) * row_tiles + output.first + at) * col_tiles * TILE
                           : params.common.act_tiles +
                                 (size_t(group.first / ACT_TILE_TOKENS) + at) * col_tiles * ACT_TILE;
             for (int col = 0; col < col_tiles; col++) {
@@ -135,10 +175,9 @@ struct Matmul {
     __device__ void multiply() const {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, col_tiles = params.common.col_tiles;
         int stage = 0, phase = 0;
-        for_each_output_tile([&](int output_tile, const ExpertGroup &group) {
-            const int first = first_row_tile_of(output_tile);
+        for_each_output_tile([&](const OutputTile &output, const ExpertGroup &group) {
             const int act_tiles = (group.pairs + ACT_TILE_TOKENS - 1) / ACT_TILE_TOKENS;
-            const bool has_rows = first + warp < row_tiles;
+            const bool has_rows = warp < output.row_tiles;
             // A lane's slots of an activation tile.
             const int slot = lane % 4 * 2;
             uint32_t early[2];
@@ -156,8 +195,7 @@ struct Matmul {
                 if (++stage == params.stages) stage = 0, phase ^= 1;
             }
             if (!has_rows) return;
-            float *const out =
-                params.common.out[stack_of(output_tile)] + (first + warp) * TILE_ROWS + lane / 4;
+            float *const out = params.common.out[output.stack] + (output.first + warp) * TILE_ROWS + lane / 4;
 #pragma unroll
             for (int act_tile = 0; act_tile < ACT_TILES; act_tile++)
 #pragma unroll
@@ -181,7 +219,7 @@ struct Matmul {
         __syncthreads();
         wait_for_previous_kernel();
         launch_next_kernel();
-        output_tiles = int(*params.common.group_count) * group_output_tiles;
+        groups = int(*params.common.group_count);
         if (threadIdx.x / 32 == ROW_TILES)
             copy();
         else

@@ -15,12 +15,12 @@
     }                                                                                                   \
     CHECK_SIGNATURE(matvec_##NAME##_##M, LinearMatvec);
 
-#define NORM_MATVEC_KERNEL(NAME, FORMAT)                                            \
-    extern "C" __global__ void __launch_bounds__(matvec::THREADS)                   \
-        norm_matvec_##NAME(const __grid_constant__ LinearParams params,             \
-                           const __grid_constant__ NormedInput input, int stages) { \
-        matvec::multiply_normed<FORMAT>(params, input, stages);                     \
-    }                                                                               \
+#define NORM_MATVEC_KERNEL(NAME, FORMAT)                                              \
+    extern "C" __global__ void __launch_bounds__(matvec::THREADS)                     \
+        norm_matvec_##NAME(const __grid_constant__ LinearParams params,               \
+                           const __grid_constant__ NormedInput input, int stages) {   \
+        matvec::multiply_normed<FORMAT>(params, input, stages, matvec::all_blocks()); \
+    }                                                                                 \
     CHECK_SIGNATURE(norm_matvec_##NAME, LinearNormMatvec);
 
 #define MATMUL_KERNEL(NAME, TOKENS, FORMAT, MT, NT, WM, WN, WK)                             \
@@ -31,7 +31,7 @@
     CHECK_SIGNATURE(matmul_##NAME##_##TOKENS, LinearMatmul);
 
 #define SKINNY_KERNEL(NAME, FORMAT, TOKENS)                                                             \
-    extern "C" __global__ void __launch_bounds__(32 * SKINNY_WARPS_MAX) skinny_##NAME##_##TOKENS(       \
+    extern "C" __global__ void __launch_bounds__(32 * SKINNY_WARPS_##TOKENS) skinny_##NAME##_##TOKENS(  \
         const __grid_constant__ LinearParams params, const __grid_constant__ SkinnyPipeline pipeline) { \
         skinny_matmul::multiply<FORMAT, TOKENS / ACT_TILE_TOKENS>(params, pipeline);                    \
     }                                                                                                   \

@@ -15,8 +15,15 @@
 #include "mma.cuh"
 #include "tile.cuh"
 
-__device__ inline uint32_t byte_of(uint32_t word, int i) { return word >> 8 * i & 0xFF; }
-__device__ inline int signed_byte_of(uint32_t word, int i) { return static_cast<int8_t>(word >> 8 * i); }
+// One instruction each, which the compiler does not find for shifts: products are bound by their
+// instructions.
+__device__ inline uint32_t byte_of(uint32_t word, int i) { return __byte_perm(word, 0, 0x4440 | i); }
+__device__ inline int signed_byte_of(uint32_t word, int i) {
+    // A selector with bit 3 repeats the sign of its byte.
+    int value;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(value) : "r"(word), "r"(0x8880 | i * 0x1111));
+    return value;
+}
 __device__ inline uint32_t word_of(uint4 v, int i) {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
@@ -385,7 +392,8 @@ struct SubScaleMinimumHeader {
     uint32_t scales[4], minimums[4];
 };
 
-// 8-bit signed sub-scales. Expanded quants are 4 (q - 32); flipping the top bit subtracts the 32.
+// 8-bit signed sub-scales. Expanded quants are 4 (q - 32); flipping their top bit subtracts the 32.
+// It is flipped in all runs of the high bits at once.
 struct Q6_K_Layout {
     static constexpr int HIGHS = TILE_ROWS * 128;
     static constexpr int SUB_SCALES = HIGHS + TILE_ROWS * 64;
@@ -401,9 +409,9 @@ struct Q6_K_Layout {
     }
 
     static __device__ uint32_t expand(const uint32_t (&words)[WORDS], int, int j) {
-        uint32_t low = words[j % 2], high = words[2];
+        uint32_t low = words[j % 2], high = words[2] ^ 0xAAAAAAAA;
         uint32_t nibbles = (j < 2 ? low << 2 : low >> 2) & 0x3C3C3C3C;
-        return (nibbles | (high << (6 - 2 * j) & 0xC0C0C0C0)) ^ 0x80808080;
+        return nibbles | (high << (6 - 2 * j) & 0xC0C0C0C0);
     }
 
     static __device__ SubScaleHeader header(const uint8_t *tile, int row) {
@@ -457,7 +465,7 @@ struct Q3_K_Layout {
 
     static __device__ uint32_t expand(const uint32_t (&words)[WORDS], int h, int j) {
         uint32_t low = (j < 3 ? words[0] << (5 - 2 * j) : words[0] >> 1) & 0x60606060;
-        return (low | (words[1] << (7 - 4 * h - j) & 0x80808080)) ^ 0x80808080;
+        return low | (~(words[1] << (7 - 4 * h - j)) & 0x80808080);
     }
 
     static __device__ SubScaleHeader header(const uint8_t *tile, int row) {

@@ -12,8 +12,8 @@
 //   |<-- tile pair 0 -->|<-- tile pair 1 -->|      a lane: one row of its tile times M
 //   tile pairs go to the 8 warps in turn           activation rows (dp4a)
 //
-//   Each warp has a pipeline of its own. Lane 0 starts the first copies before the previous kernel
-//   has ended:
+//   Each warp has a pipeline of its own. Lane 0 starts the first copy before the previous kernel
+//   has ended. The others come behind the loads of activations, unless they are few:
 //     bulk copies   pair 0 -> stage 0 | pair 8 -> stage 1 | ...
 //     dot products                    | pair 0            | pair 8
 //                   values of 256 columns go to shared memory
@@ -36,6 +36,7 @@
 
 #pragma once
 
+#include "../thread_copies.cuh"
 #include "async_copy.cuh"
 #include "normed_input.cuh"
 #include "params.cuh"
@@ -45,6 +46,9 @@ namespace matvec {
 constexpr int WARPS = MATVEC_WARPS;
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILES_PER_STAGE = MATVEC_TILES_PER_STAGE;
+// Weights of a block up to which their copies need not come behind the loads of the input: these
+// bytes of two blocks arrive in 2.5 us.
+constexpr int EARLY_BYTES_MAX = 40 << 10;
 
 // Row tiles whose values the block collects before it adds them: enough that every warp has a tile
 // pair.
@@ -52,40 +56,85 @@ __device__ inline int tiles_per_batch(int pairs_per_row_tile) {
     return pairs_per_row_tile >= WARPS ? 1 : (WARPS + pairs_per_row_tile - 1) / pairs_per_row_tile;
 }
 
-// Waits for the previous kernel, then copies the tokens' activation rows from the activation tiles
-// to shared memory.
-template <class Format, int M>
-__device__ void fill_act_rows(const LinearParams &params, uint8_t *act_rows) {
-    constexpr int ACT_ROW_BYTES = act_row_bytes(Format::ACTIVATION);
-    const int col_tiles = params.col_tiles;
-    wait_for_previous_kernel();
-    for (int at = threadIdx.x; at < M * col_tiles * (ACT_ROW_BYTES / 16); at += THREADS) {
-        int p = at % (ACT_ROW_BYTES / 16), act_row = at / (ACT_ROW_BYTES / 16), col = act_row % col_tiles,
-            m = act_row / col_tiles;
-        const uint8_t *act_tile =
-            params.act_tiles + static_cast<size_t>(col) * act_tile_bytes(Format::ACTIVATION);
-        uint4 v;
-        if (p < 16) {
-            v = load16(act_tile + act_tile_offset(m, p));
-        } else if constexpr (Format::ACTIVATION == ActivationFormat::Q8_K) {
-            if (p == 16) {
-                v = {reinterpret_cast<const uint32_t *>(act_tile + ACT_TILE_QUANT_BYTES)[m], 0, 0, 0};
-            } else {
-                v = load16(act_tile + ACT_TILE_QUANT_BYTES + 32 + m * 32 + (p - 17) * 16);
+// Starts copies of the activation rows of `tokens` tokens, [tokens][col_tiles], from the activation
+// tiles to shared memory. All are under way at once: loads by way of registers wait for each other,
+// 0.9 us each beside the copies of weights.
+template <ActivationFormat KIND>
+__device__ void copy_act_rows(const uint8_t *act_tiles, int col_tiles, int tokens, uint8_t *act_rows) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane - 16;
+    for (int m = 0; m < tokens; m++) {
+        const int group = m / ACT_TILE_TOKENS, token = m % ACT_TILE_TOKENS;
+        for (int col = warp; col < col_tiles; col += WARPS) {
+            const uint8_t *act_tile = act_tiles + (size_t(group) * col_tiles + col) * act_tile_bytes(KIND);
+            const uint8_t *scales = act_tile + ACT_TILE_QUANT_BYTES;
+            uint8_t *row = act_rows + (m * col_tiles + col) * act_row_bytes(KIND);
+            if (part < 0) {
+                copy_async_16(row + lane * 16, act_tile + act_tile_offset(token, lane));
+            } else if constexpr (KIND == ActivationFormat::Q8_K) {
+                if (part == 0) copy_async<4>(row + ACT_ROW_SCALES, scales + token * 4);
+                if (part == 1 || part == 2)
+                    copy_async_16(row + act_row_sums(KIND) + (part - 1) * 16,
+                                  scales + 32 + token * 32 + (part - 1) * 16);
+            } else if (part < (act_row_bytes(KIND) - ACT_ROW_SCALES) / 4) {
+                // Scales, then sums, of blocks of 32 columns; successive blocks are eight tokens
+                // apart.
+                copy_async<4>(row + ACT_ROW_SCALES + part * 4, scales + part * 32 + token * 4);
             }
-        } else {
-            // Scales, or sums, of four blocks; successive blocks are eight tokens apart.
-            const uint32_t *scales =
-                reinterpret_cast<const uint32_t *>(act_tile + ACT_TILE_QUANT_BYTES) + (p - 16) * 32 + m;
-            v = {scales[0], scales[8], scales[16], scales[24]};
         }
-        *reinterpret_cast<uint4 *>(act_rows + act_row * ACT_ROW_BYTES + p * 16) = v;
+    }
+    commit_copies();
+}
+
+// A tile pair of the block: its row tile, counted from the block's first one, and its place in that
+// row tile.
+struct TilePair {
+    int tile, pair;
+
+    // The next one of the same warp.
+    __device__ void advance(int pairs_per_row_tile) { skip(WARPS, pairs_per_row_tile); }
+    __device__ void skip(int pairs, int pairs_per_row_tile) {
+        for (pair += pairs; pair >= pairs_per_row_tile; pair -= pairs_per_row_tile) tile++;
+    }
+};
+
+// Adds the values of `tiles` row tiles from `first_tile` on, behind a barrier of the block, and
+// stores the sums.
+template <int M>
+__device__ void add_values(const LinearParams &params, float *residual, int first_tile, int tiles,
+                           const float *values) {
+    const int col_tiles = params.col_tiles, elements = tiles * TILE_ROWS * M;
+    // With a residual stream, there is one token and one matrix. So a thread adds to one value at
+    // most, which arrives while the other warps end.
+    static_assert(WARPS * TILE_ROWS <= THREADS);
+    const int residual_at = first_tile * TILE_ROWS + threadIdx.x;
+    const bool adds = residual != nullptr && threadIdx.x < elements && residual_at < params.rows[0];
+    const float before = adds ? residual[residual_at] : 0.0f;
+    __syncthreads();
+    for (int at = threadIdx.x; at < elements; at += THREADS) {
+        int r = at % TILE_ROWS, m = at / TILE_ROWS % M, tile = at / TILE_ROWS / M;
+        RowTile row_tile = find_row_tile<1>(params, first_tile + tile);
+        const float *from = values + (tile * col_tiles * M + m) * TILE_ROWS + r;
+        float sum = 0;
+#pragma unroll 16
+        for (int col = 0; col < col_tiles; col++) sum += from[col * M * TILE_ROWS];
+        float stored = store_output(params, row_tile.matrix, row_tile.first * TILE_ROWS + r, m, sum);
+        if (adds) residual[residual_at] = before + stored;
     }
 }
 
-// `fill` waits for the previous kernel and fills the activation rows.
+// The blocks of a launch that compute the matrices of one type, and this one's place among them.
+struct BlockRange {
+    int block, blocks;
+};
+
+__device__ inline BlockRange all_blocks() { return {int(blockIdx.x), int(gridDim.x)}; }
+
+// `fill` waits for the previous kernel, starts loads of activations, calls the function that it is
+// given, and fills the activation rows. That function starts more copies of weights. If these came
+// first, the loads would wait for them: 107 to 147 KiB a multiprocessor take 3 to 4 us.
 template <class Format, int M, class Fill>
-__device__ void multiply_with(const LinearParams &params, float *residual, int stages, Fill fill) {
+__device__ void multiply_with(const LinearParams &params, float *residual, int stages, BlockRange range,
+                              Fill fill) {
     extern __shared__ __align__(128) uint8_t shared[];
     constexpr int ACT_ROW_BYTES = act_row_bytes(Format::ACTIVATION);
     constexpr int STAGE_BYTES = TILES_PER_STAGE * Format::TILE_BYTES;
@@ -101,37 +150,42 @@ __device__ void multiply_with(const LinearParams &params, float *residual, int s
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     pipeline += warp * stages * STAGE_BYTES, barriers += warp * stages;
     int total = count_row_tile_groups<1>(params);
-    int first_tile = static_cast<int64_t>(blockIdx.x) * total / gridDim.x;
-    int tiles = static_cast<int64_t>(blockIdx.x + 1) * total / gridDim.x - first_tile;
-    int tile_pairs = tiles * pairs_per_row_tile;
+    int first_tile = static_cast<int64_t>(range.block) * total / range.blocks;
+    int tiles = static_cast<int64_t>(range.block + 1) * total / range.blocks - first_tile;
 
-    auto load_stage = [&](int tile_pair, int stage) {
-        RowTile row_tile = find_row_tile<1>(params, first_tile + tile_pair / pairs_per_row_tile);
-        int col = tile_pair % pairs_per_row_tile * TILES_PER_STAGE;
+    const int early_stages = tiles * col_tiles * Format::TILE_BYTES <= EARLY_BYTES_MAX ? stages : 1;
+    TilePair own = {}, next = {};
+    own.skip(warp, pairs_per_row_tile);
+    next = own;
+    auto load_next = [&](int stage) {
+        RowTile row_tile = find_row_tile<1>(params, first_tile + next.tile);
+        int col = next.pair * TILES_PER_STAGE;
         uint32_t bytes = min(TILES_PER_STAGE, col_tiles - col) * Format::TILE_BYTES;
         const uint8_t *from = params.weights[row_tile.matrix] +
                               (static_cast<size_t>(row_tile.first) * col_tiles + col) * Format::TILE_BYTES;
         barrier_expect(barriers + stage, bytes);
         bulk_copy(pipeline + stage * STAGE_BYTES, from, bytes, barriers + stage);
+        next.advance(pairs_per_row_tile);
     };
     if (lane == 0) {
         for (int stage = 0; stage < stages; stage++) barrier_init(barriers + stage);
         barrier_init_done();
-        for (int stage = 0; stage < stages && warp + stage * WARPS < tile_pairs; stage++)
-            load_stage(warp + stage * WARPS, stage);
+        for (int stage = 0; stage < early_stages && next.tile < tiles; stage++) load_next(stage);
     }
     launch_next_kernel();
-    fill(act_rows);
+    fill(act_rows, [&] {
+        if (lane == 0)
+            for (int stage = early_stages; stage < stages && next.tile < tiles; stage++) load_next(stage);
+    });
     __syncthreads();
 
     int row = lane % TILE_ROWS, second = lane / TILE_ROWS;
-    int tile_pair = warp, stage = 0, phase = 0;
+    int stage = 0, phase = 0;
     for (int batch = 0, parity = 0; batch < tiles; batch += batch_tiles, parity ^= 1) {
         int batch_end = min(batch + batch_tiles, tiles);
         float *batch_values = values + parity * values_per_batch;
-        for (; tile_pair < batch_end * pairs_per_row_tile; tile_pair += WARPS) {
-            int tile = tile_pair / pairs_per_row_tile - batch,
-                col = tile_pair % pairs_per_row_tile * TILES_PER_STAGE + second;
+        for (; own.tile < batch_end; own.advance(pairs_per_row_tile)) {
+            int tile = own.tile - batch, col = own.pair * TILES_PER_STAGE + second;
             barrier_wait(barriers + stage, phase);
             if (col < col_tiles) {
                 float value[M];
@@ -142,42 +196,48 @@ __device__ void multiply_with(const LinearParams &params, float *residual, int s
                     batch_values[((tile * col_tiles + col) * M + m) * TILE_ROWS + row] = value[m];
             }
             __syncwarp();
-            if (lane == 0 && tile_pair + stages * WARPS < tile_pairs)
-                load_stage(tile_pair + stages * WARPS, stage);
+            if (lane == 0 && next.tile < tiles) load_next(stage);
             if (++stage == stages) stage = 0, phase ^= 1;
         }
         // One barrier per batch is enough for the two buffers. A warp writes to this buffer again
-        // only after the next batch's barrier, which every thread reaches after its sums below.
-        __syncthreads();
-        for (int at = threadIdx.x; at < (batch_end - batch) * TILE_ROWS * M; at += THREADS) {
-            int r = at % TILE_ROWS, m = at / TILE_ROWS % M, tile = at / TILE_ROWS / M;
-            RowTile row_tile = find_row_tile<1>(params, first_tile + batch + tile);
-            int out_row = row_tile.first * TILE_ROWS + r, rows = params.rows[row_tile.matrix];
-            // There is one matrix if there is a residual stream.
-            float *add_to = residual == nullptr || out_row >= rows ? nullptr : residual + m * rows + out_row;
-            float before = add_to == nullptr ? 0.0f : *add_to;
-            const float *from = batch_values + (tile * col_tiles * M + m) * TILE_ROWS + r;
-            float sum = 0;
-#pragma unroll 8
-            for (int col = 0; col < col_tiles; col++) sum += from[col * M * TILE_ROWS];
-            float stored = store_output(params, row_tile.matrix, out_row, m, sum);
-            if (add_to != nullptr) *add_to = before + stored;
-        }
+        // only after the next batch's barrier, which every thread reaches after its sums.
+        add_values<M>(params, residual, first_tile + batch, batch_end - batch, batch_values);
     }
 }
 
 template <class Format, int M>
 __device__ void multiply(const LinearParams &params, float *residual, int stages) {
-    multiply_with<Format, M>(params, residual, stages,
-                             [&](uint8_t *act_rows) { fill_act_rows<Format, M>(params, act_rows); });
+    multiply_with<Format, M>(
+        params, residual, stages, all_blocks(), [&](uint8_t *act_rows, auto copy_more_weights) {
+            wait_for_previous_kernel();
+            copy_act_rows<Format::ACTIVATION>(params.act_tiles, params.col_tiles, M, act_rows);
+            copy_more_weights();
+            wait_copies<0>();
+        });
 }
 
 // The input is the norm of one row, which the block computes.
 template <class Format>
-__device__ void multiply_normed(const LinearParams &params, const NormedInput &in, int stages) {
-    multiply_with<Format, 1>(params, nullptr, stages, [&](uint8_t *act_rows) {
-        normed_input::fill_act_rows<Format::ACTIVATION>(in, params, act_rows);
+__device__ void multiply_normed(const LinearParams &params, const NormedInput &in, int stages,
+                                BlockRange range) {
+    multiply_with<Format, 1>(params, nullptr, stages, range, [&](uint8_t *act_rows, auto copy_more_weights) {
+        normed_input::fill_act_rows<Format::ACTIVATION>(in, params, act_rows, copy_more_weights);
     });
+}
+
+// The same for matrices of two types. The first `first_blocks` blocks compute those of the first
+// type.
+template <class First, class Second>
+__device__ void multiply_normed_both(const LinearParams &first, const LinearParams &second,
+                                     const NormedInput &in, int first_stages, int second_stages,
+                                     int first_blocks) {
+    static_assert(First::ACTIVATION == Second::ACTIVATION);
+    const int block = blockIdx.x, blocks = gridDim.x;
+    if (block < first_blocks) {
+        multiply_normed<First>(first, in, first_stages, {block, first_blocks});
+    } else {
+        multiply_normed<Second>(second, in, second_stages, {block - first_blocks, blocks - first_blocks});
+    }
 }
 
 }  // namespace matvec

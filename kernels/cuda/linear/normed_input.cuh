@@ -23,11 +23,12 @@ constexpr int NORM_THREADS_PER_THREAD = NORM_THREADS / THREADS;
 constexpr int VECTORS = NORM_PRODUCT_COLS_MAX / VECTOR / THREADS;
 static_assert(NORM_THREADS % THREADS == 0 && VECTORS % NORM_THREADS_PER_THREAD == 0);
 
-// Waits for the previous kernel, then fills the activation row in shared memory. Each block also
-// writes its part of the normalised row and of its activation tiles, for kernels that read them
-// later.
-template <ActivationFormat KIND>
-__device__ void fill_act_rows(const NormedInput &in, const LinearParams &params, uint8_t *act_rows) {
+// Waits for the previous kernel, then fills the activation row in shared memory. Calls `loaded`
+// when all loads have started. Each block also writes its part of the normalised row and of its
+// activation tiles, for kernels that read them later.
+template <ActivationFormat KIND, class Loaded>
+__device__ void fill_act_rows(const NormedInput &in, const LinearParams &params, uint8_t *act_rows,
+                              Loaded loaded) {
     using Quantizer = typename QuantizerOf<KIND>::Type;
     __shared__ float sums[norm_rows::WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -40,12 +41,16 @@ __device__ void fill_act_rows(const NormedInput &in, const LinearParams &params,
         if (vector < vectors) norm_rows::load(weights[k], in.weight + vector * VECTOR);
     }
     wait_for_previous_kernel();
-    float squares[NORM_THREADS_PER_THREAD] = {};
 #pragma unroll
     for (int k = 0; k < VECTORS; k++) {
         int vector = k * THREADS + threadIdx.x;
-        if (vector >= vectors) continue;
-        norm_rows::load(x[k], in.x + vector * VECTOR);
+        if (vector < vectors) norm_rows::load(x[k], in.x + vector * VECTOR);
+    }
+    loaded();
+    float squares[NORM_THREADS_PER_THREAD] = {};
+#pragma unroll
+    for (int k = 0; k < VECTORS; k++) {
+        if (k * THREADS + threadIdx.x >= vectors) continue;
         float &sum = squares[k % NORM_THREADS_PER_THREAD];
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) sum = fmaf(x[k][i], x[k][i], sum);

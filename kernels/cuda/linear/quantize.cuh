@@ -132,14 +132,9 @@ struct QuantizePer256 {
 #pragma unroll
         for (int i = 0; i < 8; i++)
             if (fabsf(v[i]) > fabsf(max)) max = v[i];
-        int from = lane;
-#pragma unroll
-        for (int mask = 1; mask < 32; mask *= 2) {
-            float other = __shfl_xor_sync(~0u, max, mask);
-            int other_from = __shfl_xor_sync(~0u, from, mask);
-            if (fabsf(other) > fabsf(max) || (fabsf(other) == fabsf(max) && other_from < from))
-                max = other, from = other_from;
-        }
+        // Magnitudes are in the order of their bits, since none is NaN.
+        uint32_t magnitude = __float_as_uint(fabsf(max)), largest = __reduce_max_sync(~0u, magnitude);
+        max = __shfl_sync(~0u, max, __ffs(__ballot_sync(~0u, magnitude == largest)) - 1);
         float inverse = max == 0 ? 0.0f : -127.0f / max;
         int q[8], sum = 0;
 #pragma unroll

@@ -12,7 +12,7 @@
 //   +---------+---------+---------+---------+
 //   tiles go to the warps in turn
 //
-//   Each warp has a pipeline of its own, as in matvec.cuh. Its first copies start before the
+//   Each warp has a pipeline of its own, as in matvec.cuh. Its first copy starts before the
 //   previous kernel has ended:
 //     bulk copies   tile 0 -> stage 0 | tile W -> stage 1 | ...
 //     products                        | tile 0            | tile W
@@ -44,6 +44,16 @@ namespace skinny_matmul {
 // Elements of the output per row tile.
 template <int NT>
 constexpr int ELEMENTS = TILE_ROWS * ACT_TILE_TOKENS * NT;
+
+// A weight tile of the block: its row tile, counted from the block's first one, and its column
+// tile.
+struct WarpTile {
+    int row_tile, col;
+
+    __device__ void advance(int tiles, int col_tiles) {
+        for (col += tiles; col >= col_tiles; col -= col_tiles) row_tile++;
+    }
+};
 
 // Copies the activation tiles of a column tile to their places in `act_tiles`.
 template <class Format>
@@ -92,48 +102,49 @@ __device__ void multiply(const LinearParams &params, const SkinnyPipeline &pipel
     int total = count_row_tile_groups<1>(params);
     int first_tile = static_cast<int64_t>(blockIdx.x) * total / gridDim.x;
     int row_tiles = static_cast<int64_t>(blockIdx.x + 1) * total / gridDim.x - first_tile;
-    int tiles = row_tiles * col_tiles;
-
-    // Row tiles of one matrix follow each other in memory.
-    auto load_stage = [&](int tile, int stage) {
-        RowTile row_tile = find_row_tile<1>(params, first_tile + tile / col_tiles);
-        size_t index = static_cast<size_t>(row_tile.first) * col_tiles + tile % col_tiles;
+    WarpTile own = {}, next = {};
+    own.advance(warp, col_tiles);
+    next = own;
+    auto load_next = [&](int stage) {
+        RowTile row_tile = find_row_tile<1>(params, first_tile + next.row_tile);
+        size_t index = static_cast<size_t>(row_tile.first) * col_tiles + next.col;
         barrier_expect(full + stage, TILE_BYTES);
         bulk_copy(ring + stage * TILE_BYTES, params.weights[row_tile.matrix] + index * TILE_BYTES, TILE_BYTES,
                   full + stage);
+        next.advance(warps, col_tiles);
     };
     if (lane == 0) {
         for (int stage = 0; stage < stages; stage++) barrier_init(full + stage);
         for (int col = warp; col < col_tiles; col += warps) barrier_init(act_full + col);
         barrier_init_done();
-        for (int stage = 0; stage < stages && warp + stage * warps < tiles; stage++)
-            load_stage(warp + stage * warps, stage);
+        if (next.row_tile < row_tiles) load_next(0);
     }
     wait_for_input(params);
     launch_next_kernel();
-    if (lane == 0)
+    if (lane == 0) {
         for (int col = warp; col < col_tiles; col += warps)
             copy_act_tiles<Format>(params, col, act_tiles, act_full + col);
+        // Not before the activations, which would wait for them.
+        for (int stage = 1; stage < stages && next.row_tile < row_tiles; stage++) load_next(stage);
+    }
     // Other warps' barriers of activations exist from here on.
     __syncthreads();
 
-    int col = warp % col_tiles, tile = warp / col_tiles, next = warp + stages * warps, stage = 0, phase = 0;
-    int rotation = 0;
+    int stage = 0, phase = 0, rotation = 0;
     float *batch_values = values;
     for (int batch = 0; batch < row_tiles; batch += batch_tiles) {
         int batch_end = min(batch + batch_tiles, row_tiles);
-        for (; tile < batch_end; next += warps) {
+        for (; own.row_tile < batch_end; own.advance(warps, col_tiles)) {
             barrier_wait(full + stage, phase);
-            barrier_wait(act_full + col, 0);
-            float *to = batch_values + ((tile - batch) * col_tiles + col) * ELEMENTS + lane;
+            barrier_wait(act_full + own.col, 0);
+            float *to = batch_values + ((own.row_tile - batch) * col_tiles + own.col) * ELEMENTS + lane;
             Format::template products<1, NT>(
-                ring + stage * TILE_BYTES, TILE_BYTES, act_tiles + col * ACT_TILE_BYTES,
+                ring + stage * TILE_BYTES, TILE_BYTES, act_tiles + own.col * ACT_TILE_BYTES,
                 col_tiles * ACT_TILE_BYTES,
                 [&](int, int nt, int i, float value) { to[(nt * 4 + i) * 32] = value; });
             __syncwarp();
-            if (lane == 0 && next < tiles) load_stage(next, stage);
+            if (lane == 0 && next.row_tile < row_tiles) load_next(stage);
             if (++stage == stages) stage = 0, phase ^= 1;
-            for (col += warps; col >= col_tiles; col -= col_tiles) tile++;
         }
         // With two buffers, one barrier per batch is enough: a warp writes to this buffer again
         // only after the next batch's barrier, which every thread reaches after its sums below.

@@ -94,7 +94,7 @@ pub(super) struct ExpertTypeKernels {
 
 pub struct ExpertKernels {
     pub(super) device: Device,
-    routing_kernels: LazyModule,
+    pub(super) routing_kernels: LazyModule,
     products: Vec<ExpertTypeKernels>,
 }
 
@@ -265,8 +265,15 @@ impl ExpertKernels {
         by_pair: bool,
         stacks: &mut [ExpertWeights<'_>],
     ) -> Result<(), OpError> {
-        let Some(kernels) = self.check_stacks(x, of, stacks)? else { return Ok(()) };
         let GroupedPairs { pairs, count, grouping, groups } = of;
+        if stacks.is_empty() {
+            return Ok(());
+        }
+        let kernels = self.check_stacks(x, count, stacks)?;
+        ensure_equal("words of groups", groups.len(), grouping.words(pairs, count))?;
+        if pairs == 0 || stacks[0].shape.row_tiles() == 0 || stacks[0].shape.col_tiles() == 0 {
+            return Ok(());
+        }
         let (slots, shape) = (grouping.slots(pairs, count), stacks[0].shape);
         ensure_equal("tokens", x.tokens, slots)?;
         for stack in stacks.iter() {
@@ -308,7 +315,9 @@ impl ExpertKernels {
             (32 * EXPERT_MATMUL_WARPS as u32, (stages * stage_bytes + barriers) as u32);
         let kernel = kernels.family.kernel(name.as_c_str()).map_err(device_error(OP))?;
         let resident = kernel.blocks_per_multiprocessor(block, shared_bytes).map_err(device_error(OP))?;
-        let row_blocks = shape.row_tiles().div_ceil(EXPERT_MATMUL_ROW_TILES);
+        // With one activation tile, runs of row tiles are divided among the blocks.
+        let block_row_tiles = if act_tiles == 1 { 1 } else { EXPERT_MATMUL_ROW_TILES };
+        let row_blocks = shape.row_tiles().div_ceil(block_row_tiles);
         let output_tiles = grouping.groups_max(pairs, count) * row_blocks * stacks.len();
         let blocks = output_tiles.min((resident.max(1) * self.device.multiprocessors()) as usize) as u32;
         let launch = LaunchConfig { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true };
@@ -319,23 +328,21 @@ impl ExpertKernels {
             .map_err(device_error(OP))
     }
 
-    /// Checks shapes, types and lengths of a product. Returns None if there is nothing to compute.
-    fn check_stacks(
+    /// Checks shapes, types and lengths of the inputs of a product with `count` experts.
+    pub(super) fn check_stacks(
         &self,
         x: QuantizedActivations<'_>,
-        of: GroupedPairs<'_>,
+        count: usize,
         stacks: &[ExpertWeights<'_>],
-    ) -> Result<Option<&ExpertTypeKernels>, OpError> {
-        let Some(first) = stacks.first() else { return Ok(None) };
-        let shape = first.shape;
+    ) -> Result<&ExpertTypeKernels, OpError> {
+        ensure_equal("stacks", stacks.len().clamp(1, EXPERT_STACKS_MAX), stacks.len())?;
+        let shape = stacks[0].shape;
         let dtype = shape.dtype();
         let kernels = self.products.iter().find(|kernels| kernels.dtype == dtype);
         let Some(kernels) = kernels.filter(|_| dtype.activation() == Some(x.layout.format)) else {
             return Err(OpError::Type { op: OP, dtype });
         };
-        ensure_equal("stacks", stacks.len().min(EXPERT_STACKS_MAX), stacks.len())?;
         ensure_equal("row length", x.cols, shape.cols())?;
-        ensure_equal("words of groups", of.groups.len(), of.grouping.words(of.pairs, of.count))?;
         ensure_equal("rows beyond whole tiles", shape.rows() % TILE_ROWS, 0)?;
         let activations = x.layout.bytes(x.tokens, x.cols).unwrap_or(usize::MAX);
         ensure_equal("bytes of the activations", x.data.len(), activations)?;
@@ -343,11 +350,10 @@ impl ExpertKernels {
             if stack.shape != shape {
                 return Err(OpError::Type { op: OP, dtype: stack.shape.dtype() });
             }
-            ensure_equal("bytes of the experts", stack.tiles.len(), of.count * shape.bytes())?;
+            ensure_equal("bytes of the experts", stack.tiles.len(), count * shape.bytes())?;
             ensure_equal("misalignment of the experts", (stack.tiles.address() % 16) as usize, 0)?;
         }
-        let is_empty = of.pairs == 0 || shape.row_tiles() == 0 || shape.col_tiles() == 0;
-        Ok((!is_empty).then_some(kernels))
+        Ok(kernels)
     }
 
     /// Computes `stack.out[p] = matrix of pair p's expert times row p / pairs_per_token of x` for
@@ -440,7 +446,7 @@ impl ExpertKernels {
     }
 }
 
-fn ensure_equal(what: &'static str, found: usize, expected: usize) -> Result<(), OpError> {
+pub(super) fn ensure_equal(what: &'static str, found: usize, expected: usize) -> Result<(), OpError> {
     if found == expected {
         return Ok(());
     }

@@ -19,6 +19,10 @@ use super::{LaunchConfig, LazyModule, Stream};
 /// instead of 29, and 2,048 tokens 57 instead of 106.
 const F32_TILE_TOKENS_MIN: usize = 512;
 
+/// Up to this number of tokens, a router of 128 experts has one block for each multiprocessor of an
+/// H200 at most. More would wait, because of the registers of linear_f32_few.
+const F32_FEW_TOKENS_MAX: usize = 32;
+
 /// Computes one product. Its shapes were checked by `check_products`.
 pub(super) fn launch(
     family: &LazyModule,
@@ -39,8 +43,12 @@ pub(super) fn launch(
         let along = LINEAR_F32_TILE_WARPS;
         (name, along * LINEAR_F32_TILE_ROWS, along * LINEAR_F32_TILE_TOKENS, along * along)
     } else {
-        let name = kernel_name!("linear_f32", "linear_f32");
-        (name, LINEAR_F32_WARPS, LINEAR_F32_TOKENS, LINEAR_F32_WARPS)
+        let (name, tokens) = match x.tokens {
+            1 => (kernel_name!("linear_f32", "linear_f32_token"), 1),
+            2..=F32_FEW_TOKENS_MAX => (kernel_name!("linear_f32", "linear_f32_few"), LINEAR_F32_TOKENS),
+            _ => (kernel_name!("linear_f32", "linear_f32"), LINEAR_F32_TOKENS),
+        };
+        (name, LINEAR_F32_WARPS, tokens, LINEAR_F32_WARPS)
     };
     let launch = LaunchConfig {
         grid: (rows.div_ceil(block_rows) as u32, x.tokens.div_ceil(block_tokens) as u32, 1),

@@ -10,9 +10,9 @@ use super::abi::linear::{LinearMatvec, LinearNormMatvec, NORM_PRODUCT_COLS_MAX, 
 use super::error::device_error;
 use super::launch::{KernelName, launch_kernel};
 use super::linear::{
-    LinearKernels, MatrixProduct, NO_SHARED_MEMORY, OP, check_products, in_op, linear_params, matvec_name,
-    no_kernel, norm_matvec_name,
+    LinearKernels, MatrixProduct, NO_SHARED_MEMORY, OP, check_products, in_op, linear_params, no_kernel,
 };
+use super::linear_names::{matvec_name, norm_matvec_name};
 use super::quantize::QuantizedActivations;
 use super::{DeviceView, DeviceViewMut, Stream};
 
@@ -22,6 +22,38 @@ pub(super) struct NormInput<'a> {
     pub(super) weight: DeviceView<'a, f32>,
     pub(super) eps: f32,
     pub(super) out: DeviceViewMut<'a, f32>,
+}
+
+impl NormInput<'_> {
+    pub(super) fn arguments(&self, x: QuantizedActivations<'_>) -> NormedInput {
+        NormedInput {
+            x: self.x.address(),
+            weight: self.weight.address(),
+            out: self.out.address(),
+            quantized: x.layout.rows(x.data.address(), x.tokens, x.cols),
+            eps: self.eps,
+        }
+    }
+}
+
+/// Whether a product can normalise this row, and its lengths are those of `x`.
+pub(super) fn check_norm(
+    norm: &NormInput<'_>,
+    x: QuantizedActivations<'_>,
+    dtype: DType,
+) -> Result<(), OpError> {
+    let can_normalise = LinearKernels::can_normalise(dtype, x.tokens, x.cols);
+    for (what, found, expected) in [
+        ("rows that a product normalises", usize::from(can_normalise), 1),
+        ("input of a norm", norm.x.len(), x.cols),
+        ("weights of a norm", norm.weight.len(), x.cols),
+        ("output of a norm", norm.out.len(), x.cols),
+    ] {
+        if found != expected {
+            return Err(OpError::Shape { op: OP, what, found, expected });
+        }
+    }
+    Ok(())
 }
 
 impl LinearKernels {
@@ -47,28 +79,13 @@ impl LinearKernels {
         products: &[MatrixProduct<'_>],
     ) -> Result<bool, OpError> {
         let Some(first) = products.first() else { return Ok(false) };
-        let (dtype, tokens, cols) = (first.shape.dtype(), x.tokens, x.cols);
+        let dtype = first.shape.dtype();
         check_products(x, products)?;
-        for (what, found, expected) in [
-            ("rows that a product normalises", usize::from(Self::can_normalise(dtype, tokens, cols)), 1),
-            ("input of a norm", norm.x.len(), cols),
-            ("weights of a norm", norm.weight.len(), cols),
-            ("output of a norm", norm.out.len(), cols),
-        ] {
-            if found != expected {
-                return Err(OpError::Shape { op: OP, what, found, expected });
-            }
-        }
-        let name = norm_matvec_name(dtype).ok_or_else(|| no_kernel(tokens))?;
+        check_norm(norm, x, dtype)?;
+        let name = norm_matvec_name(dtype).ok_or_else(|| no_kernel(x.tokens))?;
         let Some((launch, stages)) = self.fused_launch(name, x, products)? else { return Ok(false) };
-        let input = NormedInput {
-            x: norm.x.address(),
-            weight: norm.weight.address(),
-            out: norm.out.address(),
-            quantized: x.layout.rows(x.data.address(), tokens, cols),
-            eps: norm.eps,
-        };
-        let arguments = LinearNormMatvec { params: linear_params(x, products), input, stages };
+        let arguments =
+            LinearNormMatvec { params: linear_params(x, products), input: norm.arguments(x), stages };
         // SAFETY: as in `launch_with`. The kernel reads a row of `cols` values and as many weights,
         // and writes such a row and its activation tiles; lengths were compared above.
         unsafe { launch_kernel(self.family(dtype)?, name, stream, launch, &arguments) }
@@ -92,6 +109,10 @@ impl LinearKernels {
         if residual.len() != expected {
             let (what, found) = ("values of the residual stream", residual.len());
             return Err(OpError::Shape { op: OP, what, found, expected });
+        }
+        // The kernel adds one value for each row of the matrix.
+        if !Self::can_add(dtype, x.tokens) {
+            return Err(no_kernel(x.tokens));
         }
         let name = matvec_name(dtype, x.tokens).ok_or_else(|| no_kernel(x.tokens))?;
         let Some((launch, stages)) = self.fused_launch(name, x, products)? else { return Ok(false) };

@@ -13,15 +13,16 @@ use quant::layout::{TILE_COLS, TILE_ROWS, Tiles};
 
 use super::abi::float_linear::FloatMatmul;
 use super::abi::linear::{
-    LinearMatmul, LinearMatvec, LinearNormMatvec, LinearParams, LinearSkinny, LinearWgmma,
-    MATVEC_TILES_PER_STAGE, MATVEC_WARPS, SkinnyPipeline, WGMMA_PRODUCT_SHARED_BYTES,
+    LinearMatmul, LinearMatvec, LinearParams, LinearSkinny, LinearWgmma, MATVEC_TILES_PER_STAGE,
+    MATVEC_WARPS, SkinnyPipeline, WGMMA_PRODUCT_SHARED_BYTES,
 };
 pub use super::abi::linear::{MATRICES_MAX, MatmulShape};
 use super::error::device_error;
 use super::float_linear::{FloatShape, STAGES_MIN, float_kernel_name, float_maps};
-use super::launch::{KernelName, kernel_name, launch_kernel};
+use super::launch::{KernelName, launch_kernel};
+use super::linear_names::{matmul_name, matvec_name};
 use super::module::image;
-use super::quantize::{QuantizedActivations, act_row_bytes, activation_bytes};
+use super::quantize::{ACT_TILE_TOKENS, QuantizedActivations, act_row_bytes, activation_bytes};
 pub use super::skinny_linear::SKINNY_TOKENS;
 use super::skinny_linear::{self, SharedMemoryDivision, skinny_name};
 pub use super::wgmma_linear::{WgmmaShape, has_kernels as has_wgmma_kernels, takes_f16_sums};
@@ -106,6 +107,9 @@ const MATVEC_TOKENS_MAX: usize = 3;
 /// 10%.
 const PIPELINE_BYTES: usize = 64 << 10;
 pub(super) const PIPELINE_STAGES: (usize, usize) = (2, 6);
+/// The static shared memory of a matvec kernel, at most: sums of a norm, or the chosen experts of a
+/// row. What a block may have holds for static and dynamic memory together.
+const MATVEC_STATIC_BYTES: usize = 256;
 /// An mbarrier.
 pub(super) const BARRIER_BYTES: usize = 8;
 pub(super) const NO_SHARED_MEMORY: &str = "bytes of shared memory for a row this long";
@@ -114,6 +118,8 @@ pub(super) const NO_SHARED_MEMORY: &str = "bytes of shared memory for a row this
 pub struct LinearKernels {
     device: Device,
     families: Vec<(DType, LazyModule)>,
+    /// Kernels for matrices of two types.
+    pub(super) mixed: LazyModule,
 }
 
 impl LinearKernels {
@@ -134,7 +140,8 @@ impl LinearKernels {
             family(DType::Q5_K, "linear_q5_k", image!("linear_q5_k")),
             family(DType::Q6_K, "linear_q6_k", image!("linear_q6_k")),
         ];
-        Self { device: device.clone(), families }
+        let mixed = LazyModule::new(device, "linear_mixed", image!("linear_mixed"));
+        Self { device: device.clone(), families, mixed }
     }
 
     pub(super) fn family(&self, dtype: DType) -> Result<&LazyModule, OpError> {
@@ -147,7 +154,11 @@ impl LinearKernels {
         self.method_on(self.multiprocessors(), dtype, row_tiles, tokens)
     }
 
-    fn multiprocessors(&self) -> usize {
+    pub(super) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(super) fn multiprocessors(&self) -> usize {
         (self.device.multiprocessors() as usize).max(1)
     }
 
@@ -169,7 +180,7 @@ impl LinearKernels {
         if tokens <= MATVEC_TOKENS_MAX {
             return LinearMethod::Matvec(tokens);
         }
-        if skinny_linear::is_fastest(tokens) {
+        if skinny_linear::is_fastest(dtype, tokens) {
             return LinearMethod::Skinny;
         }
         if let Some(shape) = WgmmaShape::fastest(&self.device, multiprocessors, dtype, row_tiles, tokens) {
@@ -207,8 +218,9 @@ impl LinearKernels {
         let mut method = self.method_on(multiprocessors, first_dtype, row_tiles, x.tokens);
         let mut launched = self.launch_after(stream, before, method, x, products);
         if let Err(OpError::Shape { what: NO_SHARED_MEMORY, .. }) = launched {
-            // Rows are too long for the device's shared memory. This shape has smaller blocks.
-            method = LinearMethod::Matmul(MatmulShape::QUANTS[1]);
+            // Rows are too long for the device's shared memory. The memory of these shapes does not
+            // depend on the rows.
+            method = LinearMethod::Matmul(MatmulShape::QUANTS[usize::from(x.tokens > ACT_TILE_TOKENS)]);
             launched = self.launch_after(stream, before, method, x, products);
         }
         let blocks = launched?;
@@ -268,7 +280,8 @@ impl LinearKernels {
                 Ok(launch.grid.0)
             }
             LinearMethod::Skinny => {
-                let name = skinny_name(dtype).ok_or_else(|| no_kernel(x.tokens))?;
+                let name = skinny_name(dtype, skinny_linear::capacity(dtype, x.tokens))
+                    .ok_or_else(|| no_kernel(x.tokens))?;
                 let (launch, pipeline) = self.skinny_launch(family, name, x, products).map_err(in_op)?;
                 // SAFETY: as above, for linear/skinny_matmul.cuh.
                 unsafe { launch_kernel(family, name, stream, launch, &LinearSkinny { params, pipeline }) }
@@ -337,8 +350,7 @@ impl LinearKernels {
         Ok(launch.grid.0)
     }
 
-    /// The launch of a matvec kernel and its number of pipeline stages. linear/matvec.cuh divides
-    /// shared memory in the same way.
+    /// The launch of a matvec kernel and its number of pipeline stages.
     pub(super) fn matvec_launch<A>(
         &self,
         family: &LazyModule,
@@ -348,13 +360,9 @@ impl LinearKernels {
         products: &[MatrixProduct<'_>],
     ) -> Result<(LaunchConfig, i32), LaunchError> {
         let shape = products[0].shape;
-        let stage_bytes = MATVEC_WARPS * MATVEC_TILES_PER_STAGE * shape.tile_bytes();
-        let tile_pairs = shape.col_tiles().div_ceil(MATVEC_TILES_PER_STAGE);
-        let batch = MATVEC_WARPS.div_ceil(tile_pairs);
-        let act_rows = tokens * shape.col_tiles() * act_row_bytes(x.layout.format);
-        let values = 2 * batch * shape.col_tiles() * TILE_ROWS * tokens * 4;
-        let rest = act_rows + values + MATVEC_WARPS * PIPELINE_STAGES.1 * BARRIER_BYTES;
-        let (stages, shared_bytes) = self.pipeline(stage_bytes, rest)?;
+        let (tile_bytes, col_tiles) = (shape.tile_bytes(), shape.col_tiles());
+        let (stages, shared_bytes) =
+            matvec_pipeline(&self.device, tile_bytes, col_tiles, tokens, x.layout.format)?;
         let row_tiles: usize = products.iter().map(|product| product.shape.row_tiles()).sum();
         let launch = self.persistent_launch(family, name, row_tiles, MATVEC_WARPS, shared_bytes)?;
         Ok((launch, stages))
@@ -371,8 +379,9 @@ impl LinearKernels {
             return Err(no_kernel(x.tokens).into());
         }
         let row_tiles = products.iter().map(|product| product.shape.row_tiles()).sum();
-        let division =
-            SharedMemoryDivision::new(&self.device, products[0].shape, row_tiles, x.layout.format)?;
+        let shape = products[0].shape;
+        let tokens = skinny_linear::capacity(shape.dtype(), x.tokens);
+        let division = SharedMemoryDivision::new(&self.device, shape, row_tiles, tokens, x.layout.format)?;
         let SharedMemoryDivision { warps, pipeline, shared_bytes } = division;
         Ok((self.persistent_launch(family, name, row_tiles, warps, shared_bytes)?, pipeline))
     }
@@ -390,8 +399,11 @@ impl LinearKernels {
         let shape = products[0].shape;
         let act_tile = activation_bytes(x.layout.format, 1, 1).unwrap_or(0);
         let stage_bytes = matmul.stage_bytes(shape.tile_bytes(), act_tile);
-        let (stages, shared_bytes) =
-            self.pipeline(stage_bytes, matmul.partial_sum_bytes() + PIPELINE_STAGES.1 * BARRIER_BYTES)?;
+        let (stages, shared_bytes) = pipeline(
+            &self.device,
+            stage_bytes,
+            matmul.partial_sum_bytes() + PIPELINE_STAGES.1 * BARRIER_BYTES,
+        )?;
         let row_tiles = products.iter().map(|product| product.shape.row_tiles());
         let groups: usize = row_tiles.map(|row_tiles| row_tiles.div_ceil(matmul.row_tiles())).sum();
         let output_tiles = groups * x.tokens.div_ceil(matmul.tokens());
@@ -414,19 +426,37 @@ impl LinearKernels {
         let blocks = (work_items as u32).min(resident.max(1) * self.device.multiprocessors());
         Ok(LaunchConfig { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true })
     }
+}
 
-    /// The number of pipeline stages, and the bytes of shared memory for these stages and for
-    /// `rest`.
-    fn pipeline(&self, stage_bytes: usize, rest: usize) -> Result<(i32, u32), OpError> {
-        let available = (self.device.shared_bytes_max() as usize).saturating_sub(rest);
-        let (least, most) = PIPELINE_STAGES;
-        let stages = (PIPELINE_BYTES / stage_bytes).clamp(least, most).min(available / stage_bytes);
-        if stages == 0 {
-            let (found, expected) = (stage_bytes + rest, self.device.shared_bytes_max() as usize);
-            return Err(OpError::Shape { op: OP, what: NO_SHARED_MEMORY, found, expected });
-        }
-        Ok((stages as i32, (stages * stage_bytes + rest) as u32))
+/// The number of pipeline stages of a matvec kernel, and its bytes of shared memory. Its values are
+/// sums over `col_tiles` tiles of `tile_bytes` bytes. linear/matvec.cuh and experts/row_matvec.cuh
+/// divide shared memory in the same way.
+pub(super) fn matvec_pipeline(
+    device: &Device,
+    tile_bytes: usize,
+    col_tiles: usize,
+    tokens: usize,
+    format: DType,
+) -> Result<(i32, u32), OpError> {
+    let stage_bytes = MATVEC_WARPS * MATVEC_TILES_PER_STAGE * tile_bytes;
+    let batch = MATVEC_WARPS.div_ceil(col_tiles.div_ceil(MATVEC_TILES_PER_STAGE).max(1));
+    let act_rows = tokens * col_tiles * act_row_bytes(format);
+    let values = 2 * batch * col_tiles * TILE_ROWS * tokens * 4;
+    let barriers = MATVEC_WARPS * PIPELINE_STAGES.1 * BARRIER_BYTES;
+    pipeline(device, stage_bytes, act_rows + values + barriers + MATVEC_STATIC_BYTES)
+}
+
+/// The number of pipeline stages, and the bytes of shared memory for these stages and for `rest`.
+fn pipeline(device: &Device, stage_bytes: usize, rest: usize) -> Result<(i32, u32), OpError> {
+    let shared_bytes_max = device.shared_bytes_max() as usize;
+    let available = shared_bytes_max.saturating_sub(rest);
+    let (least, most) = PIPELINE_STAGES;
+    let stages = (PIPELINE_BYTES / stage_bytes).clamp(least, most).min(available / stage_bytes);
+    if stages == 0 {
+        let found = stage_bytes + rest;
+        return Err(OpError::Shape { op: OP, what: NO_SHARED_MEMORY, found, expected: shared_bytes_max });
     }
+    Ok((stages as i32, (stages * stage_bytes + rest) as u32))
 }
 
 /// The reason why a launch could not be prepared.
@@ -524,74 +554,4 @@ pub(super) fn check_products(
 
 pub(super) fn no_kernel(tokens: usize) -> OpError {
     OpError::Shape { op: OP, what: "tokens of a matrix-vector kernel", found: tokens, expected: 4 }
-}
-
-/// Calls a macro with the quantized types, each with its name in the names of kernels.
-macro_rules! quant_types {
-    ($names:ident $($more:tt)*) => {
-        $names!(
-            Q8_0 = "q8_0", Q4_0 = "q4_0", Q4_1 = "q4_1", Q5_0 = "q5_0", Q5_1 = "q5_1", Q2_K = "q2_k",
-            Q3_K = "q3_k", Q4_K = "q4_k", Q5_K = "q5_k", Q6_K = "q6_k" $($more)*
-        )
-    };
-}
-pub(super) use quant_types;
-
-/// `"q4_k"` becomes `kernel_name!("linear_q4_k", "matvec_q4_k_1")`.
-macro_rules! of_type {
-    ($type:literal, $kernel:literal, $suffix:literal) => {
-        kernel_name!(concat!("linear_", $type), concat!($kernel, "_", $type, "_", $suffix))
-    };
-}
-
-pub(super) fn matvec_name(dtype: DType, tokens: usize) -> Option<KernelName<LinearMatvec>> {
-    macro_rules! names {
-        ($($dtype:ident = $type:literal),*) => {
-            match (dtype, tokens) {
-                $(
-                    (DType::$dtype, 1) => Some(of_type!($type, "matvec", "1")),
-                    (DType::$dtype, 2) => Some(of_type!($type, "matvec", "2")),
-                    (DType::$dtype, 3) => Some(of_type!($type, "matvec", "3")),
-                    (DType::$dtype, 4) => Some(of_type!($type, "matvec", "4")),
-                )*
-                _ => None,
-            }
-        };
-    }
-    quant_types!(names)
-}
-
-pub(super) fn norm_matvec_name(dtype: DType) -> Option<KernelName<LinearNormMatvec>> {
-    macro_rules! names {
-        ($($dtype:ident = $type:literal),*) => {
-            match dtype {
-                $(DType::$dtype => {
-                    Some(kernel_name!(concat!("linear_", $type), concat!("norm_matvec_", $type)))
-                })*
-                _ => None,
-            }
-        };
-    }
-    quant_types!(names)
-}
-
-fn matmul_name(dtype: DType, shape: MatmulShape) -> Option<KernelName<LinearMatmul>> {
-    macro_rules! names {
-        ($($dtype:ident = $type:literal),*; $($tokens:literal = $suffix:literal),*) => {
-            names!(@types [$($dtype = $type),*] [$($tokens = $suffix),*])
-        };
-        (@types [$($dtype:ident = $type:literal),*] $tokens:tt) => {
-            match dtype {
-                $(DType::$dtype => names!(@tokens $type $tokens),)*
-                _ => None,
-            }
-        };
-        (@tokens $type:literal [$($tokens:literal = $suffix:literal),*]) => {
-            match shape.tokens() {
-                $($tokens => Some(of_type!($type, "matmul", $suffix)),)*
-                _ => None,
-            }
-        };
-    }
-    quant_types!(names; 8 = "8", 16 = "16", 32 = "32", 128 = "128")
 }

@@ -68,6 +68,7 @@ impl NormKernels {
             out: address_of_values(quantized.as_ref(), out),
             cols: weight.len() as i32,
             quantized: rounded,
+            launches_early: QuantizedOutput::launches_early(quantized.as_ref()),
         };
         let name = kernel_for(quantized.as_ref(), weight.len(), names!("rms_norm"));
         // SAFETY: block r reads and writes `cols` values at r * cols, inside `x` and `out` by the
@@ -103,6 +104,7 @@ impl NormKernels {
             out: address_of_values(quantized.as_ref(), out),
             cols: weight.len() as i32,
             quantized: rounded,
+            launches_early: QuantizedOutput::launches_early(quantized.as_ref()),
         };
         let name = kernel_for(quantized.as_ref(), weight.len(), names!("add_rms_norm"));
         // SAFETY: as for `rows`, except that the kernel also writes `x`.

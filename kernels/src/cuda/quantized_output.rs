@@ -17,6 +17,9 @@ pub struct QuantizedOutput<'a> {
     pub act_tiles: DeviceViewMut<'a, u8>,
     /// Whether anything reads the values themselves. If not, a kernel need not write them.
     pub needs_values: bool,
+    /// Whether the next launch is a product. It then starts, and copies weights, before this kernel
+    /// has its input.
+    pub is_before_product: bool,
 }
 
 /// A row of quants consists of whole blocks of this many values.
@@ -46,6 +49,11 @@ impl QuantizedOutput<'_> {
             }
         }
         Ok(self.layout.rows(self.act_tiles.address(), rows, cols))
+    }
+
+    /// [`Self::is_before_product`] as kernels take it.
+    pub(super) fn launches_early(quantized: Option<&Self>) -> i32 {
+        i32::from(quantized.is_some_and(|quantized| quantized.is_before_product))
     }
 
     /// What a kernel has written here: `tokens` rows of `cols` values.

@@ -90,6 +90,7 @@ impl SiluKernels {
             cols: cols as i32,
             pairs_of_rows: pairs_of_rows.map_or(0, |pairs| pairs.address()),
             quantized: rows,
+            launches_early: QuantizedOutput::launches_early(Some(quantized)),
         };
         let name = quantized.select([
             kernel_name!("silu_and_mul", "silu_and_mul_q8_0"),

@@ -7,24 +7,46 @@ use quant::DType;
 use quant::layout::{TILE_ROWS, Tiles};
 
 use super::Device;
-use super::abi::linear::{LinearSkinny, SKINNY_WARPS_MAX, SkinnyPipeline};
+use super::abi::linear::{LinearSkinny, SKINNY_WARPS_8, SKINNY_WARPS_16, SkinnyPipeline};
 use super::launch::{KernelName, kernel_name};
-use super::linear::{BARRIER_BYTES, NO_SHARED_MEMORY, OP, PIPELINE_STAGES, quant_types};
+use super::linear::{BARRIER_BYTES, NO_SHARED_MEMORY, OP, PIPELINE_STAGES};
+use super::linear_names::quant_types;
 use super::quantize::activation_bytes;
 
-/// Tokens of the kernel, at most.
+/// Tokens of the kernel for few, which Q8_0 alone has.
+const FEW_TOKENS: usize = 8;
+/// Tokens of a kernel, at most.
 pub const SKINNY_TOKENS: usize = 16;
 /// From here on it is faster than linear/matmul.cuh: by 10 to 25% with 16 tokens and 4096 columns
 /// on an H200 (Q4_K: 145 us instead of 184 for 151936 rows).
 const FASTEST_FROM_TOKENS: usize = 9;
+/// The same for the kernel for few: decode of qwen3-8b Q8_0 with 8 tokens is 5% faster. With other
+/// types a tile has more instructions than bytes to hide them, and qwen3-8b Q4_K_M is 6% slower.
+const FASTEST_FROM_FEW_TOKENS: usize = 4;
 /// Column tiles whose values a block collects before it adds them, if it has so many: 48 KiB. Then
 /// every thread of a block has sums to add.
 const BATCH_COL_TILES: usize = 48;
 /// Warps of a block and buffers for values, best first.
-const DIVISIONS: [(usize, usize); 4] = [(SKINNY_WARPS_MAX, 2), (SKINNY_WARPS_MAX, 1), (12, 2), (12, 1)];
+const DIVISIONS: [(usize, usize); 9] = [
+    (SKINNY_WARPS_8, 2),
+    (SKINNY_WARPS_8, 1),
+    (24, 1),
+    (SKINNY_WARPS_16, 2),
+    (SKINNY_WARPS_16, 1),
+    (12, 2),
+    (12, 1),
+    (8, 2),
+    (8, 1),
+];
 
-pub(super) fn is_fastest(tokens: usize) -> bool {
-    (FASTEST_FROM_TOKENS..=SKINNY_TOKENS).contains(&tokens)
+/// Tokens of the kernel that computes this many.
+pub(super) fn capacity(dtype: DType, tokens: usize) -> usize {
+    if dtype == DType::Q8_0 && tokens <= FEW_TOKENS { FEW_TOKENS } else { SKINNY_TOKENS }
+}
+
+pub(super) fn is_fastest(dtype: DType, tokens: usize) -> bool {
+    let from = if dtype == DType::Q8_0 { FASTEST_FROM_FEW_TOKENS } else { FASTEST_FROM_TOKENS };
+    (from..=SKINNY_TOKENS).contains(&tokens)
 }
 
 /// The shared memory of a block. The kernel divides it in the same way.
@@ -35,21 +57,25 @@ pub(super) struct SharedMemoryDivision {
 }
 
 impl SharedMemoryDivision {
-    /// For matrices of one shape but for their rows, which have `row_tiles` tiles in all.
+    /// For matrices of one shape but for their rows, which have `row_tiles` tiles in all, and the
+    /// kernel for this many tokens.
     pub(super) fn new(
         device: &Device,
         shape: Tiles,
         row_tiles: usize,
+        tokens: usize,
         format: DType,
     ) -> Result<Self, OpError> {
         let (col_tiles, tile_bytes) = (shape.col_tiles(), shape.tile_bytes());
-        let act_tiles = activation_bytes(format, SKINNY_TOKENS, shape.cols()).unwrap_or(usize::MAX);
+        let act_tiles = activation_bytes(format, tokens, shape.cols()).unwrap_or(usize::MAX);
+        let batch_col_tiles = if tokens == FEW_TOKENS { 2 * SKINNY_WARPS_8 } else { BATCH_COL_TILES };
         let batch_tiles =
-            (BATCH_COL_TILES / col_tiles).min(row_tiles.div_ceil(device.multiprocessors() as usize)).max(1);
-        let values = batch_tiles * col_tiles * TILE_ROWS * SKINNY_TOKENS * 4;
+            (batch_col_tiles / col_tiles).min(row_tiles.div_ceil(device.multiprocessors() as usize)).max(1);
+        let values = batch_tiles * col_tiles * TILE_ROWS * tokens * 4;
         let available = device.shared_bytes_max() as usize;
         let mut needed = 0;
-        for (warps, value_buffers) in DIVISIONS {
+        let most = if tokens == FEW_TOKENS { SKINNY_WARPS_8 } else { SKINNY_WARPS_16 };
+        for (warps, value_buffers) in DIVISIONS.into_iter().filter(|&(warps, _)| warps <= most) {
             let stage_bytes = warps * (tile_bytes + BARRIER_BYTES);
             let rest = act_tiles.saturating_add(value_buffers * values + BARRIER_BYTES * col_tiles);
             needed = rest.saturating_add(PIPELINE_STAGES.0 * stage_bytes);
@@ -68,7 +94,11 @@ impl SharedMemoryDivision {
     }
 }
 
-pub(super) fn skinny_name(dtype: DType) -> Option<KernelName<LinearSkinny>> {
+/// The kernel for as many tokens as `capacity` says.
+pub(super) fn skinny_name(dtype: DType, tokens: usize) -> Option<KernelName<LinearSkinny>> {
+    if tokens == FEW_TOKENS {
+        return (dtype == DType::Q8_0).then_some(kernel_name!("linear_q8_0", "skinny_q8_0_8"));
+    }
     macro_rules! names {
         ($($dtype:ident = $type:literal),*) => {
             match dtype {

@@ -77,7 +77,12 @@ fn of_rows(gpu: &TestGpu, rows: usize) -> Result<()> {
         let mut act_tiles = act_tiles(gpu, format, rows, EMBEDDING)?;
         line(gpu, &format!("sum and norm, rounded to {format}"), rows, 4 * row + EMBEDDING, |_| {
             let act_tiles = act_tiles.view_mut();
-            let rounded = Some(QuantizedOutput { layout: format.into(), act_tiles, needs_values: true });
+            let rounded = Some(QuantizedOutput {
+                layout: format.into(),
+                act_tiles,
+                needs_values: true,
+                is_before_product: false,
+            });
             Ok(norms.add_rows(
                 stream,
                 &mut x.view_mut(),
@@ -101,7 +106,12 @@ fn of_rows(gpu: &TestGpu, rows: usize) -> Result<()> {
     let mut rounded = act_tiles(gpu, DType::Q8_K, rows, HIDDEN)?;
     line(gpu, "gate, rounded to q8_k", rows, 3 * HIDDEN * size_of::<f32>() + HIDDEN, |_| {
         let act_tiles = rounded.view_mut();
-        let rounded = QuantizedOutput { layout: DType::Q8_K.into(), act_tiles, needs_values: true };
+        let rounded = QuantizedOutput {
+            layout: DType::Q8_K.into(),
+            act_tiles,
+            needs_values: true,
+            is_before_product: false,
+        };
         Ok(gates.silu_quantized(stream, &mut gate.view_mut(), up.view(), HIDDEN, None, &rounded)?)
     })?;
     let picked: Vec<u32> = (0..rows as u32).rev().collect();

@@ -72,6 +72,8 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ("attention: the cache grows", attention::the_cache_grows_as_it_is_written),
     ("fused: rounded rows are those of single ops", fused::rounded_rows_are_those_of_single_ops),
     ("fused: residual sums are those", fused::residual_sums_are_those_of_single_ops),
+    ("fused: products of two types are those", fused::products_of_two_types_are_those_of_single_ops),
+    ("fused: sums of experts are those", fused::sums_of_experts_are_those_of_single_ops),
     ("fused: attention blocks are those", fused::attention_blocks_are_those_of_single_ops),
     ("fused: decode attention is that", fused::decode_attention_is_that_of_single_ops),
     ("experts: they are those of the reference", experts::they_are_those_of_the_reference),

@@ -113,7 +113,12 @@ impl<'a> ExpertProducts<'a> {
         let mut outs = (0..launches).map(|_| Ok([new_out()?, new_out()?])).collect::<Result<Vec<_>>>()?;
         for [gate, up] in &mut outs {
             let of = GroupedPairs { pairs, count, grouping, groups: words.view() };
-            let quantized = QuantizedOutput { layout, act_tiles: data.view_mut(), needs_values: true };
+            let quantized = QuantizedOutput {
+                layout,
+                act_tiles: data.view_mut(),
+                needs_values: true,
+                is_before_product: false,
+            };
             let mut stacks = [
                 ExpertWeights { shape: *shape, tiles: self.tiles[0].view(), out: gate.view_mut() },
                 ExpertWeights { shape: *shape, tiles: self.tiles[1].view(), out: up.view_mut() },

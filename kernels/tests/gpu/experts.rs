@@ -90,6 +90,11 @@ pub(crate) fn they_are_those_of_the_reference(gpu: &TestGpu) -> Result<()> {
         ([Q3_K, Q3_K, Q2_K], 256, 256, 3, 2, 600),
         ([Q4_K, Q4_K, Q6_K], 512, 256, 4, 2, 300),
         ([Q8_0, Q8_0, Q5_0], 320, 96, 3, 1, 120),
+        // Blocks of the kernels for one row have several items, and pairs of two activation tiles.
+        ([Q4_K, Q4_K, Q6_K], 1024, 768, 40, 12, 10),
+        ([Q5_1, Q5_1, Q4_1], 96, 416, 36, 32, 4),
+        // More experts than these kernels take.
+        ([Q8_0; 3], 64, 32, 40, 33, 5),
         ([F32; 3], 48, 40, 6, 2, 9),
         ([F16, F16, BF16], 64, 24, 6, 2, 9),
         ([Q8_0, Q8_0, BF16], 64, 96, 5, 2, 7),

@@ -19,7 +19,7 @@ pub(crate) fn sums_have_the_canonical_order(gpu: &TestGpu) -> Result<()> {
         let (weights, bias) = (random.values(cols * rows), random.values(rows));
         let raw = weights.iter().flat_map(|weight| weight.to_le_bytes()).collect();
         let case = LinearCase::from_raw(gpu, Tiles::new(DType::F32, cols, rows)?, raw, bias.clone())?;
-        for tokens in [1, 2, 5, 9, 511, 512, 517] {
+        for tokens in [1, 2, 5, 9, 33, 511, 512, 517] {
             let mut input = LinearInput::new(gpu, &mut random, DType::F32, tokens, cols)?;
             let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
             input.run(gpu, &linear, tokens, LinearMethod::Scalar, &mut [case.product(&mut out)])?;

@@ -9,8 +9,8 @@ use anyhow::{Result, ensure};
 use bytes::Bytes;
 use kernels::cuda::{Cuda, CudaTensor};
 use ops::{
-    Activation, AttentionSpan, AttentionSpec, Backend, KvLayer, KvLayout, KvType, Linear, RopePairing,
-    RopeSpec, Weight,
+    Activation, AttentionSpan, AttentionSpec, Backend, Experts, KvLayer, KvLayout, KvType, Linear,
+    RopePairing, RopeSpec, Weight,
 };
 use quant::DType;
 
@@ -197,6 +197,98 @@ fn residual_sums(ops: &mut OpRunner, dtype: DType, rows: usize, width: usize) ->
     ops.cuda.linear(&matrix, &normed, &mut out, rows)?;
     ops.take("the sum", &x, rows, width)?;
     ops.take("a product of its norm", &out, rows, OUT)
+}
+
+/// Norms that are multiplied with matrices of two types. In the first shape, blocks compute several
+/// row tiles of either type.
+pub(crate) fn products_of_two_types_are_those_of_single_ops(gpu: &TestGpu) -> Result<()> {
+    let mut pair = pair(gpu)?;
+    for first in [DType::Q4_K, DType::Q5_K, DType::Q6_K] {
+        for (width, rows_of) in [(2304, [4000, 600, 1230]), (256, [41, 16, 1]), (4096, [300, 17, 100])] {
+            for rows in [1, 2] {
+                let what = format!("{rows} rows of {width} for {first} and Q6_K");
+                compare(&mut pair, &what, |ops| products_of_two_types(ops, first, rows, width, rows_of))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn products_of_two_types(
+    ops: &mut OpRunner,
+    first: DType,
+    rows: usize,
+    width: usize,
+    rows_of: [usize; 3],
+) -> Result<()> {
+    let (x, norm) = (ops.tensor(rows, width)?, ops.vector(width));
+    let mut normed = ops.cuda.tensor(rows, width)?;
+    let mut matrices = Vec::new();
+    let mut outs = Vec::new();
+    for (dtype, len) in [first, first, DType::Q6_K].into_iter().zip(rows_of) {
+        let mut matrix = ops.matrix_of(dtype, width, len)?;
+        matrix.bias = Some(ops.vector(len));
+        matrices.push(matrix);
+        outs.push(ops.cuda.tensor(rows, len)?);
+    }
+    ops.cuda.rms_norm(&x, &norm, EPS, &mut normed, rows)?;
+    ops.end()?;
+    let mut products: Vec<_> = matrices.iter().zip(outs.iter_mut()).collect();
+    ops.cuda.linears(&normed, &mut products, rows)?;
+    ops.end()?;
+    ops.take("the norm", &normed, rows, width)?;
+    for (what, (out, len)) in
+        ["the first", "the second", "the third"].into_iter().zip(outs.iter().zip(rows_of))
+    {
+        ops.take(what, out, rows, len)?;
+    }
+    Ok(())
+}
+
+/// Experts of one row and of several, whose sum is added to the residual stream and normalised for
+/// the next matrices.
+pub(crate) fn sums_of_experts_are_those_of_single_ops(gpu: &TestGpu) -> Result<()> {
+    let mut pair = pair(gpu)?;
+    for (dtype, down) in [(DType::Q4_K, DType::Q6_K), (DType::Q8_0, DType::Q5_0), (DType::Q5_1, DType::Q8_0)]
+    {
+        for rows in [1, 2] {
+            compare(&mut pair, &format!("{rows} rows of experts of {dtype} and {down}"), |ops| {
+                sums_of_experts(ops, dtype, down, rows)
+            })?;
+        }
+    }
+    Ok(())
+}
+
+fn sums_of_experts(ops: &mut OpRunner, dtype: DType, down: DType, rows: usize) -> Result<()> {
+    const COUNT: usize = 12;
+    const WIDTH: usize = 1024;
+    const HIDDEN: usize = 768;
+    let mut stack = |dtype, cols: usize, len: usize| -> Result<Weight<Cuda>> {
+        let matrix = ops.matrix_of(dtype, cols, len * COUNT)?.weight;
+        Ok(Weight { dims: vec![cols, len, COUNT], ..matrix })
+    };
+    let layer = Experts {
+        gate: stack(dtype, WIDTH, HIDDEN)?,
+        up: stack(dtype, WIDTH, HIDDEN)?,
+        down: stack(down, HIDDEN, WIDTH)?,
+        used: 5,
+    };
+    let (mut x, normed, logits) =
+        (ops.tensor(rows, WIDTH)?, ops.tensor(rows, WIDTH)?, ops.tensor(rows, COUNT)?);
+    let (norm, matrix) = (ops.vector(WIDTH), ops.matrix(dtype, WIDTH)?);
+    let (mut delta, mut next) = (ops.cuda.tensor(rows, WIDTH)?, ops.cuda.tensor(rows, WIDTH)?);
+    let mut out = ops.cuda.tensor(rows, OUT)?;
+    ops.cuda.experts(&layer, Activation::Silu, &logits, &normed, &mut delta, rows)?;
+    ops.end()?;
+    ops.cuda.add_rms_norm(&mut x, &delta, &norm, EPS, &mut next, rows)?;
+    ops.end()?;
+    ops.cuda.linear(&matrix, &next, &mut out, rows)?;
+    ops.end()?;
+    for (what, tensor) in [("the experts", &delta), ("the sum", &x), ("its norm", &next)] {
+        ops.take(what, tensor, rows, WIDTH)?;
+    }
+    ops.take("the product", &out, rows, OUT)
 }
 
 /// The part of a layer between its two groups of matrices.

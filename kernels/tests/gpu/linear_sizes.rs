@@ -6,7 +6,7 @@
 use anyhow::{Context, ensure};
 use kernels::cuda::Buffer;
 use kernels::cuda::linear::{LinearKernels, LinearMethod};
-use kernels::cuda::quantize::QuantizeKernels;
+use kernels::cuda::quantize::{ACT_TILE_TOKENS, QuantizeKernels};
 use quant::DType;
 use quant::layout::Tiles;
 
@@ -19,11 +19,15 @@ const DIFFERENT_ROWS: usize = 1040;
 /// Launches of one product. Of 100, a race between reading and copying made one to 60 differ.
 const REPEATS: usize = 100;
 
-/// Activations of longer rows do not fit the shared memory of linear/skinny_matmul.cuh.
+/// Activations of longer rows do not fit the shared memory of linear/skinny_matmul.cuh, except for
+/// its kernel for few tokens.
 const SKINNY_COLS_MAX: usize = 4096;
 
 fn fitting_methods(gpu: &TestGpu, shape: Tiles, tokens: usize) -> Vec<LinearMethod> {
-    let fits = |method: &LinearMethod| *method != LinearMethod::Skinny || shape.cols() <= SKINNY_COLS_MAX;
+    let fits = |method: &LinearMethod| {
+        let is_few = tokens <= ACT_TILE_TOKENS && shape.dtype() == DType::Q8_0;
+        *method != LinearMethod::Skinny || shape.cols() <= SKINNY_COLS_MAX || is_few
+    };
     methods(gpu, shape.dtype(), tokens).into_iter().filter(fits).collect()
 }
 

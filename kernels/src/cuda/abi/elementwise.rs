@@ -59,6 +59,7 @@ abi! {
             out: u64 as "float *",
             cols: i32,
             quantized: QuantizedRows,
+            launches_early: i32,
         );
         kernel AddRmsNorm(
             x: u64 as "float *",
@@ -68,6 +69,7 @@ abi! {
             out: u64 as "float *",
             cols: i32,
             quantized: QuantizedRows,
+            launches_early: i32,
         );
         kernel RmsNormHeads(
             x: u64 as "float *",
@@ -96,6 +98,7 @@ abi! {
             needs_values: i32,
             pairs_of_rows: u64 as "const uint32_t *",
             quantized: QuantizedRows,
+            launches_early: i32,
         );
         kernel Rope(
             x: u64 as "float *",

@@ -30,6 +30,8 @@ abi! {
         const EXPERT_QUANTIZE_WARPS: usize = 8;
         /// Warps of a block of expert_matvec_*.
         const EXPERT_MATVEC_WARPS: usize = 8;
+        /// Experts of a row of expert_row_*, at most: they and their weights are in shared memory.
+        const EXPERT_ROW_USED_MAX: usize = 32;
         /// Row tiles of a block of expert_matmul_*.
         const EXPERT_MATMUL_ROW_TILES: usize = 8;
         /// Warps of a block: one for each row tile, and one that copies. A multiprocessor runs two
@@ -99,6 +101,29 @@ abi! {
             /// Stages of the pipeline.
             stages: i32,
         }
+
+        /// One row's products with the matrices of its experts (experts/row_matvec.cuh).
+        struct ExpertRowParams [88 bytes] {
+            /// Tiles of all experts' matrices, one matrix after the other.
+            weights: [u64; EXPERT_STACKS_MAX] as "const uint8_t *",
+            /// Gate and up: f32 [used][rows]. Down: f32 [rows].
+            out: [u64; EXPERT_STACKS_MAX] as "float *",
+            /// Of the row, or for down of the row's pairs.
+            act_tiles: u64 as "const uint8_t *",
+            /// The expert of each rank, and its weight.
+            experts: u64 as "const uint32_t *",
+            pair_weights: u64 as "const float *",
+            /// f32 [rows], to which down adds its output, or null.
+            residual: u64 as "float *",
+            /// Rows of one expert's matrix.
+            rows: i32,
+            col_tiles: i32,
+            used: i32,
+            stacks: i32,
+            /// Pipeline stages of a warp.
+            stages: i32,
+            unused: i32,
+        }
     }
     kernels {
         kernel ExpertTopkSoftmax(
@@ -122,6 +147,18 @@ abi! {
             expert_weights: u64 as "float *",
             order: ExpertPairOrder,
         );
+        /// Chooses the experts of one row, and quantizes the row `x` of `cols` values.
+        kernel ExpertRouteRow(
+            logits: u64 as "const float *",
+            count: i32,
+            used: i32,
+            experts: u64 as "uint32_t *",
+            expert_weights: u64 as "float *",
+            x: u64 as "const float *",
+            cols: i32,
+            quantized: QuantizedRows,
+        );
+        kernel ExpertRow(params: ExpertRowParams);
         kernel ExpertQuantize(
             x: u64 as "const float *",
             sorted_pairs: u64 as "const uint32_t *",

@@ -30,8 +30,10 @@ abi! {
         const LINEAR_F32_TILE_TOKENS: usize = 8;
         /// Warps of its block along the rows, and along the tokens.
         const LINEAR_F32_TILE_WARPS: usize = 4;
-        /// Warps of a block of linear/skinny_matmul.cuh, at most.
-        const SKINNY_WARPS_MAX: usize = 16;
+        /// Warps of a block of linear/skinny_matmul.cuh at most, for up to 8 tokens and for 16. 32
+        /// warps have 64 registers a thread, which the kernel for 16 tokens exceeds.
+        const SKINNY_WARPS_8: usize = 32;
+        const SKINNY_WARPS_16: usize = 16;
         /// A block of linear/wgmma_product.cuh: its bytes of shared memory, of a multiprocessor's
         /// 227 KiB.
         const WGMMA_PRODUCT_SHARED_BYTES: usize = 216 << 10;
@@ -87,6 +89,15 @@ abi! {
         /// `residual`, f32 [tokens][rows], is null if there are several matrices.
         kernel LinearMatvec(params: LinearParams, residual: u64 as "float *", stages: i32);
         kernel LinearNormMatvec(params: LinearParams, input: NormedInput, stages: i32);
+        /// `first_blocks` blocks compute the matrices of `first`, the others those of `second`.
+        kernel LinearNormMatvecPair(
+            first: LinearParams,
+            second: LinearParams,
+            input: NormedInput,
+            first_stages: i32,
+            second_stages: i32,
+            first_blocks: i32,
+        );
         kernel LinearMatmul(params: LinearParams, stages: i32);
         kernel LinearSkinny(params: LinearParams, pipeline: SkinnyPipeline);
         /// `sums` are empty for types other than Q4_K and Q5_K.

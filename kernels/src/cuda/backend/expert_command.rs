@@ -8,6 +8,7 @@ use super::operand::{ActivationTiles, ByteRange, FloatRange, WeightMatrix};
 use super::step::WordRange;
 use crate::cuda::Stream;
 use crate::cuda::experts::{ExpertKernels, ExpertRouting, ExpertWeights, GroupedPairs, PairGrouping};
+use crate::cuda::row_experts::RowChoice;
 
 /// Pairs of (row, rank), sorted by expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -17,6 +18,26 @@ pub(super) struct ExpertGroups {
     pub(super) count: u32,
     pub(super) grouping: PairGrouping,
     pub(super) words: WordRange,
+}
+
+/// The experts of one row, of `count`, and their weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct RowChoiceRange {
+    pub(super) experts: WordRange,
+    pub(super) weights: FloatRange,
+    pub(super) count: u32,
+}
+
+impl RowChoiceRange {
+    /// # Safety
+    /// As [`ExpertCommand::enqueue`].
+    unsafe fn view<'a>(&self) -> RowChoice<'a> {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let (experts, weights) = (self.experts.view(), self.weights.view());
+            RowChoice { experts, weights, count: self.count as usize }
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -43,6 +64,27 @@ pub(super) enum ExpertCommand {
         first: (WeightMatrix, FloatRange),
         second: Option<(WeightMatrix, FloatRange)>,
     },
+    /// Routes one row, and quantizes it.
+    RouteRow {
+        logits: FloatRange,
+        choice: RowChoiceRange,
+        x: FloatRange,
+        activation_tiles: ActivationTiles,
+    },
+    /// The gate and up products of one row, `[used, rows]`.
+    RowGateAndUp {
+        activation_tiles: ActivationTiles,
+        choice: RowChoiceRange,
+        gate: (WeightMatrix, FloatRange),
+        up: (WeightMatrix, FloatRange),
+    },
+    /// The weighted sum of the down products of one row's pairs.
+    RowDown {
+        activation_tiles: ActivationTiles,
+        choice: RowChoiceRange,
+        down: WeightMatrix,
+        out: FloatRange,
+    },
     Floats {
         x: FloatRange,
         experts: WordRange,
@@ -61,8 +103,8 @@ pub(super) enum ExpertCommand {
 
 impl ExpertCommand {
     /// # Safety
-    /// As [`super::kernel_set::KernelSet::enqueue`]. In addition, the groups are those of the
-    /// preceding `Route`.
+    /// As [`super::kernel_set::KernelSet::enqueue`]. In addition, groups and choices are those of
+    /// the preceding `Route` or `RouteRow`.
     pub(super) unsafe fn enqueue(&self, kernels: &ExpertKernels, stream: &Stream) -> Result<(), OpError> {
         // SAFETY: for all calls and views below, the caller's contract.
         unsafe {
@@ -91,6 +133,19 @@ impl ExpertCommand {
                         &mut expert_weight_list,
                     )
                 }
+                Self::RouteRow { logits, choice, x, activation_tiles } => kernels.route_row(
+                    stream,
+                    logits.view(),
+                    &mut choice.experts.view_mut(),
+                    &mut choice.weights.view_mut(),
+                    x.view(),
+                    &activation_tiles.quantized_output(true),
+                ),
+                Self::RowGateAndUp { activation_tiles, choice, gate, up } => {
+                    let stacks = expert_weight_list(choice.count, gate, Some(up))?;
+                    kernels.row_gate_and_up(stream, activation_tiles.activations(), choice.view(), &stacks)
+                }
+                Self::RowDown { .. } => self.enqueue_row_down(kernels, stream, None),
                 Self::Floats { x, experts, pairs_per_token, count, expert_weights, out } => kernels
                     .float_matvec(
                         stream,
@@ -113,11 +168,44 @@ impl ExpertCommand {
 }
 
 impl ExpertCommand {
+    /// Enqueues a `RowDown`, which also adds its output to `residual`. On any other command, the
+    /// function panics.
+    ///
+    /// # Safety
+    /// As [`Self::enqueue`].
+    pub(super) unsafe fn enqueue_row_down(
+        &self,
+        kernels: &ExpertKernels,
+        stream: &Stream,
+        residual: Option<FloatRange>,
+    ) -> Result<(), OpError> {
+        let Self::RowDown { activation_tiles, choice, down, out } = *self else {
+            unreachable!("{self:?} is no down product of a row");
+        };
+        // SAFETY: for all calls and views below, the caller's contract. Gate and up, and their
+        // activation, were launched between the choice and this.
+        unsafe {
+            let stack = down.expert_slice(choice.count, out)?;
+            let residual = residual.map(|residual| residual.view_mut());
+            kernels.row_down(stream, activation_tiles.activations(), choice.view(), &stack, residual)
+        }
+    }
+
     /// Calls `each` for the values and activation tiles that the command reads.
     pub(super) fn for_each_input(&self, mut each: impl FnMut(ByteRange)) {
         match *self {
             Self::Route { logits, .. } => each(logits.bytes()),
-            Self::Matmul { activation_tiles, .. } => each(activation_tiles.range),
+            Self::RouteRow { logits, x, .. } => {
+                each(logits.bytes());
+                each(x.bytes());
+            }
+            Self::Matmul { activation_tiles, .. } | Self::RowGateAndUp { activation_tiles, .. } => {
+                each(activation_tiles.range);
+            }
+            Self::RowDown { activation_tiles, choice, .. } => {
+                each(activation_tiles.range);
+                each(choice.weights.bytes());
+            }
             Self::Quantize { x, .. } | Self::Floats { x, .. } => each(x.bytes()),
             Self::Combine { contributions, pair_weights, .. } => {
                 each(contributions.bytes());
@@ -129,9 +217,15 @@ impl ExpertCommand {
     /// Whether all of `values` that is ever read afterwards has been written by this command. Slots
     /// without a pair keep their old values, but nothing reads those.
     pub(super) fn overwrites(&self, values: FloatRange) -> bool {
-        let Self::Matmul { first: (_, first), second, .. } = *self else { return false };
         let covers = |out: FloatRange| out.bytes().covers(values.bytes());
-        covers(first) || second.is_some_and(|(_, out)| covers(out))
+        match *self {
+            Self::Matmul { first: (_, first), second, .. } => {
+                covers(first) || second.is_some_and(|(_, out)| covers(out))
+            }
+            Self::RowGateAndUp { gate: (_, gate), up: (_, up), .. } => covers(gate) || covers(up),
+            Self::RowDown { out, .. } => covers(out),
+            _ => false,
+        }
     }
 }
 
@@ -165,13 +259,17 @@ unsafe fn expert_weight_list<'a>(
 }
 
 impl WeightMatrix {
+    /// The first of the `count` expert matrices in this matrix, but with the range of all.
+    pub(super) fn of_expert(self, count: u32) -> Self {
+        Self { rows: self.rows / count.max(1), ..self }
+    }
+
     /// One of the `count` expert matrices in this matrix, and the buffer for its products.
     ///
     /// # Safety
     /// As [`ExpertCommand::enqueue`].
     unsafe fn expert_slice<'a>(&self, count: u32, out: FloatRange) -> Result<ExpertWeights<'a>, OpError> {
-        let rows = self.rows / count.max(1);
-        let shape = WeightMatrix { rows, ..*self }.tiles()?;
+        let shape = self.of_expert(count).tiles()?;
         // SAFETY: the caller's contract.
         Ok(unsafe { ExpertWeights { shape, tiles: self.range.view(), out: out.view_mut() } })
     }

@@ -10,7 +10,7 @@ use quant::DType;
 use quant::layout::TILE_ROWS;
 
 use super::command::KernelCommand;
-use super::expert_command::{ExpertCommand, ExpertGroups};
+use super::expert_command::{ExpertCommand, ExpertGroups, RowChoiceRange};
 use super::operand::{ByteRange, FloatRange, WeightMatrix};
 use super::step::WordRange;
 use super::{Cuda, CudaTensor};
@@ -80,6 +80,9 @@ impl Cuda {
         let down = self.expert_weights(&layer.down, hidden, n_in, count)?;
         let (router, x, out) =
             (self.use_tensor(router, rows), self.use_tensor(x, rows), self.use_tensor(out, rows));
+        if rows == 1 && self.takes_row([gate, up, down], layer)? {
+            return self.row_of_experts([gate, up, down], layer, router, x, out);
+        }
         let rows_max = (PAIRS_MAX / used).clamp(1, rows);
         for first in (0..rows).step_by(rows_max) {
             let rows = rows_max.min(rows - first);
@@ -129,6 +132,47 @@ impl Cuda {
                 out: part(out, n_in),
             };
             self.push(KernelCommand::Experts(combine));
+        }
+        Ok(())
+    }
+
+    /// Whether the kernels for one row compute this layer.
+    fn takes_row(&self, matrices: [WeightMatrix; 3], layer: &Experts<Self>) -> Result<bool, OpError> {
+        if matrices.into_iter().any(|matrix| is_float(matrix.dtype)) {
+            return Ok(false);
+        }
+        let [gate, up, down] = matrices.map(|matrix| matrix.of_expert(layer.count() as u32).tiles());
+        Ok(self.recorder.experts().takes_row(gate?, up?, down?, layer.used))
+    }
+
+    /// A layer for one row.
+    fn row_of_experts(
+        &mut self,
+        [gate, up, down]: [WeightMatrix; 3],
+        layer: &Experts<Self>,
+        logits: FloatRange,
+        x: FloatRange,
+        out: FloatRange,
+    ) -> Result<(), OpError> {
+        let (n_in, hidden, count, used) = (layer.n_in(), layer.hidden(), layer.count(), layer.used);
+        let scratch = self.expert_scratch(used, count, PairGrouping::ByPair, hidden, n_in)?;
+        let choice =
+            RowChoiceRange { experts: scratch.experts, weights: scratch.pair_weights, count: count as u32 };
+        let tiles_for = |cuda: &mut Self, dtype: DType, rows: usize, cols: usize| {
+            let layout = PairGrouping::ByPair.layout(dtype).ok_or(OpError::Type { op: OP, dtype })?;
+            cuda.activation_tiles(OP, layout, rows, cols)
+        };
+        let activation_tiles = tiles_for(self, gate.dtype, 1, n_in)?;
+        let of_pairs = tiles_for(self, down.dtype, used, hidden)?;
+        let (gate, up) = ((gate, scratch.gate), (up, scratch.up));
+        for command in [
+            KernelCommand::Experts(ExpertCommand::RouteRow { logits, choice, x, activation_tiles }),
+            KernelCommand::Experts(ExpertCommand::RowGateAndUp { activation_tiles, choice, gate, up }),
+            KernelCommand::Gated { gate: scratch.gate, up: scratch.up, pairs_of_rows: None },
+            KernelCommand::Quantize { x: scratch.gate, activation_tiles: of_pairs },
+            KernelCommand::Experts(ExpertCommand::RowDown { activation_tiles: of_pairs, choice, down, out }),
+        ] {
+            self.push(command);
         }
         Ok(())
     }

@@ -6,7 +6,7 @@
 use ops::OpError;
 
 use super::command::{CommandList, KernelCommand};
-use super::fusion::{count_fusible, divide_sums};
+use super::fusion::{count_fusible, divide_sums, split_types};
 use super::kernel_set::{KernelSet, matrix_product, rope_angles};
 use super::liveness::are_overwritten_unread;
 use super::operand::{ActivationTiles, FloatRange};
@@ -70,6 +70,9 @@ impl KernelSet {
         // SAFETY: for all calls and views below, this function's contract.
         unsafe {
             match commands {
+                [KernelCommand::Experts(down), KernelCommand::Add { x, .. }] => {
+                    down.enqueue_row_down(&self.experts, stream, Some(*x))
+                }
                 [product @ KernelCommand::Product { .. }, KernelCommand::Add { x, .. }] => {
                     self.enqueue_added_product(stream, product, &commands[1], *x)
                 }
@@ -81,7 +84,8 @@ impl KernelSet {
                 ] => self.enqueue_normed_products(stream, norm, *activation_tiles, &commands[2..], plans),
                 [one] => self.enqueue_one(stream, one, plans),
                 [first, KernelCommand::Quantize { x, activation_tiles }] => {
-                    let output = activation_tiles.quantized_output(!are_overwritten_unread(*x, behind));
+                    let mut output = activation_tiles.quantized_output(!are_overwritten_unread(*x, behind));
+                    output.is_before_product = matches!(behind, [KernelCommand::Product { .. }, ..]);
                     self.enqueue_quantized(stream, first, activation_tiles.cols, output, plans)
                 }
                 [KernelCommand::NormHeads { .. } | KernelCommand::Rope { .. }, ..] => {
@@ -134,13 +138,23 @@ impl KernelSet {
         unsafe {
             let mut rows =
                 NormInput { x: x.view(), weight: weight.view(), eps: eps.value(), out: out.view_mut() };
-            let matrices =
-                products.iter().map(|product| matrix_product(product)).collect::<Result<Vec<_>, _>>()?;
+            let matrices = |products: &[KernelCommand]| {
+                products.iter().map(|product| matrix_product(product)).collect::<Result<Vec<_>, _>>()
+            };
+            let (first, second) = split_types(products);
+            let (one, other) = (matrices(first)?, matrices(second)?);
             let input = activation_tiles.activations();
-            if !self.linear.launch_normed(stream, &mut rows, input, &matrices)? {
-                let output = activation_tiles.quantized_output(true);
+            let is_launched = if second.is_empty() {
+                self.linear.launch_normed(stream, &mut rows, input, &one)?
+            } else {
+                self.linear.launch_normed_both(stream, &mut rows, input, &one, &other)?
+            };
+            if !is_launched {
+                let mut output = activation_tiles.quantized_output(true);
+                output.is_before_product = true;
                 self.enqueue_quantized(stream, norm, activation_tiles.cols, output, plans)?;
-                self.enqueue_products(stream, Before::Other, activation_tiles, products)?;
+                let before = self.enqueue_products(stream, Before::Other, activation_tiles, first)?;
+                self.enqueue_products(stream, before, activation_tiles, second)?;
             }
         }
         Ok(())

@@ -9,7 +9,9 @@
 //! [2 norms of heads,] 2 rotations, write to the cache norm_rope_kv.cu
 //! the same and attention, for decode rows             attention/raw_heads.cuh
 //! norm, quantize, products, for one token             linear/matvec.cuh normalises its input
+//! the same with products of another type behind       linear_mixed.cu
 //! product, sum with the residual stream, likewise     linear/matvec.cuh adds its output
+//! down product of a row's experts, likewise           experts/row_matvec.cuh
 //! ```
 //!
 //! A fused launch writes the same bits to the same places as its commands would one by one, except
@@ -17,6 +19,7 @@
 //! `KernelSet::enqueue` must handle every combination that it returns.
 
 use super::command::KernelCommand;
+use super::expert_command::ExpertCommand;
 use super::liveness::are_overwritten_unread;
 use super::operand::FloatRange;
 use crate::cuda::attention::{AttentionKernels, AttentionPlanAddress};
@@ -42,9 +45,12 @@ pub(super) fn divide_sums(list: &[KernelCommand]) -> Vec<KernelCommand> {
     divided
 }
 
-/// Whether the last of `list` is the only product of its launch, computes `y`, and can add it to
-/// the residual stream.
+/// Whether the last of `list` computes `y` and can add it to the residual stream. A product must be
+/// the only one of its launch.
 fn ends_with_addable_product(list: &[KernelCommand], y: FloatRange) -> bool {
+    if let [.., KernelCommand::Experts(ExpertCommand::RowDown { out, .. })] = list {
+        return *out == y;
+    }
     let [before @ .., last @ KernelCommand::Product { activation_tiles, matrix, out, .. }] = list else {
         return false;
     };
@@ -67,6 +73,25 @@ fn count_products(list: &[KernelCommand]) -> usize {
     list.iter().take(MATRICES_MAX).take_while(|other| share_a_launch(first, other)).count()
 }
 
+/// The number of products at the beginning of `behind` that the launch of `products` computes too,
+/// with another type of weights.
+fn count_mixed(products: &[KernelCommand], behind: &[KernelCommand]) -> usize {
+    let (
+        [KernelCommand::Product { activation_tiles, matrix, .. }, ..],
+        [KernelCommand::Product { activation_tiles: input, matrix: other, .. }, ..],
+    ) = (products, behind)
+    else {
+        return 0;
+    };
+    let is_mixed = activation_tiles == input && LinearKernels::can_mix(matrix.dtype, other.dtype);
+    if is_mixed { count_products(behind) } else { 0 }
+}
+
+/// Splits the products of a launch behind those of the first type.
+pub(super) fn split_types(products: &[KernelCommand]) -> (&[KernelCommand], &[KernelCommand]) {
+    products.split_at(count_products(products))
+}
+
 /// Returns the number of commands at the beginning of `list` that one launch computes. `list` is
 /// not empty.
 pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddress]) -> usize {
@@ -81,6 +106,12 @@ pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddres
             _ => products,
         };
     }
+    if let [KernelCommand::Experts(ExpertCommand::RowDown { out, .. }), KernelCommand::Add { y, .. }, ..] =
+        list
+        && out == y
+    {
+        return 2;
+    }
     if let [
         KernelCommand::Norm { out, .. },
         KernelCommand::Quantize { x, activation_tiles },
@@ -91,7 +122,9 @@ pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddres
         && input == activation_tiles
         && LinearKernels::can_normalise(matrix.dtype, input.tokens as usize, input.cols as usize)
     {
-        return 2 + count_products(&list[2..]);
+        let products = &list[2..];
+        let first = count_products(products);
+        return 2 + first + count_mixed(&products[..first], &products[first..]);
     }
     if is_norm_rope_kv(list) {
         let heads = if matches!(list[0], KernelCommand::Rope { .. }) { 3 } else { 5 };

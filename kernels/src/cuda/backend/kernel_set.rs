@@ -37,7 +37,7 @@ pub(super) struct KernelSet {
     embed: EmbedKernels,
     quantize: QuantizeKernels,
     pub(super) linear: LinearKernels,
-    experts: ExpertKernels,
+    pub(super) experts: ExpertKernels,
 }
 
 impl KernelSet {

@@ -120,7 +120,7 @@ impl ActivationTiles {
     pub(super) unsafe fn quantized_output<'a>(&self, needs_values: bool) -> QuantizedOutput<'a> {
         // SAFETY: the caller's contract.
         let act_tiles = unsafe { self.range.view_mut() };
-        QuantizedOutput { layout: self.layout, act_tiles, needs_values }
+        QuantizedOutput { layout: self.layout, act_tiles, needs_values, is_before_product: false }
     }
 }
 

@@ -31,6 +31,7 @@ use super::command::{CommandList, KernelCommand};
 use super::kernel_set::KernelSet;
 use crate::cuda::attention::AttentionPlanAddress;
 use crate::cuda::error::device_error;
+use crate::cuda::experts::ExpertKernels;
 use crate::cuda::word_copies::{WordCopy, WordCopyKernels};
 use crate::cuda::{CudaError, Device, DeviceView, Event, Graph, PinnedBuffer, Stream};
 
@@ -123,6 +124,10 @@ impl Recorder {
 
     pub(super) fn set_turns(&mut self, turns: Turns) {
         self.turns = Some(turns);
+    }
+
+    pub(super) fn experts(&self) -> &ExpertKernels {
+        &self.kernels.experts
     }
 
     pub(super) fn stream(&self) -> &Stream {

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Launcher of linear_mixed.cu: the norm of one token, multiplied with matrices of two types.
+
+use ops::OpError;
+use quant::DType;
+use quant::layout::Tiles;
+
+use super::abi::linear::{LinearNormMatvecPair, MATVEC_WARPS};
+use super::error::device_error;
+use super::fused_linear::{NormInput, check_norm};
+use super::launch::launch_kernel;
+use super::linear::{
+    LinearKernels, MatrixProduct, NO_SHARED_MEMORY, OP, check_products, linear_params, matvec_pipeline,
+    no_kernel,
+};
+use super::linear_names::norm_matvec_pair_name;
+use super::quantize::QuantizedActivations;
+use super::{LaunchConfig, Stream};
+
+impl LinearKernels {
+    /// Whether [`Self::launch_normed_both`] takes matrices of these types.
+    pub(super) fn can_mix(first: DType, second: DType) -> bool {
+        norm_matvec_pair_name(first, second).is_some()
+    }
+
+    /// Computes [`Self::launch_normed`] for `first`, and for `second`, which are of another type.
+    /// If rows are too long for the device's shared memory, nothing is computed and the result is
+    /// `false`.
+    pub(super) fn launch_normed_both(
+        &self,
+        stream: &Stream,
+        norm: &mut NormInput<'_>,
+        x: QuantizedActivations<'_>,
+        first: &[MatrixProduct<'_>],
+        second: &[MatrixProduct<'_>],
+    ) -> Result<bool, OpError> {
+        let ([one, ..], [other, ..]) = (first, second) else { return Ok(false) };
+        let (dtype, other_dtype) = (one.shape.dtype(), other.shape.dtype());
+        check_products(x, first)?;
+        check_products(x, second)?;
+        check_norm(norm, x, dtype)?;
+        let name = norm_matvec_pair_name(dtype, other_dtype).ok_or_else(|| no_kernel(x.tokens))?;
+        let pipelines = [one.shape, other.shape].map(|shape| {
+            let (tile_bytes, col_tiles) = (shape.tile_bytes(), shape.col_tiles());
+            matvec_pipeline(self.device(), tile_bytes, col_tiles, x.tokens, x.layout.format)
+        });
+        let [(first_stages, first_bytes), (second_stages, second_bytes)] = match pipelines {
+            [Ok(first), Ok(second)] => [first, second],
+            [Err(OpError::Shape { what: NO_SHARED_MEMORY, .. }), _]
+            | [_, Err(OpError::Shape { what: NO_SHARED_MEMORY, .. })] => return Ok(false),
+            [Err(error), _] | [_, Err(error)] => return Err(error),
+        };
+        let shared_bytes = first_bytes.max(second_bytes);
+        let block = 32 * MATVEC_WARPS as u32;
+        let kernel = self.mixed.kernel(name.as_c_str()).map_err(device_error(OP))?;
+        let resident = kernel.blocks_per_multiprocessor(block, shared_bytes).map_err(device_error(OP))?;
+        let blocks = resident.max(1) as usize * self.multiprocessors();
+        let (first_blocks, second_blocks) = divide_blocks(blocks, row_tiles(first), row_tiles(second));
+        let launch = LaunchConfig {
+            grid: ((first_blocks + second_blocks) as u32, 1, 1),
+            block,
+            shared_bytes,
+            overlaps_predecessor: true,
+        };
+        let arguments = LinearNormMatvecPair {
+            first: linear_params(x, first),
+            second: linear_params(x, second),
+            input: norm.arguments(x),
+            first_stages,
+            second_stages,
+            first_blocks: first_blocks as i32,
+        };
+        // SAFETY: as in `launch_normed`, for the matrices of both types. Shared memory suffices for
+        // either type.
+        unsafe { launch_kernel(&self.mixed, name, stream, launch, &arguments) }
+            .map(|()| true)
+            .map_err(device_error(OP))
+    }
+}
+
+/// Row tiles that a block computes as a whole, and the bytes of each.
+#[derive(Clone, Copy)]
+struct RowTiles {
+    count: usize,
+    bytes: usize,
+}
+
+impl RowTiles {
+    /// Bytes of the block that has most of them.
+    fn largest_share(self, blocks: usize) -> usize {
+        self.count.div_ceil(blocks) * self.bytes
+    }
+}
+
+fn row_tiles(products: &[MatrixProduct<'_>]) -> RowTiles {
+    let bytes = |shape: Tiles| shape.col_tiles() * shape.tile_bytes();
+    RowTiles {
+        count: products.iter().map(|product| product.shape.row_tiles()).sum(),
+        bytes: products.first().map_or(0, |product| bytes(product.shape)),
+    }
+}
+
+/// How many of at most `blocks` blocks compute `first` and `second`: so many that the largest share
+/// has the fewest bytes. Each gets one block at least.
+fn divide_blocks(blocks: usize, first: RowTiles, second: RowTiles) -> (usize, usize) {
+    let most = second.count.min(blocks.saturating_sub(1)).max(1);
+    let of_first = |of_second: usize| first.count.min(blocks.saturating_sub(of_second)).max(1);
+    let largest_share =
+        |of_second: &usize| first.largest_share(of_first(*of_second)).max(second.largest_share(*of_second));
+    let of_second = (1..=most).min_by_key(largest_share).unwrap_or(1);
+    (of_first(of_second), of_second)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const Q4_K_BYTES: usize = 16 * 2304;
+    const Q6_K_BYTES: usize = 16 * 3360;
+
+    #[test]
+    fn tiles_that_fit_have_a_block_each() {
+        let (first, second) =
+            (RowTiles { count: 10, bytes: Q4_K_BYTES }, RowTiles { count: 3, bytes: Q6_K_BYTES });
+        assert_eq!(divide_blocks(264, first, second), (10, 3));
+    }
+
+    #[test]
+    fn no_division_has_a_smaller_largest_share() {
+        for blocks in [2, 3, 60, 132, 264] {
+            for (count, other) in [(1, 1), (320, 64), (64, 320), (5, 1000), (1536, 768)] {
+                let (first, second) =
+                    (RowTiles { count, bytes: Q4_K_BYTES }, RowTiles { count: other, bytes: Q6_K_BYTES });
+                let (a, b) = divide_blocks(blocks, first, second);
+                assert!(a >= 1 && b >= 1 && a + b <= blocks && a <= count && b <= other);
+                let found = first.largest_share(a).max(second.largest_share(b));
+                for b in 1..blocks {
+                    let share = first.largest_share(blocks - b).max(second.largest_share(b));
+                    assert!(found <= share, "{blocks} blocks, {count} and {other} row tiles");
+                }
+            }
+        }
+    }
+}
