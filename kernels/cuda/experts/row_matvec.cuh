@@ -94,11 +94,13 @@ struct Down {
     }
 };
 
+// Past the first-level cache, where a kernel that reads before it waits might find the choice of
+// the layer before.
 __device__ inline void read_choice(const ExpertRowParams &params, Choice &choice) {
     const int rank = threadIdx.x;
     if (rank < params.used) {
-        choice.experts[rank] = params.experts[rank];
-        choice.weights[rank] = params.pair_weights[rank];
+        choice.experts[rank] = __ldcg(params.experts + rank);
+        choice.weights[rank] = __ldcg(params.pair_weights + rank);
     }
     __syncthreads();
 }
