@@ -400,7 +400,7 @@ impl LinearKernels {
         let act_tile = activation_bytes(x.layout.format, 1, 1).unwrap_or(0);
         let stage_bytes = matmul.stage_bytes(shape.tile_bytes(), act_tile);
         let (stages, shared_bytes) = pipeline(
-            &self.device,
+            self.device.shared_bytes_max() as usize,
             stage_bytes,
             matmul.partial_sum_bytes() + PIPELINE_STAGES.1 * BARRIER_BYTES,
         )?;
@@ -443,18 +443,19 @@ pub(super) fn matvec_pipeline(
     let act_rows = tokens * col_tiles * act_row_bytes(format);
     let values = 2 * batch * col_tiles * TILE_ROWS * tokens * 4;
     let barriers = MATVEC_WARPS * PIPELINE_STAGES.1 * BARRIER_BYTES;
-    pipeline(device, stage_bytes, act_rows + values + barriers + MATVEC_STATIC_BYTES)
+    let available = (device.shared_bytes_max() as usize).saturating_sub(MATVEC_STATIC_BYTES);
+    pipeline(available, stage_bytes, act_rows + values + barriers)
 }
 
 /// The number of pipeline stages, and the bytes of shared memory for these stages and for `rest`.
-fn pipeline(device: &Device, stage_bytes: usize, rest: usize) -> Result<(i32, u32), OpError> {
-    let shared_bytes_max = device.shared_bytes_max() as usize;
-    let available = shared_bytes_max.saturating_sub(rest);
+/// `available` are all that a block may have.
+fn pipeline(available: usize, stage_bytes: usize, rest: usize) -> Result<(i32, u32), OpError> {
     let (least, most) = PIPELINE_STAGES;
-    let stages = (PIPELINE_BYTES / stage_bytes).clamp(least, most).min(available / stage_bytes);
+    let fitting = available.saturating_sub(rest) / stage_bytes;
+    let stages = (PIPELINE_BYTES / stage_bytes).clamp(least, most).min(fitting);
     if stages == 0 {
         let found = stage_bytes + rest;
-        return Err(OpError::Shape { op: OP, what: NO_SHARED_MEMORY, found, expected: shared_bytes_max });
+        return Err(OpError::Shape { op: OP, what: NO_SHARED_MEMORY, found, expected: available });
     }
     Ok((stages as i32, (stages * stage_bytes + rest) as u32))
 }

@@ -22,7 +22,7 @@ const BY_PAIR_GROUP_PAIRS: usize = 1 << 20;
 /// How pairs are grouped for a kernel. The grouping never changes results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PairGrouping {
-    /// For float experts, whose products take pairs in their own order.
+    /// For float experts, whose products take pairs in their own order, and for one row.
     ByPair,
     /// For expert_matmul_*: the pairs of each expert begin a new activation tile.
     Matmul { group_pairs: u32 },

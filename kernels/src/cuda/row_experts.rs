@@ -132,8 +132,9 @@ impl ExpertKernels {
     /// `rank` of x)`, and adds it to `residual`. `stack.out` and `residual` are `[rows]`.
     ///
     /// # Safety
-    /// As [`Self::row_gate_and_up`], which must be two launches before this one: the kernel reads
-    /// `choice` before its predecessor has ended.
+    /// As [`Self::row_gate_and_up`]. The kernel reads `choice` before its predecessor has ended. So
+    /// a launch lies between gate and up and this one, and it waits before it lets this one start
+    /// ([`QuantizedOutput::is_before_product`] is false).
     pub unsafe fn row_down(
         &self,
         stream: &Stream,

@@ -2,6 +2,8 @@
 
 //! When linear/skinny_matmul.cuh computes a product, and how it divides shared memory.
 
+use std::ops::RangeInclusive;
+
 use ops::OpError;
 use quant::DType;
 use quant::layout::{TILE_ROWS, Tiles};
@@ -26,6 +28,10 @@ const FASTEST_FROM_FEW_TOKENS: usize = 4;
 /// Column tiles whose values a block collects before it adds them, if it has so many: 48 KiB. Then
 /// every thread of a block has sums to add.
 const BATCH_COL_TILES: usize = 48;
+/// Warps of a block of the kernel for few tokens, and of the other. With fewer, it is slower than
+/// linear/matmul.cuh.
+const FEW_WARPS: RangeInclusive<usize> = 8..=SKINNY_WARPS_8;
+const WARPS: RangeInclusive<usize> = 12..=SKINNY_WARPS_16;
 /// Warps of a block and buffers for values, best first.
 const DIVISIONS: [(usize, usize); 9] = [
     (SKINNY_WARPS_8, 2),
@@ -74,8 +80,8 @@ impl SharedMemoryDivision {
         let values = batch_tiles * col_tiles * TILE_ROWS * tokens * 4;
         let available = device.shared_bytes_max() as usize;
         let mut needed = 0;
-        let most = if tokens == FEW_TOKENS { SKINNY_WARPS_8 } else { SKINNY_WARPS_16 };
-        for (warps, value_buffers) in DIVISIONS.into_iter().filter(|&(warps, _)| warps <= most) {
+        let fits = if tokens == FEW_TOKENS { FEW_WARPS } else { WARPS };
+        for (warps, value_buffers) in DIVISIONS.into_iter().filter(|(warps, _)| fits.contains(warps)) {
             let stage_bytes = warps * (tile_bytes + BARRIER_BYTES);
             let rest = act_tiles.saturating_add(value_buffers * values + BARRIER_BYTES * col_tiles);
             needed = rest.saturating_add(PIPELINE_STAGES.0 * stage_bytes);

@@ -182,8 +182,9 @@ impl ExpertCommand {
         let Self::RowDown { activation_tiles, choice, down, out } = *self else {
             unreachable!("{self:?} is no down product of a row");
         };
-        // SAFETY: for all calls and views below, the caller's contract. Gate and up, and their
-        // activation, were launched between the choice and this.
+        // SAFETY: for all calls and views below, the caller's contract. The activation was launched
+        // between gate and up and this, and waits before it lets this start: `enqueue_fused` says
+        // that it is before a product for `KernelCommand::Product` alone.
         unsafe {
             let stack = down.expert_slice(choice.count, out)?;
             let residual = residual.map(|residual| residual.view_mut());
