@@ -22,8 +22,9 @@ pub const SKINNY_TOKENS: usize = 16;
 /// From here on it is faster than linear/matmul.cuh: by 10 to 25% with 16 tokens and 4096 columns
 /// on an H200 (Q4_K: 145 us instead of 184 for 151936 rows).
 const FASTEST_FROM_TOKENS: usize = 9;
-/// The same for the kernel for few: decode of qwen3-8b Q8_0 with 8 tokens is 5% faster. With other
-/// types a tile has more instructions than bytes to hide them, and qwen3-8b Q4_K_M is 6% slower.
+/// The same for the kernel for few. Measured with 8 tokens of qwen3-8b: Q8_0 decodes 5% faster, but
+/// Q4_K_M 6% slower, because its tiles have more instructions for fewer bytes. With fewer tokens,
+/// both kernels do the same work.
 const FASTEST_FROM_FEW_TOKENS: usize = 4;
 /// Column tiles whose values a block collects before it adds them, if it has so many: 48 KiB. Then
 /// every thread of a block has sums to add.
