@@ -41,6 +41,8 @@ fn a_plan_is_what_the_ledger_holds_later() {
         (demo_22m(), &["--workers", "1", "--kv-tokens", "3000", "--no-pack"]),
         // Three workers that create their contexts at once, while the loader runs.
         (synth("qwen3-moe-tiny", "q8_0"), &["--workers", "3", "--kv-tokens", "2048"]),
+        // Seven KV cache groups of two attention spans.
+        (synth("gemma3-tiny", "q8_0"), &["--workers", "2"]),
     ] {
         let planned = plan(&model, arguments);
         let fleet = ServedFleet::start(&model, arguments);

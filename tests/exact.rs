@@ -4,13 +4,14 @@
 //! bit, however it is served.
 //!
 //! [`CASES`] lists the configurations and schedules. [`DRAFTED_CASES`] lists those with a draft
-//! model, and [`Q8_0_CASES`] those with another type of KV cache. A new feature that must keep the
+//! model, [`Q8_0_CASES`] those with another type of KV cache, and [`WINDOW_CASES`] those of a model
+//! with attention windows. A new feature that must keep the
 //! invariant needs one more line, which then runs on every device. The requests are a mix: greedy
 //! and sampled, with penalties, several choices, grammars, and different priorities.
 
 use crate::harness::api::{Continuation, TestRequest, connect, generate, generate_all, runtime};
 use crate::harness::http::HttpClient;
-use crate::harness::{ServedFleet, demo_7m, demo_22m, device, eventually, in_tree, proc};
+use crate::harness::{ServedFleet, demo_7m, demo_22m, device, eventually, in_tree, proc, synth};
 use proto::v1::Sampling;
 use proto::v1::grammar::Kind;
 use std::path::Path;
@@ -172,6 +173,32 @@ const Q8_0_CASES: &[ServingCase] = &[
     },
 ];
 
+/// The same invariant with layers that see the last 40 tokens, and seven KV cache groups.
+const WINDOW_CASES: &[ServingCase] = &[
+    ServingCase {
+        name: "windows, alone, in any order, with prefix hits",
+        arguments: &["--workers", "1", "--threads", "1"],
+        ways: &[Sequential, Staggered(6), WithoutLogprobs],
+        moved: &[HITS, FORKS],
+    },
+    ServingCase {
+        name: "windows, in chunks of an odd size, preempted and computed again",
+        arguments: &["--workers", "1", "--step-tokens", "33", "--kv-tokens", "768"],
+        ways: &[Concurrent],
+        moved: &[],
+    },
+    ServingCase {
+        name: "windows, resumed in the middle",
+        arguments: &["--workers", "2", "--threads", "1", "--routing", "least-loaded"],
+        ways: &[WorkerKilled],
+        moved: &[RESUMES],
+    },
+];
+
+/// Token ids of prompts are below this, in the demo models and in the small synthetic ones.
+const DEMO_TOKENS: u64 = 8006;
+const TINY_TOKENS: u64 = 1016;
+
 const REQUESTS: usize = 64;
 /// As many of them, with one of each kind, are served in the cases that compute longest.
 const SOME_REQUESTS: usize = 32;
@@ -188,8 +215,8 @@ const GRAMMAR_TOKENS: u32 = 48;
 /// One of so many requests of any kind has penalties.
 const PENALISED_EVERY: usize = 5;
 
-/// Prompts of 1 to 150 tokens, greedy and sampled, from a fixed seed.
-fn requests() -> Vec<TestRequest> {
+/// Prompts of 1 to 150 tokens below `tokens_end`, greedy and sampled, from a fixed seed.
+fn requests(tokens_end: u64) -> Vec<TestRequest> {
     let mut random = XorShift64(0x5eed);
     (0..REQUESTS)
         .map(|index| {
@@ -198,7 +225,7 @@ fn requests() -> Vec<TestRequest> {
             let grammar = (index % SPECIAL_EVERY == 2).then(|| grammar(index / SPECIAL_EVERY));
             TestRequest {
                 model: String::new(),
-                prompt: (0..length).map(|_| 6 + random.below(8000) as u32).collect(),
+                prompt: (0..length).map(|_| 6 + random.below(tokens_end - 6) as u32).collect(),
                 max_tokens: match grammar {
                     Some(_) => GRAMMAR_TOKENS,
                     None if index % LONG_EVERY == 0 => LONG_TOKENS,
@@ -314,27 +341,31 @@ async fn arriving(
 
 #[test]
 fn i5_same_tokens_however_a_request_is_served() {
-    same_tokens(&demo_7m(), CASES, REQUESTS);
+    same_tokens(&demo_7m(), CASES, &requests(DEMO_TOKENS));
 }
 
 #[test]
 fn i5_same_tokens_with_any_draft_source() {
-    same_tokens(&demo_22m(), DRAFTED_CASES, SOME_REQUESTS);
+    same_tokens(&demo_22m(), DRAFTED_CASES, &requests(DEMO_TOKENS)[..SOME_REQUESTS]);
 }
 
 #[test]
 fn i5_same_tokens_with_keys_and_values_of_q8_0() {
-    same_tokens(&demo_7m(), Q8_0_CASES, REQUESTS);
+    same_tokens(&demo_7m(), Q8_0_CASES, &requests(DEMO_TOKENS));
+}
+
+#[test]
+fn i5_same_tokens_with_attention_windows() {
+    same_tokens(&synth("gemma3-tiny", "q8_0"), WINDOW_CASES, &requests(TINY_TOKENS));
 }
 
 #[test]
 #[ignore = "nightly: takes minutes"]
 fn nightly_i5_same_tokens_for_all_requests_with_any_draft_source() {
-    same_tokens(&demo_22m(), DRAFTED_CASES, REQUESTS);
+    same_tokens(&demo_22m(), DRAFTED_CASES, &requests(DEMO_TOKENS));
 }
 
-fn same_tokens(model: &Path, cases: &[ServingCase], count: usize) {
-    let requests = &requests()[..count];
+fn same_tokens(model: &Path, cases: &[ServingCase], requests: &[TestRequest]) {
     let mut expected: Option<Vec<Continuation>> = None;
     for case in cases {
         let in_place = |argument: &&str| match argument.ends_with(".gguf") {

@@ -11,8 +11,6 @@ use std::str::FromStr;
 
 use cuda::DeviceSelector;
 use gguf::GgufModel;
-use models::ModelDescription;
-use ops::AttentionSpan;
 use quant::layout::planes;
 use service::Exit;
 use worker::ComputeDevice;
@@ -81,18 +79,10 @@ impl fmt::Display for DeviceChoice {
     }
 }
 
-/// Says why GPU kernels cannot run the model: names its first tensor of an unsupported type, or its
-/// first layer with a sliding window.
-pub(crate) fn without_kernel(model: &GgufModel, description: &ModelDescription) -> Option<String> {
-    if let Some((_, tensor)) = model.tensors().find(|(_, tensor)| planes(tensor.dtype).is_none()) {
-        return Some(format!("no kernel for GPUs reads tensor {}, of type {}", tensor.name, tensor.dtype));
-    }
-    description.attention_spans.iter().enumerate().find_map(|(layer, span)| match span {
-        AttentionSpan::Full => None,
-        AttentionSpan::Window { tokens } => {
-            Some(format!("no kernel for GPUs computes layer {layer}, which sees a window of {tokens} tokens"))
-        }
-    })
+/// Says why GPU kernels cannot run the model: names its first tensor of an unsupported type.
+pub(crate) fn without_kernel(model: &GgufModel) -> Option<String> {
+    let (_, tensor) = model.tensors().find(|(_, tensor)| planes(tensor.dtype).is_none())?;
+    Some(format!("no kernel for GPUs reads tensor {}, of type {}", tensor.name, tensor.dtype))
 }
 
 /// Chooses a device. `without_kernel` is the reason why the model cannot run on a GPU, if there is

@@ -132,7 +132,7 @@ impl ModelOnDevices {
         let file = gguf_file::open(&path)?;
         let description = gguf_file::describe(&path, &file)?;
         check_context(config, &description)?;
-        let unfit = without_kernel(&file, &description);
+        let unfit = without_kernel(&file);
         let choices = config.device.choose(&config.name, seen, unfit.as_deref())?;
         choices.iter().try_for_each(|choice| check_node(&config.name, choice))?;
         Ok(Self { path, file, description, choices })

@@ -31,8 +31,9 @@ const PIECE_BYTES: usize = 4 << 20;
 #[derive(Debug, clap::Args)]
 pub(crate) struct SynthOptions {
     /// Shape of the model: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, llama3-8b,
-    /// llama3-70b. For tests: qwen3-tiny, llama3-tiny, qwen3-moe-tiny, qwen3-many (more than 400
-    /// small tensors), qwen3-wide (two layers of qwen3-0.6b)
+    /// llama3-70b, gemma3-1b, gemma3-4b, gemma3-12b, gemma3-27b. For tests: qwen3-tiny,
+    /// llama3-tiny, gemma3-tiny, qwen3-moe-tiny, qwen3-many (more than 400 small tensors),
+    /// qwen3-wide (two layers of qwen3-0.6b)
     #[arg(value_parser = ModelShape::find)]
     shape: &'static ModelShape,
     /// Types of the weights: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q2_k, q3_k_m, q4_k_m,
@@ -168,6 +169,10 @@ fn metadata(shape: &ModelShape, recipe: &QuantRecipe) -> Result<MetadataBuilder,
         metadata.put(&format!("{architecture}.{key}"), value)?;
     }
     metadata.put(&format!("{architecture}.rope.freq_base"), shape.rope_base)?;
+    if let Some(factor) = shape.rope_factor {
+        metadata.put(&format!("{architecture}.rope.scaling.type"), "linear")?;
+        metadata.put(&format!("{architecture}.rope.scaling.factor"), factor)?;
+    }
     metadata.put(&format!("{architecture}.attention.layer_norm_rms_epsilon"), shape.epsilon)?;
     vocabulary::put(shape, &mut metadata)?;
     Ok(metadata)
@@ -198,7 +203,7 @@ mod tests {
 
     #[test]
     fn every_small_shape_is_a_sound_file_in_every_type() {
-        for shape in ["qwen3-tiny", "llama3-tiny", "qwen3-moe-tiny", "qwen3-many"] {
+        for shape in ["qwen3-tiny", "llama3-tiny", "gemma3-tiny", "qwen3-moe-tiny", "qwen3-many"] {
             for recipe in recipe::RECIPES {
                 let file = model(shape, recipe.name, 1);
                 let header = Header::read(&file[..], file.len() as u64).unwrap();
@@ -246,6 +251,10 @@ mod tests {
             ("qwen3-30b-a3b", 30_532),
             ("llama3-8b", 8030),
             ("llama3-70b", 70_553),
+            ("gemma3-1b", 999),
+            ("gemma3-4b", 3880),
+            ("gemma3-12b", 11_766),
+            ("gemma3-27b", 27_009),
         ] {
             let layout =
                 layout(ModelShape::find(shape).unwrap(), QuantRecipe::find("q8_0").unwrap()).unwrap();

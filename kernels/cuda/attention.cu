@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Causal attention over the paged KV cache: out = sum_p softmax_p(scale * query . key_p) * value_p,
-// over the positions p up to the row's own.
+// over the positions p up to the row's own, or over the last `window` of them.
 //
 //   attention_split_kv_*  decode rows and short runs of tokens, a block for each split
 //                         (attention/split_kv.cuh); writes partial results
@@ -39,9 +39,10 @@
 //     addresses    of tiles 0 and 1  | of tile 2         | of tile 3         | of tile 4
 //     block table  tiles 0, 1 and 2  | tile 3            | tile 4            | tile 5
 //
-// A prefill block has 64 pairs. Each warp computes 16 pairs against all 64 keys of a tile, keeps O
-// in registers, and merges splits there. The fragments of mma.m16n8k16 come from shared memory by
-// ldmatrix; lane 4 g + t holds rows g and g + 8.
+// A prefill block has 64 pairs, and for heads above 128 half of the dimensions. Each warp computes
+// 16 pairs against all 64 keys of a tile, keeps O in registers, and merges splits there. The
+// fragments of mma.m16n8k16 come from shared memory by ldmatrix; lane 4 g + t holds rows g and
+// g + 8.
 //
 //   a block of attention_prefill_wgmma: two warpgroups of 64 pairs, and four warps that copy
 //                   four stages of 64 keys and values, 128-byte swizzle
@@ -60,8 +61,9 @@
 //
 // 1. Keys are visited in position order, in tiles of 64.
 // 2. Tiles are grouped into splits of S keys, at absolute multiples of S. S depends on the row's
-//    own position alone: 64 below 2,048, twice that for every doubling. So a row has at most 32
-//    splits.
+//    own position and the window alone: 64 below 2,048, twice that for every doubling, but no more
+//    than a window needs. So a row has at most 32 splits. Splits and tiles before the window are
+//    left out.
 // 3. Within a split: an online softmax over tiles, sums by m16n8k16 products, queries and weights
 //    rounded to f16, sums in f32. The sum of weights is one more column of the product.
 // 4. Splits are merged in ascending order by `SplitMerge::update`, in one block or by a merge
@@ -76,8 +78,10 @@
 // step is the only one that writes keys which it reads, there is no such kernel: the blocks prepare
 // heads and write keys (attention/raw_heads.cuh).
 //
-// Keys beyond the last token of a tile are not loaded but zero: their memory may be unmapped, or
-// hold values that are not finite.
+// Keys beyond the last token of a tile, and keys before the window of its first row, are not loaded
+// but zero: their memory may be unmapped, or hold values that are not finite. The weights of keys
+// that other rows of the tile see are 0, and the sums of a tile that a row does not see are those
+// that it had before.
 //
 // Limit: decode, bytes of the cache; prefill, tensor cores and the f32 work between two products.
 // Measured on an H200 with 32 query heads on 8 KV heads of 128: one row at 16,000 keys 2.9 TB/s, 64
@@ -99,14 +103,21 @@ using F16Cache = Kv16Bit<MmaF16, DIM>;
 }  // namespace
 
 SPLIT_KV_KERNEL(64, F16Cache<64>)
+SPLIT_KV_KERNEL(80, F16Cache<80>)
 SPLIT_KV_KERNEL(96, F16Cache<96>)
 SPLIT_KV_KERNEL(128, F16Cache<128>)
+SPLIT_KV_KERNEL(192, F16Cache<192>)
+SPLIT_KV_KERNEL(256, F16Cache<256>)
 GROUPED_KV_KERNEL(64, F16Cache<64>)
+GROUPED_KV_KERNEL(80, F16Cache<80>)
 GROUPED_KV_KERNEL(96, F16Cache<96>)
 GROUPED_KV_KERNEL(128, F16Cache<128>)
 PREFILL_KERNEL(64, F16Cache<64>)
+PREFILL_KERNEL(80, F16Cache<80>)
 PREFILL_KERNEL(96, F16Cache<96>)
 PREFILL_KERNEL(128, F16Cache<128>)
+PREFILL_KERNEL(192, F16Cache<192>)
+PREFILL_KERNEL(256, F16Cache<256>)
 PREFILL_WGMMA_KERNEL(64, MmaF16)
 PREFILL_WGMMA_KERNEL(128, MmaF16)
 SCALAR_KERNEL(f16, KvReaderFloat<__half>)
@@ -143,7 +154,8 @@ __device__ __forceinline__ float merge_dimension(const float *partial_sums, cons
     }
     float before = __shfl_up_sync(~0u, largest, 1);
     if (lane == 0) before = NO_SCORE;
-    float old_factor = exp2_fast(before - largest), new_factor = exp2_fast(own.x - largest);
+    const float base = largest == NO_SCORE ? 0.0f : largest;
+    float old_factor = exp2_fast(before - base), new_factor = exp2_fast(own.x - base);
 
     float sum = 0.0f, weight = 0.0f;
     for (int round = 0; round < splits; round += ROUND) {
@@ -190,7 +202,7 @@ __device__ void merge_and_quantize(const float *partial_sums, const float2 *part
 }  // namespace
 
 // One block per row and head, a thread per dimension.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(ATTENTION_HEAD_DIM_MAX)
     attention_merge(const float *partial_sums, const float2 *partial_weights, const PartialMerge *merges,
                     const uint32_t *count, int heads, int dim, float *out) {
     const uint32_t rows = *count;

@@ -4,11 +4,13 @@
 //
 //   rms_norm              one thread block per row
 //   add_rms_norm          x += y first: the residual sum and the norm of the next layer in one pass
+//   add_normed_rms_norm   x += norm(y) first, for models that normalise the output of a layer
 //   *_q8_0, _q8_1, _q8_k, also quantize the row into activation tiles while its values are in
 //   *_f16, _bf16          registers; `out` may then be null
 //   *_short*              rows of at most NORM_SHORT_COLS_MAX values, in whole vectors
 //   rms_norm_heads        one warp per head, in place
 //   add_residual          x += y alone
+//   scale                 x *= factor alone
 //
 // norm_rows.cuh has the order of sums; the number of rows does not change it. Limit: bytes, 8 to 16
 // per value. At one row it is the latency of a load, a reduction and a store, some 2 us. With many
@@ -29,6 +31,8 @@ constexpr int LONG_VECTORS = 4, SHORT_VECTORS = 1;
 static_assert(VECTOR * LONG_VECTORS * THREADS == NORM_QUANTIZED_COLS_MAX);
 static_assert(VECTOR * SHORT_VECTORS * THREADS == NORM_SHORT_COLS_MAX);
 
+// Sums of a block with different numbers have shared memory of their own.
+template <int NUMBER>
 __device__ float block_sum(float x) {
     __shared__ float sums[WARPS];
     x = warp_sum(x);
@@ -47,20 +51,83 @@ struct WithQuantizer : Quantizer {
     static constexpr bool QUANTIZES = true;
 };
 
+// What a kernel adds to x first.
+enum class Added { NOTHING, Y, NORMED_Y };
+
+// The norm of y: vectors of a thread.
+template <int VECTORS_PER_THREAD>
+struct NormedY {
+    // There are no registers for two weights of long rows.
+    static constexpr bool KEEPS_WEIGHTS = VECTORS_PER_THREAD == SHORT_VECTORS;
+    float weights[KEEPS_WEIGHTS ? VECTORS_PER_THREAD : 1][VECTOR];
+    float values[VECTORS_PER_THREAD][VECTOR];
+
+    __device__ __forceinline__ void load_weights(int k, const float *y_weight) {
+        if constexpr (KEEPS_WEIGHTS) load(weights[k], y_weight + (k * THREADS + threadIdx.x) * VECTOR);
+    }
+
+    __device__ __forceinline__ void compute(const float *y, const float *y_weight, float eps, int cols) {
+        const int vectors = cols / VECTOR;
+        float squares = 0.0f;
+#pragma unroll
+        for (int k = 0; k < VECTORS_PER_THREAD; k++) {
+            int vector = k * THREADS + threadIdx.x;
+            if (vector >= vectors) continue;
+            load(values[k], y + vector * VECTOR);
+#pragma unroll
+            for (int i = 0; i < VECTOR; i++) squares = fmaf(values[k][i], values[k][i], squares);
+        }
+        const float factor = norm_factor(block_sum<1>(squares), cols, eps);
+#pragma unroll
+        for (int k = 0; k < VECTORS_PER_THREAD; k++) {
+            int vector = k * THREADS + threadIdx.x;
+            if (vector >= vectors) continue;
+            float(&own)[VECTOR] = weights[KEEPS_WEIGHTS ? k : 0];
+            if constexpr (!KEEPS_WEIGHTS) load(own, y_weight + vector * VECTOR);
+#pragma unroll
+            for (int i = 0; i < VECTOR; i++) values[k][i] = values[k][i] * factor * own[i];
+        }
+    }
+};
+
+// Rows of any length, from memory in each pass.
+template <Added ADDED>
+__device__ void normalize_any_row(float *x, const float *y, const float *y_weight, const float *weight,
+                                  float eps, float *out, int cols) {
+    float y_factor = 0.0f, squares = 0.0f;
+    if constexpr (ADDED == Added::NORMED_Y) {
+        float y_squares = 0.0f;
+        for (int i = threadIdx.x; i < cols; i += THREADS) y_squares = fmaf(y[i], y[i], y_squares);
+        y_factor = norm_factor(block_sum<1>(y_squares), cols, eps);
+    }
+    for (int i = threadIdx.x; i < cols; i += THREADS) {
+        float v = x[i];
+        if constexpr (ADDED == Added::Y) x[i] = v = v + y[i];
+        if constexpr (ADDED == Added::NORMED_Y) x[i] = v = v + y[i] * y_factor * y_weight[i];
+        squares = fmaf(v, v, squares);
+    }
+    float factor = norm_factor(block_sum<0>(squares), cols, eps);
+    for (int i = threadIdx.x; i < cols; i += THREADS) out[i] = x[i] * factor * weight[i];
+}
+
 // If `Quantizer` quantizes, or rows are short, norm.rs launches the kernel only for rows that
 // consist of whole vectors and that the registers of a block can hold.
-template <bool ADD, class Quantizer, int VECTORS_PER_THREAD>
-__device__ void normalize_row(float *x, const float *y, const float *weight, float eps, float *out, int cols,
-                              QuantizedRows quantized, bool launches_early) {
+template <Added ADDED, class Quantizer, int VECTORS_PER_THREAD>
+__device__ void normalize_row(float *x, const float *y, const float *y_weight, const float *weight, float eps,
+                              float *out, int cols, QuantizedRows quantized, bool launches_early) {
+    constexpr bool ADD = ADDED != Added::NOTHING, NORMS_Y = ADDED == Added::NORMED_Y;
     const int vectors = cols / VECTOR;
     // Weights do not come from the previous kernel. Loaded after the sum, they would wait behind
     // the next product's copies.
     float weights[VECTORS_PER_THREAD][VECTOR];
+    NormedY<VECTORS_PER_THREAD> normed_y;
     if (cols % VECTOR == 0) {
 #pragma unroll
         for (int k = 0; k < VECTORS_PER_THREAD; k++) {
             int vector = k * THREADS + threadIdx.x;
-            if (vector < vectors) load(weights[k], weight + vector * VECTOR);
+            if (vector >= vectors) continue;
+            load(weights[k], weight + vector * VECTOR);
+            if constexpr (NORMS_Y) normed_y.load_weights(k, y_weight);
         }
     }
     wait_around_launch(launches_early);
@@ -72,6 +139,7 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
     constexpr bool FITS = Quantizer::QUANTIZES || VECTORS_PER_THREAD == SHORT_VECTORS;
     if (FITS || (cols % VECTOR == 0 && cols <= VECTOR * VECTORS_PER_THREAD * THREADS)) {
         float kept[VECTORS_PER_THREAD][VECTOR];
+        if constexpr (NORMS_Y) normed_y.compute(y, y_weight, eps, cols);
 #pragma unroll
         for (int k = 0; k < VECTORS_PER_THREAD; k++) {
             int vector = k * THREADS + threadIdx.x;
@@ -79,15 +147,15 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
             load(kept[k], x + vector * VECTOR);
             if (ADD) {
                 float added[VECTOR];
-                load(added, y + vector * VECTOR);
+                if constexpr (!NORMS_Y) load(added, y + vector * VECTOR);
 #pragma unroll
-                for (int i = 0; i < VECTOR; i++) kept[k][i] += added[i];
+                for (int i = 0; i < VECTOR; i++) kept[k][i] += NORMS_Y ? normed_y.values[k][i] : added[i];
                 store(x + vector * VECTOR, kept[k]);
             }
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) squares = fmaf(kept[k][i], kept[k][i], squares);
         }
-        float factor = norm_factor(block_sum(squares), cols, eps);
+        float factor = norm_factor(block_sum<0>(squares), cols, eps);
 #pragma unroll
         for (int k = 0; k < VECTORS_PER_THREAD; k++) {
             int vector = k * THREADS + threadIdx.x;
@@ -108,15 +176,7 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
         }
         return;
     }
-    if constexpr (!FITS) {
-        for (int i = threadIdx.x; i < cols; i += THREADS) {
-            float v = x[i];
-            if (ADD) x[i] = v = v + y[i];
-            squares = fmaf(v, v, squares);
-        }
-        float factor = norm_factor(block_sum(squares), cols, eps);
-        for (int i = threadIdx.x; i < cols; i += THREADS) out[i] = x[i] * factor * weight[i];
-    }
+    if constexpr (!FITS) normalize_any_row<ADDED>(x, y, y_weight, weight, eps, out, cols);
 }
 
 }  // namespace
@@ -125,17 +185,24 @@ __device__ void normalize_row(float *x, const float *y, const float *weight, flo
     extern "C" __global__ void __launch_bounds__(THREADS)                                                    \
         rms_norm##SUFFIX(float *x, const float *weight, float eps, float *out, int cols,                     \
                          QuantizedRows quantized, int launches_early) {                                      \
-        normalize_row<false, QUANTIZER, VECTORS>(x, nullptr, weight, eps, out, cols, quantized,              \
-                                                 launches_early != 0);                                       \
+        normalize_row<Added::NOTHING, QUANTIZER, VECTORS>(x, nullptr, nullptr, weight, eps, out, cols,       \
+                                                          quantized, launches_early != 0);                   \
     }                                                                                                        \
     CHECK_SIGNATURE(rms_norm##SUFFIX, RmsNorm);                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                    \
         add_rms_norm##SUFFIX(float *x, const float *y, const float *weight, float eps, float *out, int cols, \
                              QuantizedRows quantized, int launches_early) {                                  \
-        normalize_row<true, QUANTIZER, VECTORS>(x, y, weight, eps, out, cols, quantized,                     \
-                                                launches_early != 0);                                        \
+        normalize_row<Added::Y, QUANTIZER, VECTORS>(x, y, nullptr, weight, eps, out, cols, quantized,        \
+                                                    launches_early != 0);                                    \
     }                                                                                                        \
-    CHECK_SIGNATURE(add_rms_norm##SUFFIX, AddRmsNorm);
+    CHECK_SIGNATURE(add_rms_norm##SUFFIX, AddRmsNorm);                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS) add_normed_rms_norm##SUFFIX(                       \
+        float *x, const float *y, const float *y_weight, const float *weight, float eps, float *out,         \
+        int cols, QuantizedRows quantized, int launches_early) {                                             \
+        normalize_row<Added::NORMED_Y, QUANTIZER, VECTORS>(x, y, y_weight, weight, eps, out, cols,           \
+                                                           quantized, launches_early != 0);                  \
+    }                                                                                                        \
+    CHECK_SIGNATURE(add_normed_rms_norm##SUFFIX, AddNormedRmsNorm);
 #define NORM_KERNELS(SUFFIX, QUANTIZER)              \
     NORM_KERNELS_OF(SUFFIX, QUANTIZER, LONG_VECTORS) \
     NORM_KERNELS_OF(_short##SUFFIX, QUANTIZER, SHORT_VECTORS)
@@ -169,3 +236,11 @@ extern "C" __global__ void __launch_bounds__(ADD_THREADS)
     if (i < values) x[i] += y[i];
 }
 CHECK_SIGNATURE(add_residual, AddResidual);
+
+extern "C" __global__ void __launch_bounds__(ADD_THREADS) scale(float *x, float factor, uint64_t values) {
+    wait_for_previous_kernel();
+    launch_next_kernel();
+    uint64_t i = blockIdx.x * uint64_t(ADD_THREADS) + threadIdx.x;
+    if (i < values) x[i] *= factor;
+}
+CHECK_SIGNATURE(scale, Scale);

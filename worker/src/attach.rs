@@ -202,11 +202,6 @@ fn map_model<R: DeviceRuntime>(
     }
     let heads = heads.into_iter().map(|(dtype, name, dims): (DType, _, _)| TensorHead { name, dtype, dims });
     let description = models::validate(&metadata, heads)?;
-    if !R::Compute::SUPPORTS_ATTENTION_WINDOWS
-        && let Some(tokens) = description.attention_spans.iter().find_map(|span| span.window_tokens())
-    {
-        return Err(WorkerAttachError::Window { tokens });
-    }
     Ok(MappedModel { manifest, metadata, description, weights, lease, handoff })
 }
 

@@ -38,11 +38,6 @@ pub enum WorkerAttachError {
     Metadata(#[from] gguf::MetadataError),
     #[error(transparent)]
     Tensor(#[from] TensorImportError),
-    #[error(
-        "the model has layers that attend to a window of {tokens} tokens, for which the GPU has no kernel: run the \
-         model with --device host"
-    )]
-    Window { tokens: usize },
     #[error("the model's tensors are invalid")]
     Weights(#[from] WeightError),
     #[error("cannot build the model")]
@@ -86,9 +81,7 @@ impl HasExit for WorkerAttachError {
             WorkerAttachError::Build(BuildModelError::Backend(error)) | WorkerAttachError::Backend(error) => {
                 exit_for_op_error(error)
             }
-            WorkerAttachError::Build(_)
-            | WorkerAttachError::Vocabulary(_)
-            | WorkerAttachError::Window { .. } => Exit::ModelRefused,
+            WorkerAttachError::Build(_) | WorkerAttachError::Vocabulary(_) => Exit::ModelRefused,
             WorkerAttachError::Start(EngineStartError::Config(_)) => Exit::Usage,
             WorkerAttachError::Start(EngineStartError::Kv { source, .. }) => exit_for_op_error(source),
             WorkerAttachError::Mps { .. } => Exit::PeerLost,

@@ -62,7 +62,9 @@ pub(crate) fn workspace(
         experts_used: model.experts_used,
         rows_at_once: limits.rows_at_once(model.experts),
         tensors: model.workspace_tensors(limits).collect(),
-        kv_types: (0..model.layers).map(|layer| kv_types.of(layer)).collect(),
+        kv_layers: (0..model.layers)
+            .map(|layer| (kv_types.of(layer), model.attention_spans[layer]))
+            .collect(),
         dtypes: dtypes.to_vec(),
     };
     predict_device_bytes(&shape).into()

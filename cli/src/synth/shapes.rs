@@ -22,13 +22,18 @@ pub(super) struct ModelShape {
     pub(super) tied: bool,
     pub(super) context: u64,
     pub(super) rope_base: f32,
+    /// Divisor of rope angles in layers without a window.
+    pub(super) rope_factor: Option<f32>,
     pub(super) epsilon: f32,
+    /// Attention window of five of six layers.
+    pub(super) window: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ModelFamily {
     Llama3,
     Qwen3,
+    Gemma3,
 }
 
 /// The function of a weight, which determines its type.
@@ -70,7 +75,9 @@ const QWEN3: ModelShape = ModelShape {
     tied: false,
     context: 40_960,
     rope_base: 1e6,
+    rope_factor: None,
     epsilon: 1e-6,
+    window: None,
 };
 
 const LLAMA3: ModelShape = ModelShape {
@@ -88,6 +95,19 @@ const LLAMA3: ModelShape = ModelShape {
     ..QWEN3
 };
 
+const GEMMA3: ModelShape = ModelShape {
+    name: "gemma3",
+    family: ModelFamily::Gemma3,
+    head_size: 256,
+    vocabulary: 262_208,
+    first_special: 262_200,
+    tied: true,
+    context: 131_072,
+    rope_factor: Some(8.0),
+    window: Some(1024),
+    ..QWEN3
+};
+
 /// Two layers with rows of 256 values, which every type's blocks fit.
 const TINY: ModelShape = ModelShape {
     layers: 2,
@@ -102,7 +122,7 @@ const TINY: ModelShape = ModelShape {
     ..QWEN3
 };
 
-static SHAPES: [ModelShape; 12] = [
+static SHAPES: [ModelShape; 17] = [
     ModelShape { name: "qwen3-0.6b", tied: true, ..QWEN3 },
     ModelShape { name: "qwen3-1.7b", tied: true, embedding: 2048, feed_forward: 6144, ..QWEN3 },
     ModelShape { name: "qwen3-8b", layers: 36, embedding: 4096, feed_forward: 12_288, heads: 32, ..QWEN3 },
@@ -119,7 +139,51 @@ static SHAPES: [ModelShape; 12] = [
     },
     ModelShape { name: "llama3-8b", ..LLAMA3 },
     ModelShape { name: "llama3-70b", layers: 80, embedding: 8192, feed_forward: 28_672, heads: 64, ..LLAMA3 },
+    ModelShape {
+        name: "gemma3-1b",
+        layers: 26,
+        embedding: 1152,
+        feed_forward: 6912,
+        heads: 4,
+        kv_heads: 1,
+        vocabulary: 262_144,
+        first_special: 262_136,
+        context: 32_768,
+        rope_factor: None,
+        window: Some(512),
+        ..GEMMA3
+    },
+    ModelShape {
+        name: "gemma3-4b",
+        layers: 34,
+        embedding: 2560,
+        feed_forward: 10_240,
+        heads: 8,
+        kv_heads: 4,
+        ..GEMMA3
+    },
+    ModelShape { name: "gemma3-12b", layers: 48, embedding: 3840, feed_forward: 15_360, ..GEMMA3 },
+    ModelShape {
+        name: "gemma3-27b",
+        layers: 62,
+        embedding: 5376,
+        feed_forward: 21_504,
+        heads: 32,
+        kv_heads: 16,
+        head_size: 128,
+        ..GEMMA3
+    },
     ModelShape { name: "qwen3-tiny", tied: true, ..TINY },
+    // A window that short texts leave, and seven groups of layers.
+    ModelShape {
+        name: "gemma3-tiny",
+        family: ModelFamily::Gemma3,
+        layers: 7,
+        tied: true,
+        rope_factor: Some(8.0),
+        window: Some(40),
+        ..TINY
+    },
     ModelShape {
         name: "llama3-tiny",
         family: ModelFamily::Llama3,
@@ -154,6 +218,7 @@ impl ModelShape {
             (ModelFamily::Llama3, _) => "llama",
             (ModelFamily::Qwen3, None) => "qwen3",
             (ModelFamily::Qwen3, Some(_)) => "qwen3moe",
+            (ModelFamily::Gemma3, _) => "gemma3",
         }
     }
 
@@ -172,6 +237,9 @@ impl ModelShape {
         if self.family == ModelFamily::Llama3 {
             counts.push(("rope.dimension_count", self.head_size));
             counts.push(("vocab_size", self.vocabulary));
+        }
+        if let Some(window) = self.window {
+            counts.push(("attention.sliding_window", window));
         }
         if let Some((experts, used, feed_forward)) = self.experts {
             counts.push(("expert_count", experts));
@@ -195,13 +263,13 @@ impl ModelShape {
         for layer in 0..self.layers {
             let mut add = |name: &str, dims: &[u64], role| add(format!("blk.{layer}.{name}"), dims, role);
             add("attn_k", &[embedding, self.kv_heads * head], Some(WeightRole::Other));
-            if self.family == ModelFamily::Qwen3 {
+            if self.family != ModelFamily::Llama3 {
                 add("attn_k_norm", &[head], None);
             }
             add("attn_norm", &[embedding], None);
             add("attn_output", &[self.heads * head, embedding], Some(WeightRole::AttentionOutput));
             add("attn_q", &[embedding, self.heads * head], Some(WeightRole::Other));
-            if self.family == ModelFamily::Qwen3 {
+            if self.family != ModelFamily::Llama3 {
                 add("attn_q_norm", &[head], None);
             }
             add("attn_v", &[embedding, self.kv_heads * head], Some(WeightRole::AttentionV { layer }));
@@ -217,6 +285,10 @@ impl ModelShape {
                 add("ffn_gate", &[embedding, self.feed_forward], Some(WeightRole::Other));
                 add("ffn_norm", &[embedding], None);
                 add("ffn_up", &[embedding, self.feed_forward], Some(WeightRole::Other));
+            }
+            if self.family == ModelFamily::Gemma3 {
+                add("post_attention_norm", &[embedding], None);
+                add("post_ffw_norm", &[embedding], None);
             }
         }
         tensors

@@ -30,12 +30,16 @@ const MERGES: [(&str, &str); 16] = [
     ("Ġ", "="),
 ];
 
-/// Chat templates of the two families.
+/// Chat templates of the families.
 const CHATML: &str = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 const LLAMA3: &str = "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n{{ message.content }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}";
 
-/// Special tokens, with their real distance from the first one.
+const GEMMA3: &str = "{% for message in messages %}<start_of_turn>{{ message.role }}\n{{ message.content }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}";
+
+/// Special tokens, with their real distance from the first one. The real ones of gemma3 begin at 0,
+/// in a SentencePiece vocabulary.
 const QWEN3_SPECIALS: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
+const GEMMA3_SPECIALS: [&str; 3] = ["<eos>", "<start_of_turn>", "<end_of_turn>"];
 const LLAMA3_SPECIALS: [&str; 8] = [
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -51,6 +55,7 @@ pub(super) fn put(shape: &ModelShape, metadata: &mut MetadataBuilder) -> Result<
     let (specials, pre, template): (&[&str], _, _) = match shape.family {
         ModelFamily::Qwen3 => (&QWEN3_SPECIALS, "qwen2", CHATML),
         ModelFamily::Llama3 => (&LLAMA3_SPECIALS, "llama-bpe", LLAMA3),
+        ModelFamily::Gemma3 => (&GEMMA3_SPECIALS, "qwen2", GEMMA3),
     };
     let first_special = shape.first_special as usize;
     let last_special = first_special + specials.len();
@@ -66,7 +71,7 @@ pub(super) fn put(shape: &ModelShape, metadata: &mut MetadataBuilder) -> Result<
     metadata.put("tokenizer.ggml.merges", &merges[..])?;
     let first_special = first_special as u32;
     match shape.family {
-        ModelFamily::Qwen3 => {
+        ModelFamily::Qwen3 | ModelFamily::Gemma3 => {
             metadata.put("tokenizer.ggml.bos_token_id", first_special)?;
             metadata.put("tokenizer.ggml.eos_token_id", first_special + 2)?;
             metadata.put("tokenizer.ggml.padding_token_id", first_special)?;

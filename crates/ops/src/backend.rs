@@ -34,7 +34,7 @@ pub const GELU_LINEAR: f64 = 2.0 * 0.797_884_560_802_865_4;
 pub const GELU_CUBIC: f64 = 0.044_715 * GELU_LINEAR;
 
 /// The activation of a gated feed-forward layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Activation {
     /// `x * sigmoid(x)`.
     Silu,
@@ -57,8 +57,6 @@ pub enum OpError {
     Type { op: &'static str, dtype: quant::DType },
     #[error("{op}: no kernel for {what}")]
     Unsupported { op: &'static str, what: &'static str },
-    #[error("{op}: no kernel for a layer with an attention window of {tokens} tokens")]
-    Window { op: &'static str, tokens: usize },
     #[error("{op}: no kernel for weight layout {layout}")]
     Layout { op: &'static str, layout: u32 },
     #[error("{op}: out of memory: {bytes} bytes for {what}{}", of_which(*.bytes, *.free))]
@@ -97,9 +95,6 @@ pub trait Backend: Sized + Send + 'static {
     /// Whether a shortlist costs less than reading a whole row of logits. The sampler then calls
     /// [`Backend::shortlists`] first. False if rows are in host memory.
     const PREFERS_SHORTLISTS: bool;
-
-    /// Whether [`Backend::attention`] computes layers with [`crate::AttentionSpan::Window`].
-    const SUPPORTS_ATTENTION_WINDOWS: bool;
 
     /// Allocates an uninitialised tensor of `[rows_max, cols]`.
     fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<Self::Tensor, OpError>;

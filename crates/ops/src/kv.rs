@@ -165,9 +165,9 @@ pub struct KvLayerLocation {
 const GROUPS_MAX: usize = 16;
 
 impl KvLayer {
-    /// Bytes of the keys and values of one token.
+    /// Bytes of the keys and values of one token; `usize::MAX` if there are more.
     pub fn token_bytes(&self) -> usize {
-        2 * self.kv_heads * self.kind.head_bytes(self.head_dim)
+        self.kv_heads.saturating_mul(2).saturating_mul(self.kind.head_bytes(self.head_dim))
     }
 }
 

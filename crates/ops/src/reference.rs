@@ -74,7 +74,6 @@ impl Backend for Reference {
 
     // True as on a GPU, so that tests of the engine cover sampling from shortlists.
     const PREFERS_SHORTLISTS: bool = true;
-    const SUPPORTS_ATTENTION_WINDOWS: bool = true;
 
     fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<HostTensor, OpError> {
         Ok(HostTensor::new(rows_max, cols))

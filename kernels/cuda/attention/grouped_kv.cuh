@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_split(const SplitTiles<Cache> &state, int 
 // ones at a distance of GROUPED_THREADS.
 template <class Cache>
 struct MergedValues {
-    static constexpr int COUNT = 16 * Cache::DIM / GROUPED_THREADS;
+    static constexpr int COUNT = (16 * Cache::DIM + GROUPED_THREADS - 1) / GROUPED_THREADS;
 
     // Values of all heads.
     int values;
@@ -139,7 +139,9 @@ __device__ void attention_grouped_kv(const KvLayerAddress &kv, const AttentionQu
     const QueryTile query_tile = splits[blockIdx.y].queries;
     if (blockIdx.y >= count) return;
     const uint32_t kv_head = blockIdx.x, last = query_tile.position;
-    const int tiles = last / TILE + 1, pairs = queries.group, values = pairs * DIM;
+    const uint32_t lowest = first_key(last, queries.window);
+    const int first_tile = lowest / TILE, tiles = last / TILE + 1 - first_tile;
+    const int pairs = queries.group, values = pairs * DIM;
     const int group = threadIdx.x / THREADS, warp = threadIdx.x % THREADS / 32;
     const GroupBarrier barrier{group};
     const bool is_raw = Cache::TAKES_RAW_HEADS && raw_params.queries != nullptr;
@@ -148,7 +150,8 @@ __device__ void attention_grouped_kv(const KvLayerAddress &kv, const AttentionQu
 
     // The tiles of this group. Their numbers begin with that of the group.
     const KeyAddresses<Cache> keys{
-        kv, tables + query_tile.table, kv_head, uint32_t(group * TILE), last, has_own_key};
+        kv,         tables + query_tile.table, kv_head, uint32_t(first_tile + group) * TILE, lowest, last,
+        has_own_key};
     typename Cache::KeyAddress *const addresses = shared.addresses[group];
     const uint32_t first_block = keys.block(0);
     uint32_t next_block = keys.block(GROUPS);
@@ -158,14 +161,14 @@ __device__ void attention_grouped_kv(const KvLayerAddress &kv, const AttentionQu
     keys.store(addresses, 0, first_block);
     barrier();
     auto load_tile = [&](int tile) {
-        Cache::load(stage, addresses, kv.head_bytes, keys.valid(tile));
+        Cache::load(stage, addresses, kv.head_bytes, keys.copied(tile));
         commit_copies();
     };
 
     fill_query_rows<Cache>(is_raw, raw, kv, queries, query_tile, kv_head, query_rows, [&]() {
         if (group < tiles) load_tile(0);
     });
-    SplitTiles<Cache> state(query_tile, queries.group, query_rows, weight_tiles + group * 16 * WEIGHT_PITCH,
+    SplitTiles<Cache> state(query_tile, queries, query_rows, weight_tiles + group * 16 * WEIGHT_PITCH,
                             shared.largest_by_warp[group]);
     MergedValues<Cache> merged{values};
 
@@ -178,7 +181,7 @@ __device__ void attention_grouped_kv(const KvLayerAddress &kv, const AttentionQu
                 raw.put(stage, last % TILE);
                 barrier();
             }
-            state.add_tile(stage, tile * TILE, warp, barrier);
+            state.add_tile(stage, (first_tile + tile) * TILE, warp, barrier);
             store_split<Cache>(state, pairs, warp, shared.split_weights[group], split_sums + group * values);
             // The stage, the weights and the warps' maxima are free.
             barrier();

@@ -2,7 +2,8 @@
 
 // Keys and values of two bytes, f16 or bf16. Tensor cores multiply them as they are in the cache.
 //
-//   stage   | 64 keys x (DIM + PAD) | 64 values x (DIM + PAD) |   PAD spreads rows over the banks
+//   stage   | 64 keys x PITCH | 64 values x PITCH |   PITCH: DIM, to whole columns of four warps,
+//                                                     and PAD, which spreads rows over the banks
 
 #pragma once
 
@@ -16,7 +17,8 @@ template <class MmaType, int HEAD_DIM>
 struct Kv16Bit {
     using Mma = MmaType;
     static constexpr int DIM = HEAD_DIM;
-    static constexpr int PITCH = DIM + PAD;
+    static constexpr int COLS = output_cols(DIM);
+    static constexpr int PITCH = 8 * COLS * WARPS + PAD;
     static constexpr int VECTORS = DIM / 8;
     static constexpr int STAGE_BYTES = 2 * TILE * PITCH * sizeof(__half);
     // The prefill kernel multiplies keys and values in the stages, so it needs no memory for f16
@@ -34,10 +36,10 @@ struct Kv16Bit {
         return head_keys(kv, block, head) + size_t(token) * (DIM * sizeof(__half));
     }
 
-    // Starts the copies of the 64 keys at `addresses`, and of their values. Keys and values from
-    // `valid` on become zero.
+    // Starts the copies of the 64 keys at `addresses`, and of their values. Keys and values that
+    // are not copied become zero.
     static __device__ __forceinline__ void load(uint8_t *stage, const KeyAddress *addresses,
-                                                uint32_t head_bytes, int valid) {
+                                                uint32_t head_bytes, KeyRange copied) {
         constexpr int ROUNDS = TILE * VECTORS / THREADS;
         static_assert(TILE * VECTORS % THREADS == 0);
         __half *keys = reinterpret_cast<__half *>(stage), *values = keys + TILE * PITCH;
@@ -46,8 +48,8 @@ struct Kv16Bit {
             int index = round * THREADS + tile_thread();
             int token = index / VECTORS, vector = index % VECTORS;
             const uint8_t *from = addresses[token] + vector * 16;
-            copy_async_16(keys + token * PITCH + vector * 8, from, token < valid);
-            copy_async_16(values + token * PITCH + vector * 8, from + head_bytes, token < valid);
+            copy_async_16(keys + token * PITCH + vector * 8, from, copied.contains(token));
+            copy_async_16(values + token * PITCH + vector * 8, from + head_bytes, copied.contains(token));
         }
     }
 
@@ -76,7 +78,6 @@ struct Kv16Bit {
 
     // Adds the share of keys 16 k to 16 k + 15 to this warp's dimensions, which are a quarter of
     // all.
-    template <int COLS>
     static __device__ __forceinline__ void accumulate_values(float (&sums)[COLS][4],
                                                              const uint32_t (&weights)[4],
                                                              const uint8_t *stage, int warp, int k) {
@@ -100,13 +101,15 @@ struct Kv16Bit {
     }
 
     // Stores the sums of this thread for one row: row g if `half` is 0, row g + 8 if it is 1.
-    template <int COLS>
     static __device__ __forceinline__ void store_sums(float *row, const float (&sums)[COLS][4], int half,
                                                       int warp, int lane) {
         float *to = row + warp * COLS * 8 + lane % 4 * 2;
 #pragma unroll
-        for (int n = 0; n < COLS; n++)
-            *reinterpret_cast<float2 *>(to + n * 8) = make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
+        for (int n = 0; n < COLS; n++) {
+            if (DIM % 32 == 0 || (warp * COLS + n) * 8 < DIM)
+                *reinterpret_cast<float2 *>(to + n * 8) =
+                    make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
+        }
     }
 
     // Keys, then values, as the prefill kernel multiplies them: rows of PITCH values.

@@ -18,11 +18,14 @@ template <class Cache>
 struct KeyAddresses {
     const KvLayerAddress &kv;
     const uint32_t *table;
-    uint32_t head, first, last;
+    uint32_t head;
+    // The first position of tile 0, and those of the first and the last key.
+    uint32_t start, lowest, last;
     // 1 if the block puts the last key into its stage itself.
-    int own = 0;
+    uint32_t own = 0;
 
-    // The block of this thread's key in `tile`. Beyond the last key, it is the last key's block.
+    // The block of this thread's key in `tile`. Beyond the last key, it is the last key's block,
+    // and before the first key, the first key's.
     __device__ __forceinline__ uint32_t block(int tile) const {
         return tile_thread() < TILE ? table[position(tile) / kv.block_tokens] : 0;
     }
@@ -33,11 +36,12 @@ struct KeyAddresses {
             addresses[tile_thread()] = Cache::key_address(kv, block, head, position(tile) % kv.block_tokens);
     }
 
-    // How many keys of the tile are copied; 64 or more for a full tile.
-    __device__ __forceinline__ int valid(int tile) const { return last - first - tile * TILE + 1 - own; }
+    __device__ __forceinline__ KeyRange copied(int tile) const {
+        return {int(lowest - start) - tile * TILE, last - lowest + 1 - own};
+    }
 
     __device__ __forceinline__ uint32_t position(int tile) const {
-        return min(first + tile * TILE + tile_thread(), last);
+        return max(min(start + tile * TILE + tile_thread(), last), lowest);
     }
 };
 
@@ -92,7 +96,7 @@ struct KvPipeline {
 
     // Starts the copies of a tile.
     __device__ __forceinline__ void load_tile(int tile) {
-        Cache::load(stage(tile), addresses[tile % STAGES], keys.kv.head_bytes, keys.valid(tile));
+        Cache::load(stage(tile), addresses[tile % STAGES], keys.kv.head_bytes, keys.copied(tile));
         commit_copies();
     }
 

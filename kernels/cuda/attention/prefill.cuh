@@ -4,7 +4,7 @@
 // of one KV head over all their keys; each warp computes 16 pairs and merges their splits in
 // registers.
 //
-//   grid: (query tiles, KV heads)      queries, out: f32 [rows][heads][DIM]
+//   grid: (query tiles, KV heads, parts)      queries, out: f32 [rows][heads][DIM]
 //   per tile of 64 keys: S = Q K^T -> online softmax -> O += P V; at the end of a split: merge
 
 #pragma once
@@ -13,15 +13,20 @@
 
 namespace {
 
-// A column tile of eight dimensions takes 4 registers of a thread. Two sets of DIM / 8 column tiles
-// (the split's sums and the merged sums) take most of a thread's registers.
+// A column tile of eight dimensions takes 4 registers of a thread. Two sets of column tiles (the
+// split's sums and the merged sums) take most of a thread's registers. So for heads of more than
+// 128, a block computes one of two parts of the dimensions; both compute all scores.
+template <int DIM>
+constexpr int PREFILL_PARTS = DIM > PREFILL_PART_DIM_MAX ? 2 : 1;
+
 template <class Cache>
 __device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueries &queries,
                                   const uint32_t *tables, const QueryTile *query_tiles,
                                   const uint32_t *query_tile_count, float *out) {
     using Mma = typename Cache::Mma;
     constexpr int DIM = Cache::DIM, PITCH = Cache::PITCH;
-    constexpr int COLS = DIM / 8;
+    constexpr int COLS = DIM / 8 / PREFILL_PARTS<DIM>;
+    static_assert(COLS % 2 == 0 && 8 * COLS <= PREFILL_PART_DIM_MAX);
     constexpr int STAGES = KvPipeline<Cache>::STAGES;
     extern __shared__ __align__(16) uint8_t shared[];
     __half *const dequantized = reinterpret_cast<__half *>(shared + STAGES * Cache::STAGE_BYTES);
@@ -34,13 +39,19 @@ __device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueri
     // Later query tiles of a sequence have more keys, so the first blocks take the last tiles.
     const QueryTile query_tile = query_tiles[count - 1 - blockIdx.x];
     const uint32_t kv_head = blockIdx.y;
+    const int first_col = blockIdx.z * COLS * 8;
     const int pairs = query_tile.tokens * queries.group;
     const uint32_t last = query_tile.position + query_tile.tokens - 1;
-    const int tiles = last / TILE + 1;
+    const uint32_t lowest = first_key(query_tile.position, queries.window);
+    const int first_tile = lowest / TILE, tiles = last / TILE + 1 - first_tile;
     const int split_tiles = 1 << query_tile.split_shift;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     KvPipeline<Cache> pipeline{
-        {kv, tables + query_tile.table, kv_head, 0, last}, addresses, shared, ATTENTION_STAGES, tiles};
+        {kv, tables + query_tile.table, kv_head, uint32_t(first_tile) * TILE, lowest, last},
+        addresses,
+        shared,
+        ATTENTION_STAGES,
+        tiles};
     pipeline.prefetch();
     __syncthreads();
 
@@ -62,7 +73,7 @@ __device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueri
 
     for (int tile = 0; tile < tiles; tile++) {
         const uint8_t *stage = pipeline.wait(tile);
-        const __half *keys = Cache::f16_tiles(stage, dequantized), *values = keys + TILE * PITCH;
+        const __half *keys = Cache::f16_tiles(stage, dequantized), *values = keys + TILE * PITCH + first_col;
 
         float scores[TILE / 8][4] = {};
 #pragma unroll
@@ -82,8 +93,8 @@ __device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueri
         for (int n = 0; n < TILE / 8; n++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                uint32_t key = tile * TILE + n * 8 + lane % 4 * 2 + i % 2;
-                if (key > position[i / 2]) scores[n][i] = NO_SCORE;
+                uint32_t key = (first_tile + tile) * TILE + n * 8 + lane % 4 * 2 + i % 2;
+                if (is_hidden(position[i / 2], key, queries.window)) scores[n][i] = NO_SCORE;
                 largest[i / 2] = fmaxf(largest[i / 2], scores[n][i]);
             }
         }
@@ -120,7 +131,7 @@ __device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueri
                 Mma::multiply(sums[n + 1], weights, value[2], value[3]);
             }
         }
-        if ((tile + 1) % split_tiles == 0 || tile + 1 == tiles) {
+        if ((first_tile + tile + 1) % split_tiles == 0 || tile + 1 == tiles) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 total[half].update(softmax[half].largest);
@@ -147,7 +158,7 @@ __device__ void attention_prefill(const KvLayerAddress &kv, const AttentionQueri
         if (pair >= pairs) continue;
         size_t row = query_tile.row + pair / queries.group,
                head = kv_head * queries.group + pair % queries.group;
-        float *to = out + (row * queries.heads + head) * DIM + lane % 4 * 2;
+        float *to = out + (row * queries.heads + head) * DIM + first_col + lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < COLS; n++) {
             float a = __fdiv_rn(total_sums[n][2 * half], total_weights[half]);

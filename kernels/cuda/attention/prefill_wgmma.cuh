@@ -87,11 +87,19 @@ struct Block {
     // `warp` is equal in all lanes.
     __device__ __forceinline__ void multiply(int warp, float *out) const {
         const int group = warp / 4, first_pair = warp * 16 + threadIdx.x % 32 / 4;
-        const int tiles = (query_tile.position + query_tile.tokens - 1) / TILE + 1;
-        const int split_tiles = 1 << query_tile.split_shift;
-        auto is_masked = [&](int tile) { return tile * TILE + TILE - 1 > int(query_tile.position); };
         Pairs<Mma, DIM> state;
         state.clear();
+        const uint32_t last = query_tile.position + query_tile.tokens - 1;
+        const int first_tile = first_key(query_tile.position, queries.window) / TILE;
+        const int tiles = last / TILE + 1 - first_tile;
+        const int split_tiles = 1 << query_tile.split_shift;
+        // Some row does not see some key of the tile: the first row the last key, or the last row
+        // the first key.
+        auto compute_weights = [&](int tile) {
+            const uint32_t first = (first_tile + tile) * TILE;
+            const bool is_masked = first + TILE - 1 > query_tile.position || last - first >= queries.window;
+            state.compute_weights(first_tile + tile, is_masked, queries.window);
+        };
 #pragma unroll
         for (int half = 0; half < 2; half++)
             state.position[half] = query_tile.position +
@@ -103,7 +111,7 @@ struct Block {
         state.start_scores(query_rows, wait(0));
         commit_products();
         wait_for_products(state.scores);
-        state.compute_weights(0, is_masked(0));
+        compute_weights(0);
         state.round_weights();
         wait(min(1, tiles - 1));
         for (int tile = 0; tile + 1 < tiles; tile++) {
@@ -115,9 +123,9 @@ struct Block {
             commit_products();
             state.start_values(shared.stages[tile % STAGES]);
             end_products(state.scores);
-            const bool begins_split = (next & (split_tiles - 1)) == 0;
+            const bool begins_split = ((first_tile + next) & (split_tiles - 1)) == 0;
             if (begins_split) state.begin_split();
-            state.compute_weights(next, is_masked(next));
+            compute_weights(next);
             // The compiler moves the wait for P V to the begin of its basic block. This loop ends
             // the block of the softmax, so P V runs during the softmax.
             wait(min(next + 1, tiles - 1));
@@ -190,6 +198,7 @@ __device__ __forceinline__ void attend(const KvLayerAddress &kv, const Attention
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING_REGISTERS));
         copy_tiles(shared, kv, tables + query_tile.table, blockIdx.x,
+                   first_key(query_tile.position, queries.window),
                    query_tile.position + query_tile.tokens - 1);
     }
 }

@@ -35,24 +35,27 @@ __device__ void attention_scalar(KvLayerAddress kv, AttentionQueries queries, in
     __syncthreads();
     SplitMerge total;
     float total_weight = 0.0f;
-    for (uint32_t first = 0; first <= position; first += TILE) {
-        int keys = min(position - first + 1, uint32_t(TILE));
+    const uint32_t lowest = first_key(position, queries.window);
+    for (uint32_t first = lowest / TILE * TILE; first <= position; first += TILE) {
+        int keys = min(position - first + 1, uint32_t(TILE)), hidden = lowest > first ? lowest - first : 0;
         // Two threads share a key.
         uint32_t key = threadIdx.x / 2;
         float score = 0.0f;
-        if (int(key) < keys) {
+        const bool is_seen = int(key) >= hidden && int(key) < keys;
+        if (is_seen) {
             uint32_t at = first + key, block = table[at / kv.block_tokens];
             const KvReader from(kv, head_keys(kv, block, kv_head), at % kv.block_tokens, dim);
             for (int i = threadIdx.x % 2; i < dim; i += 2) score = fmaf(values[i], from[i], score);
         }
         score += __shfl_xor_sync(~0u, score, 1);
-        if (threadIdx.x % 2 == 0) weights[key] = int(key) < keys ? score : NO_SCORE;
+        if (threadIdx.x % 2 == 0) weights[key] = is_seen ? score : NO_SCORE;
         __syncthreads();
         float largest = weights[0];
         for (int i = 1; i < TILE; i++) largest = fmaxf(largest, weights[i]);
         __syncthreads();
         if (threadIdx.x < TILE)
-            weights[threadIdx.x] = int(threadIdx.x) < keys ? exp2_fast(weights[threadIdx.x] - largest) : 0.0f;
+            weights[threadIdx.x] =
+                weights[threadIdx.x] == NO_SCORE ? 0.0f : exp2_fast(weights[threadIdx.x] - largest);
         __syncthreads();
         float tile_weight = 0.0f;
         for (int i = 0; i < TILE; i++) tile_weight += weights[i];
@@ -60,7 +63,7 @@ __device__ void attention_scalar(KvLayerAddress kv, AttentionQueries queries, in
         total_weight = total.merge(total_weight, tile_weight);
         for (int i = threadIdx.x; i < dim; i += THREADS) {
             float sum = 0.0f;
-            for (int k = 0; k < keys; k++) {
+            for (int k = hidden; k < keys; k++) {
                 uint32_t at = first + k, block = table[at / kv.block_tokens];
                 const KvReader from(kv, head_keys(kv, block, kv_head) + kv.head_bytes, at % kv.block_tokens,
                                     dim);

@@ -40,16 +40,20 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
     const QueryTile &query_tile = split.queries;
     const uint32_t kv_head = blockIdx.x;
     const int pairs = query_tile.tokens * queries.group;
-    const uint32_t first = split.first * (TILE << query_tile.split_shift),
+    const uint32_t lowest = first_key(query_tile.position, queries.window),
                    last = query_tile.position + query_tile.tokens - 1;
-    // The last split ends at the last token.
-    const int tiles = min(split.splits << query_tile.split_shift, (last - first) / TILE + 1);
-    const int split_tiles = 1 << query_tile.split_shift;
+    // The first split of the rows begins at the tile of the first key, the last one ends at the
+    // last token.
+    const uint32_t first_tile = max(split.first << query_tile.split_shift, lowest / TILE),
+                   first = first_tile * TILE;
+    const int tiles =
+        min((split.first + split.splits) << query_tile.split_shift, last / TILE + 1) - first_tile;
+    const uint32_t split_tiles = 1 << query_tile.split_shift;
     const int warp = threadIdx.x / 32;
     const bool is_raw = Cache::TAKES_RAW_HEADS && raw_params.queries != nullptr;
     // The row's own key is the last.
     const bool has_own_key = is_raw && first + tiles * TILE > last;
-    KvPipeline<Cache> pipeline{{kv, tables + query_tile.table, kv_head, first, last, has_own_key},
+    KvPipeline<Cache> pipeline{{kv, tables + query_tile.table, kv_head, first, lowest, last, has_own_key},
                                addresses,
                                shared,
                                stage_count,
@@ -75,7 +79,7 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
         load_queries<Cache>(query_rows, queries, query_tile, kv_head, pairs, 16);
     }
     __syncthreads();
-    SplitTiles<Cache> state(query_tile, queries.group, query_rows, weight_tile, largest_by_warp);
+    SplitTiles<Cache> state(query_tile, queries, query_rows, weight_tile, largest_by_warp);
 
     for (int tile = 0; tile < tiles; tile++) {
         uint8_t *stage = pipeline.wait(tile);
@@ -89,9 +93,9 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
         __syncthreads();
         pipeline.release(tile);
 
-        if ((tile + 1) % split_tiles != 0 && tile + 1 != tiles) continue;
-        results.end_split(split, tile / split_tiles, queries, kv_head, state.softmax, state.weight_sum,
-                          state.sums);
+        if ((first_tile + tile + 1) % split_tiles != 0 && tile + 1 != tiles) continue;
+        const int number = ((first_tile + tile) >> query_tile.split_shift) - split.first;
+        results.end_split(split, number, queries, kv_head, state.softmax, state.weight_sum, state.sums);
         state.reset();
     }
     // The stages are free.

@@ -14,13 +14,9 @@
 
 namespace {
 
-// Column tiles of the output per warp.
-template <class Cache>
-constexpr int OUTPUT_COLS = Cache::DIM / 8 / WARPS;
-
 template <class Cache>
 struct PartialResults {
-    static constexpr int COLS = OUTPUT_COLS<Cache>;
+    static constexpr int COLS = Cache::COLS;
 
     float *sums;
     float2 *weights;
@@ -88,7 +84,7 @@ __device__ __forceinline__ void quantize_merged(const QueryTile &query_tile, con
 
 template <class Cache>
 struct MergedResults {
-    static constexpr int COLS = OUTPUT_COLS<Cache>;
+    static constexpr int COLS = Cache::COLS;
 
     float *out;
     ActivationFormat quantizer;

@@ -21,12 +21,12 @@ template <class Cache>
 struct SplitTiles {
     using Mma = typename Cache::Mma;
     static constexpr int DIM = Cache::DIM;
-    // Column tiles of the output per warp.
-    static constexpr int COLS = DIM / 8 / WARPS;
+    static constexpr int COLS = Cache::COLS;
 
     uint32_t query[DIM / 16][4];
     // A thread has rows lane / 4 and lane / 4 + 8 of the tile.
     uint32_t position[2];
+    uint32_t window;
     // In shared memory of the four warps.
     __half *weight_tile;
     float (&largest_by_warp)[WARPS][16];
@@ -35,18 +35,18 @@ struct SplitTiles {
     float sums[COLS][4] = {};
     float weight_sum[4] = {};
 
-    __device__ __forceinline__ SplitTiles(const QueryTile &query_tile, int heads_per_kv_head,
+    __device__ __forceinline__ SplitTiles(const QueryTile &query_tile, const AttentionQueries &queries,
                                           const __half *query_rows, __half *weight_tile,
                                           float (&largest_by_warp)[WARPS][16])
-        : weight_tile(weight_tile), largest_by_warp(largest_by_warp) {
+        : window(queries.window), weight_tile(weight_tile), largest_by_warp(largest_by_warp) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int k = 0; k < DIM / 16; k++)
             load_matrices(query[k], fragment_address_a(query_rows + 16 * k, Cache::PITCH));
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            position[half] = query_tile.position +
-                             min((lane / 4 + 8 * half) / heads_per_kv_head, int(query_tile.tokens) - 1);
+            position[half] =
+                query_tile.position + min((lane / 4 + 8 * half) / queries.group, int(query_tile.tokens) - 1);
     }
 
     __device__ __forceinline__ void reset() {
@@ -82,7 +82,7 @@ struct SplitTiles {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 uint32_t key = first + warp * 16 + n * 8 + lane % 4 * 2 + i % 2;
-                if (key > position[i / 2]) scores[n][i] = NO_SCORE;
+                if (is_hidden(position[i / 2], key, window)) scores[n][i] = NO_SCORE;
                 largest[i / 2] = fmaxf(largest[i / 2], scores[n][i]);
             }
         }

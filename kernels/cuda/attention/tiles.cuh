@@ -29,6 +29,10 @@ constexpr int PAD = ATTENTION_PAD;
 constexpr int PAD_BYTES = ATTENTION_PAD_BYTES;
 constexpr float NO_SCORE = -INFINITY;
 
+// Column tiles of the output per warp, if four warps divide the dimensions of a head. Heads of 80
+// leave the last two without dimensions: their sums are of what is behind a row, and not stored.
+constexpr int output_cols(int dim) { return (dim / 8 + WARPS - 1) / WARPS; }
+
 // The number of this thread among those of the four warps that share a tile.
 __device__ __forceinline__ int tile_thread() { return threadIdx.x % THREADS; }
 
@@ -106,8 +110,7 @@ struct OnlineSoftmax {
     __device__ __forceinline__ float weight(float score) const { return exp2_fast(score - base); }
 };
 
-// The merge of the splits of one row. The first split always has a key that the row sees, so
-// `largest` is finite after it; later splits may have none.
+// The merge of the splits of one row. A split may have no key that the row sees; it adds nothing.
 struct SplitMerge {
     float largest = NO_SCORE;
     float old_factor, new_factor;
@@ -115,13 +118,35 @@ struct SplitMerge {
     __device__ __forceinline__ void update(float split_largest) {
         float before = largest;
         largest = fmaxf(before, split_largest);
-        old_factor = exp2_fast(before - largest);
-        new_factor = exp2_fast(split_largest - largest);
+        // While all scores are NO_SCORE, their difference would be NaN.
+        float base = largest == NO_SCORE ? 0.0f : largest;
+        old_factor = exp2_fast(before - base);
+        new_factor = exp2_fast(split_largest - base);
     }
 
     __device__ __forceinline__ float merge(float total, float split) const {
         return fmaf(total, old_factor, split * new_factor);
     }
+};
+
+// The position of the first key that a row sees.
+__device__ __forceinline__ uint32_t first_key(uint32_t position, uint32_t window) {
+    return position + 1 > window ? position + 1 - window : 0;
+}
+
+// Whether a row sees no key at `key`: one after the row, whose distance wraps around, or one before
+// the window.
+__device__ __forceinline__ bool is_hidden(uint32_t position, uint32_t key, uint32_t window) {
+    return position - key >= window;
+}
+
+// Keys of a tile that are copied. The others are zeros in shared memory.
+struct KeyRange {
+    // May be before the tile.
+    int first;
+    uint32_t count;
+
+    __device__ __forceinline__ bool contains(int key) const { return uint32_t(key - first) < count; }
 };
 
 // Stores the `pairs` pairs of a query tile, scaled and rounded for products; the rest of `rows`

@@ -78,12 +78,12 @@ struct Pairs {
     }
 
     // Replaces the scores of a tile by weights. `is_masked` is false if every row sees every key.
-    __device__ __forceinline__ void compute_weights(int tile, bool is_masked) {
+    __device__ __forceinline__ void compute_weights(int tile, bool is_masked, uint32_t window) {
         if (is_masked) {
 #pragma unroll
             for (int i = 0; i < TILE / 2; i++) {
                 uint32_t key = tile * TILE + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-                if (key > position[i / 2 % 2]) scores[i] = NO_SCORE;
+                if (is_hidden(position[i / 2 % 2], key, window)) scores[i] = NO_SCORE;
             }
         }
         // Four chains of maxima for each row. One chain of 16 would wait for its latency.

@@ -55,15 +55,19 @@ __device__ __forceinline__ void publish_to_wgmma() {
 }
 
 // Copies the tiles. Warp w copies keys 16 w to 16 w + 15 of each tile: lane l finds the address of
-// key l % 16. The block table is read a tile ahead.
+// key l % 16. The block table is read a tile ahead. Keys before `lowest` and after `last` become
+// zeros; the first tile is that of `lowest`.
 template <int DIM>
 __device__ __forceinline__ void copy_tiles(Shared<DIM> &shared, const KvLayerAddress &kv,
-                                           const uint32_t *table, uint32_t kv_head, uint32_t last) {
+                                           const uint32_t *table, uint32_t kv_head, uint32_t lowest,
+                                           uint32_t last) {
     // 16-byte vectors of a key, and keys that a warp copies at a time.
     constexpr int VECTORS = DIM / 8, KEYS = 32 / VECTORS;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int tiles = last / TILE + 1, vector = lane % VECTORS;
-    auto position = [&](int tile) { return min(uint32_t(tile * TILE + 16 * warp + lane % 16), last); };
+    const int first_tile = lowest / TILE, tiles = last / TILE + 1 - first_tile, vector = lane % VECTORS;
+    auto position = [&](int tile) {
+        return max(min(uint32_t((first_tile + tile) * TILE + 16 * warp + lane % 16), last), lowest);
+    };
     uint32_t block = table[position(0) / kv.block_tokens];
     for (int tile = 0; tile < tiles; tile++) {
         const uint8_t *address =
@@ -79,7 +83,7 @@ __device__ __forceinline__ void copy_tiles(Shared<DIM> &shared, const KvLayerAdd
                                       __shfl_sync(~0u, reinterpret_cast<uint64_t>(address), key)) +
                                   vector * 16;
             const int offset = swizzled_offset(row, vector);
-            const bool is_valid = uint32_t(tile * TILE + row) <= last;
+            const bool is_valid = (first_tile + tile) * TILE + row - lowest <= last - lowest;
             copy_async_16(stage.keys[0] + offset, from, is_valid);
             copy_async_16(stage.values[0] + offset, from + kv.head_bytes, is_valid);
         }

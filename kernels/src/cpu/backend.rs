@@ -72,7 +72,6 @@ impl Backend for Cpu {
     type Rope = CpuRope;
 
     const PREFERS_SHORTLISTS: bool = false;
-    const SUPPORTS_ATTENTION_WINDOWS: bool = true;
 
     fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<CpuTensor, OpError> {
         CpuTensor::new(rows_max, cols)

@@ -3,19 +3,22 @@
 //! Launcher of attention.cu, attention_bf16.cu and attention_q8_0.cu: causal attention over the
 //! paged KV cache. The plan of [`super::backend`] decides which kernel computes which rows.
 
-use ops::{AttentionSpec, KvType};
+use ops::{AttentionSpan, AttentionSpec, KvType};
 use quant::layout::TILE_COLS;
 
 use super::abi::attention::{
     ATTENTION_GROUPED_BYTES, ATTENTION_GROUPS, ATTENTION_PAD, ATTENTION_PAD_BYTES, ATTENTION_STAGES,
     ATTENTION_TILE, ATTENTION_WARPS, AttentionGroupedKv, AttentionMerge, AttentionMergeQuantized,
-    AttentionMergedKv, AttentionQueries, AttentionScalar, AttentionSplitKv, SPLIT_KV_PAIRS,
+    AttentionMergedKv, AttentionQueries, AttentionScalar, AttentionSplitKv, NO_WINDOW, SPLIT_KV_PAIRS,
 };
 use super::abi::kv::NormRopeKvParams;
 use super::abi::tiles::QuantizedRows;
+use super::attention_names::{
+    GROUPED_HEAD_DIM_MAX, HEAD_DIMS, grouped_kv_name, merged_kv_name, split_kv_name,
+};
 use super::attention_prefill::PrefillMethod;
 use super::kv_write::{KvLayerAddress, q8_scale_bytes};
-use super::launch::{KernelName, kernel_name, launch_kernel};
+use super::launch::{kernel_name, launch_kernel};
 use super::module::image;
 use super::norm::ensure_same_len;
 use super::norm_rope_kv::NormRopeKvOperands;
@@ -89,16 +92,22 @@ pub enum AttentionMethod {
 impl AttentionMethod {
     pub fn of(device: &Device, spec: &AttentionSpec, kind: KvType) -> Self {
         let group = spec.heads / spec.kv_heads.max(1);
-        let has_kernels = kind != KvType::F32 && matches!(spec.head_dim, 64 | 96 | 128);
+        let has_kernels = kind != KvType::F32 && HEAD_DIMS.contains(&spec.head_dim);
         if !has_kernels || group == 0 || group > SPLIT_KV_PAIRS {
             return Self::Scalar;
         }
-        let prefill_pairs = PrefillMethod::of(device, spec, kind).pairs();
+        let prefill = PrefillMethod::of(device, spec, kind);
+        // Of these kernels, that for prompts needs the most.
+        if prefill.shared_bytes(kind, spec) > device.shared_bytes_max() {
+            return Self::Scalar;
+        }
+        let prefill_pairs = prefill.pairs();
         let grouped_bytes = grouped_launch(kind, *spec, 1).shared_bytes as usize + ATTENTION_GROUPED_BYTES;
         Self::TensorCores {
             split_tokens: SPLIT_KV_PAIRS / group,
             prefill_tokens: prefill_pairs / group,
-            has_groups: grouped_bytes <= device.shared_bytes_max() as usize,
+            has_groups: spec.head_dim <= GROUPED_HEAD_DIM_MAX
+                && grouped_bytes <= device.shared_bytes_max() as usize,
         }
     }
 }
@@ -108,6 +117,7 @@ impl AttentionMethod {
 pub struct AttentionInputs<'a> {
     pub layer: KvLayerAddress,
     pub kind: KvType,
+    pub span: AttentionSpan,
     pub spec: AttentionSpec,
     pub queries: DeviceView<'a, f32>,
     /// The block ids of all sequences' block tables.
@@ -126,13 +136,14 @@ impl KvStageBytes {
     /// Equal to STAGE_BYTES and DEQUANTIZED_BYTES in attention/kv_16bit.cuh and
     /// attention/kv_q8_0.cuh.
     pub(super) fn of(kind: KvType, head_dim: usize) -> Self {
-        let f16_tiles = 2 * ATTENTION_TILE * (head_dim + ATTENTION_PAD) * HALF_BYTES;
+        let f16_tiles = |cols: usize| 2 * ATTENTION_TILE * row_pitch_bytes(cols);
         match kind {
             KvType::Q8_0 => {
                 let row = head_dim + ATTENTION_PAD_BYTES + q8_scale_bytes(head_dim);
-                Self { stage: 2 * ATTENTION_TILE * row, dequantized: f16_tiles }
+                Self { stage: 2 * ATTENTION_TILE * row, dequantized: f16_tiles(head_dim) }
             }
-            _ => Self { stage: f16_tiles, dequantized: 0 },
+            // Whole columns of four warps.
+            _ => Self { stage: f16_tiles(head_dim.next_multiple_of(8 * ATTENTION_WARPS)), dequantized: 0 },
         }
     }
 }
@@ -176,7 +187,8 @@ impl AttentionKernels {
     ) -> bool {
         plan.prepares_heads
             && matches!(kind, KvType::F16 | KvType::Bf16)
-            && matches!(head_dim, 64 | 128)
+            && head_dim.is_multiple_of(64)
+            && HEAD_DIMS.contains(&head_dim)
             && 2 * pairs == head_dim
     }
 
@@ -349,10 +361,11 @@ impl AttentionKernels {
         let Some(quantized) = quantized else {
             let arguments =
                 AttentionMerge { partial_sums, partial_weights, merges, merge_count, heads, dim, out };
-            let launch = launch_shape((plan.merges_max, spec.heads as u32, 1), 0);
+            let block = spec.head_dim.next_multiple_of(32) as u32;
+            let launch = LaunchConfig { block, ..launch_shape((plan.merges_max, spec.heads as u32, 1), 0) };
             let name = kernel_name!("attention", "attention_merge");
-            // SAFETY: a head has at most 128 dimensions, one for each thread. The rest holds by
-            // this function's contract.
+            // SAFETY: each dimension of a head has a thread. The rest holds by this function's
+            // contract.
             return unsafe { launch_kernel(&self.floats, name, stream, launch, &arguments) };
         };
         ensure_quantizable(&spec, plan, Some(quantized))?;
@@ -426,39 +439,17 @@ impl AttentionKernels {
     }
 }
 
-/// The name of a kernel for a KV cache type and a head dimension of 64, 96 or 128.
-macro_rules! by_head_dim {
-    ($kernel:literal, $kind:expr, $head_dim:expr) => {
-        match ($kind, $head_dim) {
-            (KvType::Bf16, 64) => kernel_name!("attention_bf16", concat!($kernel, "_64")),
-            (KvType::Bf16, 96) => kernel_name!("attention_bf16", concat!($kernel, "_96")),
-            (KvType::Bf16, _) => kernel_name!("attention_bf16", concat!($kernel, "_128")),
-            (KvType::Q8_0, 64) => kernel_name!("attention_q8_0", concat!($kernel, "_64")),
-            (KvType::Q8_0, 96) => kernel_name!("attention_q8_0", concat!($kernel, "_96")),
-            (KvType::Q8_0, _) => kernel_name!("attention_q8_0", concat!($kernel, "_128")),
-            (_, 64) => kernel_name!("attention", concat!($kernel, "_64")),
-            (_, 96) => kernel_name!("attention", concat!($kernel, "_96")),
-            _ => kernel_name!("attention", concat!($kernel, "_128")),
-        }
-    };
-}
-pub(super) use by_head_dim;
-
-fn split_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionSplitKv> {
-    by_head_dim!("attention_split_kv", kind, head_dim)
-}
-
-fn merged_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionMergedKv> {
-    by_head_dim!("attention_merged_kv", kind, head_dim)
-}
-
-fn grouped_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionGroupedKv> {
-    by_head_dim!("attention_grouped_kv", kind, head_dim)
-}
-
 /// Bytes between two rows of `cols` 16-bit values in shared memory.
 pub(super) fn row_pitch_bytes(cols: usize) -> usize {
     (cols + ATTENTION_PAD) * HALF_BYTES
+}
+
+/// Bytes between two queries in shared memory: PITCH of the cache's kernels.
+pub(super) fn query_pitch_bytes(kind: KvType, head_dim: usize) -> usize {
+    match kind {
+        KvType::Q8_0 => row_pitch_bytes(head_dim),
+        _ => row_pitch_bytes(head_dim.next_multiple_of(8 * ATTENTION_WARPS)),
+    }
 }
 
 /// Stages of a block of the split-KV kernels, so that a tile is copied while the one before it is
@@ -475,7 +466,7 @@ fn split_launch(
     stages: usize,
 ) -> LaunchConfig {
     let queries_and_weights =
-        SPLIT_KV_PAIRS * (row_pitch_bytes(spec.head_dim) + row_pitch_bytes(ATTENTION_TILE));
+        SPLIT_KV_PAIRS * (query_pitch_bytes(kind, spec.head_dim) + row_pitch_bytes(ATTENTION_TILE));
     let shared_bytes = stages * KvStageBytes::of(kind, spec.head_dim).stage + queries_and_weights;
     launch_shape((spec.kv_heads as u32, plan.splits_max, 1), shared_bytes)
 }
@@ -502,7 +493,7 @@ fn grouped_launch(kind: KvType, spec: AttentionSpec, rows: u32) -> LaunchConfig 
     let weights_and_results =
         SPLIT_KV_PAIRS * row_pitch_bytes(ATTENTION_TILE) + group * spec.head_dim * size_of::<f32>();
     let shared_bytes = ATTENTION_GROUPS * (KvStageBytes::of(kind, spec.head_dim).stage + weights_and_results)
-        + SPLIT_KV_PAIRS * row_pitch_bytes(spec.head_dim);
+        + SPLIT_KV_PAIRS * query_pitch_bytes(kind, spec.head_dim);
     let launch = launch_shape((spec.kv_heads as u32, rows, 1), shared_bytes);
     LaunchConfig { block: ATTENTION_GROUPS as u32 * BLOCK, ..launch }
 }
@@ -547,7 +538,14 @@ pub(super) fn query_params(inputs: &AttentionInputs<'_>) -> AttentionQueries {
         group: (spec.heads / spec.kv_heads.max(1)) as i32,
         // The kernels compute exponentials with base 2.
         scale: spec.scale * std::f32::consts::LOG2_E,
+        window: window_of(inputs.span),
     }
+}
+
+/// How many keys a row sees, its own included.
+pub(super) fn window_of(span: AttentionSpan) -> u32 {
+    let tokens = span.window_tokens().map(|tokens| tokens.max(1) as u64);
+    tokens.filter(|&tokens| tokens < u64::from(NO_WINDOW)).map_or(NO_WINDOW, |tokens| tokens as u32)
 }
 
 pub(super) fn launch_shape(grid: (u32, u32, u32), shared_bytes: usize) -> LaunchConfig {

@@ -3,15 +3,19 @@
 //! Chooses and launches the kernel of attention for long runs of tokens: attention/prefill.cuh, or
 //! attention/prefill_wgmma.cuh on Hopper.
 
-use ops::{AttentionSpec, KvType};
+use std::collections::HashSet;
+
+use ops::{AttentionSpan, AttentionSpec, KvType};
 
 use super::abi::attention::{
-    ATTENTION_STAGES, AttentionPrefill, PREFILL_PAIRS, PREFILL_WGMMA_GROUPS, PREFILL_WGMMA_SHARED_BYTES,
+    ATTENTION_STAGES, AttentionPrefill, PREFILL_PAIRS, PREFILL_PART_DIM_MAX, PREFILL_WGMMA_GROUPS,
+    PREFILL_WGMMA_SHARED_BYTES,
 };
 use super::attention::{
-    AttentionInputs, AttentionKernels, AttentionPlanAddress, KvStageBytes, by_head_dim, launch_shape,
-    query_params, row_pitch_bytes,
+    AttentionInputs, AttentionKernels, AttentionPlanAddress, KvStageBytes, launch_shape, query_params,
+    query_pitch_bytes,
 };
+use super::attention_names::by_head_dim;
 use super::launch::{KernelName, kernel_name, launch_kernel};
 use super::{CudaError, Device, DeviceViewMut, LaunchConfig, Stream, wgmma_linear};
 
@@ -51,16 +55,28 @@ impl PrefillMethod {
         let kv_heads = spec.kv_heads as u32;
         match self {
             Self::MmaSync => {
-                let kv = KvStageBytes::of(kind, spec.head_dim);
-                let queries = PREFILL_PAIRS * row_pitch_bytes(spec.head_dim);
-                launch_shape((tiles, kv_heads, 1), ATTENTION_STAGES * kv.stage + kv.dequantized + queries)
+                let parts = if spec.head_dim > PREFILL_PART_DIM_MAX { 2 } else { 1 };
+                launch_shape((tiles, kv_heads, parts), self.shared_bytes(kind, spec) as usize)
             }
             // Blocks start in the order of x, then of y: the longest tiles of all heads first.
             Self::Wgmma => LaunchConfig {
                 block: 128 * (PREFILL_WGMMA_GROUPS as u32 + 1),
-                ..launch_shape((kv_heads, tiles, 1), PREFILL_WGMMA_SHARED_BYTES)
+                ..launch_shape((kv_heads, tiles, 1), self.shared_bytes(kind, spec) as usize)
             },
         }
+    }
+
+    /// Shared memory of a block.
+    pub(super) fn shared_bytes(self, kind: KvType, spec: &AttentionSpec) -> u32 {
+        let bytes = match self {
+            Self::MmaSync => {
+                let kv = KvStageBytes::of(kind, spec.head_dim);
+                let queries = PREFILL_PAIRS * query_pitch_bytes(kind, spec.head_dim);
+                ATTENTION_STAGES * kv.stage + kv.dequantized + queries
+            }
+            Self::Wgmma => PREFILL_WGMMA_SHARED_BYTES,
+        };
+        bytes as u32
     }
 }
 
@@ -68,11 +84,11 @@ fn has_wgmma_kernel(kind: KvType, head_dim: usize) -> bool {
     matches!(kind, KvType::F16 | KvType::Bf16) && matches!(head_dim, 64 | 128)
 }
 
-/// The number of shapes of attention plans for layers with these caches: query tiles have as many
-/// tokens as the layer's kernel takes. Fewer on devices without wgmma.
-pub(super) fn plan_shapes(kinds: &[KvType], head_dim: usize) -> usize {
-    let has = |on_wgmma: bool| kinds.iter().any(|&kind| has_wgmma_kernel(kind, head_dim) == on_wgmma);
-    usize::from(has(true)) + usize::from(has(false))
+/// The number of shapes of attention plans for layers with these caches and spans: query tiles have
+/// as many tokens as the layer's kernel takes. Fewer on devices without wgmma.
+pub(super) fn plan_shapes(layers: &[(KvType, AttentionSpan)], head_dim: usize) -> usize {
+    let shapes = layers.iter().map(|&(kind, span)| (has_wgmma_kernel(kind, head_dim), span));
+    shapes.collect::<HashSet<_>>().len()
 }
 
 impl AttentionKernels {

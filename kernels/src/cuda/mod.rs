@@ -9,9 +9,11 @@
 //! - [`Cuda`], the backend that calls the launchers.
 
 mod abi;
+pub mod act_and_mul;
 mod archs;
 pub mod argmax;
 pub mod attention;
+mod attention_names;
 mod attention_prefill;
 mod backend;
 pub mod checksum;
@@ -40,7 +42,6 @@ pub mod repack;
 pub mod rope;
 mod row_experts;
 pub mod shortlist;
-pub mod silu_and_mul;
 mod skinny_linear;
 mod spread;
 mod wgmma_experts;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of norm.cu: RMS norms of rows and of heads, and the residual sum.
+//! Launcher of norm.cu: RMS norms of rows and of heads, the residual sum, and products with a
+//! factor.
 
 use super::abi::elementwise::{
-    ADD_THREADS, AddResidual, AddRmsNorm, NORM_HEADS, NORM_QUANTIZED_COLS_MAX, NORM_SHORT_COLS_MAX,
-    NORM_THREADS, RmsNorm, RmsNormHeads,
+    ADD_THREADS, AddNormedRmsNorm, AddResidual, AddRmsNorm, NORM_HEADS, NORM_QUANTIZED_COLS_MAX,
+    NORM_SHORT_COLS_MAX, NORM_THREADS, RmsNorm, RmsNormHeads, Scale,
 };
 use super::abi::tiles::QuantizedRows;
 use super::launch::{KernelName, kernel_name, launch_spread};
@@ -45,7 +46,7 @@ impl NormKernels {
         cols.is_multiple_of(32) && cols <= NORM_QUANTIZED_COLS_MAX
     }
 
-    /// Computes `out = norm(x)` over rows of `weight.len()` values.
+    /// Computes `out = norm(x)` over rows of `weight.len()` values. `out` may be `x`.
     pub fn rows(
         &self,
         stream: &Stream,
@@ -72,8 +73,8 @@ impl NormKernels {
         };
         let name = kernel_for(quantized.as_ref(), weight.len(), names!("rms_norm"));
         // SAFETY: block r reads and writes `cols` values at r * cols, inside `x` and `out` by the
-        // checks above. It also writes its token's part of the activation tiles. The kernel does
-        // not write `x`.
+        // checks above. It also writes its token's part of the activation tiles. `out` may be `x`:
+        // a thread writes values that it has read itself.
         unsafe { launch_spread(&self.0, name, stream, one_block_per_row(rows), &arguments) }
     }
 
@@ -108,6 +109,43 @@ impl NormKernels {
         };
         let name = kernel_for(quantized.as_ref(), weight.len(), names!("add_rms_norm"));
         // SAFETY: as for `rows`, except that the kernel also writes `x`.
+        unsafe { launch_spread(&self.0, name, stream, one_block_per_row(rows), &arguments) }
+    }
+
+    /// Computes `x += norm(y); out = norm(x)`. The norm of y has the weight `y_weight`.
+    #[expect(clippy::too_many_arguments, reason = "operands of one kernel, each of its own meaning")]
+    pub fn add_normed_rows(
+        &self,
+        stream: &Stream,
+        x: &mut DeviceViewMut<'_, f32>,
+        y: DeviceView<'_, f32>,
+        y_weight: DeviceView<'_, f32>,
+        weight: DeviceView<'_, f32>,
+        eps: f32,
+        out: &mut DeviceViewMut<'_, f32>,
+        quantized: Option<QuantizedOutput<'_>>,
+    ) -> Result<(), CudaError> {
+        let rows = count_rows("input of a norm", x.len(), weight.len())?;
+        let rounded = quantized_rows(quantized.as_ref(), rows, weight.len())?;
+        ensure_same_len("second input of a norm", y.len(), x.len())?;
+        ensure_same_len("weight of the second input", y_weight.len(), weight.len())?;
+        ensure_same_len("output of a norm", out.len(), x.len())?;
+        if rows == 0 {
+            return Ok(());
+        }
+        let arguments = AddNormedRmsNorm {
+            x: x.address(),
+            y: y.address(),
+            y_weight: y_weight.address(),
+            weight: weight.address(),
+            eps,
+            out: address_of_values(quantized.as_ref(), out),
+            cols: weight.len() as i32,
+            quantized: rounded,
+            launches_early: QuantizedOutput::launches_early(quantized.as_ref()),
+        };
+        let name = kernel_for(quantized.as_ref(), weight.len(), names!("add_normed_rms_norm"));
+        // SAFETY: as for `add_rows`.
         unsafe { launch_spread(&self.0, name, stream, one_block_per_row(rows), &arguments) }
     }
 
@@ -151,15 +189,36 @@ impl NormKernels {
         if x.is_empty() {
             return Ok(());
         }
-        let launch = LaunchConfig {
-            grid: (x.len().div_ceil(ADD_THREADS as usize) as u32, 1, 1),
-            block: ADD_THREADS,
-            shared_bytes: 0,
-            overlaps_predecessor: true,
-        };
+        let launch = launch_of_values(x.len());
         let arguments = AddResidual { x: x.address(), y: y.address(), values: x.len() as u64 };
         // SAFETY: a thread reads and writes one value below `values`.
         unsafe { launch_spread(&self.0, kernel_name!("norm", "add_residual"), stream, launch, &arguments) }
+    }
+
+    /// Computes `x *= factor`.
+    pub fn scale(
+        &self,
+        stream: &Stream,
+        x: &mut DeviceViewMut<'_, f32>,
+        factor: f32,
+    ) -> Result<(), CudaError> {
+        if x.is_empty() {
+            return Ok(());
+        }
+        let launch = launch_of_values(x.len());
+        let arguments = Scale { x: x.address(), factor, values: x.len() as u64 };
+        // SAFETY: a thread reads and writes one value below `values`.
+        unsafe { launch_spread(&self.0, kernel_name!("norm", "scale"), stream, launch, &arguments) }
+    }
+}
+
+/// A thread for each of `values` values.
+fn launch_of_values(values: usize) -> LaunchConfig {
+    LaunchConfig {
+        grid: (values.div_ceil(ADD_THREADS as usize) as u32, 1, 1),
+        block: ADD_THREADS,
+        shared_bytes: 0,
+        overlaps_predecessor: true,
     }
 }
 

@@ -3,7 +3,8 @@
 //! Compares linear layers with `ops::Reference`: quantized types bit by bit, float types within
 //! rounding. The bits do not depend on the number of rows and threads, or on the instruction set.
 
-use crate::random::{self, DTYPES, SplitMix64};
+use crate::random::{self, DTYPES};
+use crate::split_mix::SplitMix64;
 use bytes::Bytes;
 use kernels::{Cpu, Isa};
 use ops::{Backend, Linear, Reference, Weight};

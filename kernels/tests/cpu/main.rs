@@ -13,4 +13,8 @@ mod models;
 mod ops;
 mod random;
 mod rows;
+#[path = "../shared/split_mix.rs"]
+mod split_mix;
+#[path = "../shared/window_case.rs"]
+mod window_case;
 mod windows;

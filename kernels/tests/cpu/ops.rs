@@ -5,7 +5,8 @@
 //! block.
 
 use self::attention::spec;
-use crate::random::{self, DTYPES, SplitMix64};
+use crate::random::{self, DTYPES};
+use crate::split_mix::SplitMix64;
 use bytes::Bytes;
 use kernels::{Cpu, Isa};
 use ops::{

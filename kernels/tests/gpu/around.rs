@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Measures the kernels around the large products at the shapes of qwen3-8b: norm.cu,
-//! silu_and_mul.cu, rope.cu, quantize.cu, gather.cu, embed.cu, norm_rope_kv.cu and kv_write.cu.
+//! act_and_mul.cu, rope.cu, quantize.cu, gather.cu, embed.cu, norm_rope_kv.cu and kv_write.cu.
 //! Their input was often written just before and is in the L2 cache, here as in a step. So with few
 //! rows, the rates exceed the memory's bandwidth.
 
 use anyhow::{Context, Result};
+use kernels::cuda::act_and_mul::ActAndMulKernels;
 use kernels::cuda::embed::EmbedKernels;
 use kernels::cuda::gather::GatherKernels;
 use kernels::cuda::kv_write::{KvLayerAddress, KvWriteKernels, head_bytes};
@@ -14,9 +15,8 @@ use kernels::cuda::norm_rope_kv::{NormRopeKvKernels, NormRopeKvOperands};
 use kernels::cuda::quantize::{QuantizeKernels, activation_bytes};
 use kernels::cuda::quantized_output::QuantizedOutput;
 use kernels::cuda::rope::{RopeAngles, RopeKernels};
-use kernels::cuda::silu_and_mul::SiluKernels;
 use kernels::cuda::{Buffer, DeviceView};
-use ops::{KvType, RopePairing};
+use ops::{Activation, KvType, RopePairing};
 use quant::DType;
 use quant::layout::Tiles;
 
@@ -61,8 +61,11 @@ fn floats(gpu: &TestGpu, random: &mut TestRng, len: usize) -> Result<Buffer<f32>
 
 fn of_rows(gpu: &TestGpu, rows: usize) -> Result<()> {
     let mut random = TestRng::new(41);
-    let (norms, gates, quantize) =
-        (NormKernels::new(&gpu.device), SiluKernels::new(&gpu.device), QuantizeKernels::new(&gpu.device));
+    let (norms, gates, quantize) = (
+        NormKernels::new(&gpu.device),
+        ActAndMulKernels::new(&gpu.device),
+        QuantizeKernels::new(&gpu.device),
+    );
     let (gathers, embed) = (GatherKernels::new(&gpu.device), EmbedKernels::new(&gpu.device));
     let stream = &gpu.stream;
     let mut x = floats(gpu, &mut random, rows * EMBEDDING)?;
@@ -76,22 +79,9 @@ fn of_rows(gpu: &TestGpu, rows: usize) -> Result<()> {
     for format in [DType::Q8_K, DType::Q8_0] {
         let mut act_tiles = act_tiles(gpu, format, rows, EMBEDDING)?;
         line(gpu, &format!("sum and norm, rounded to {format}"), rows, 4 * row + EMBEDDING, |_| {
-            let act_tiles = act_tiles.view_mut();
-            let rounded = Some(QuantizedOutput {
-                layout: format.into(),
-                act_tiles,
-                needs_values: true,
-                is_before_product: false,
-            });
-            Ok(norms.add_rows(
-                stream,
-                &mut x.view_mut(),
-                y.view(),
-                weight.view(),
-                EPS,
-                &mut out.view_mut(),
-                rounded,
-            )?)
+            let rounded = Some(rounded_output(format, &mut act_tiles));
+            let (mut x, mut out) = (x.view_mut(), out.view_mut());
+            Ok(norms.add_rows(stream, &mut x, y.view(), weight.view(), EPS, &mut out, rounded)?)
         })?;
         line(gpu, &format!("quantize to {format}"), rows, row + EMBEDDING, |_| {
             quantize.launch(stream, format, y.view(), rows, EMBEDDING, &mut act_tiles.view_mut())?;
@@ -101,18 +91,13 @@ fn of_rows(gpu: &TestGpu, rows: usize) -> Result<()> {
     let mut gate = floats(gpu, &mut random, rows * HIDDEN)?;
     let up = floats(gpu, &mut random, rows * HIDDEN)?;
     line(gpu, "gate", rows, 3 * HIDDEN * size_of::<f32>(), |_| {
-        Ok(gates.silu(stream, &mut gate.view_mut(), up.view())?)
+        Ok(gates.values(stream, Activation::Silu, &mut gate.view_mut(), up.view())?)
     })?;
     let mut rounded = act_tiles(gpu, DType::Q8_K, rows, HIDDEN)?;
     line(gpu, "gate, rounded to q8_k", rows, 3 * HIDDEN * size_of::<f32>() + HIDDEN, |_| {
-        let act_tiles = rounded.view_mut();
-        let rounded = QuantizedOutput {
-            layout: DType::Q8_K.into(),
-            act_tiles,
-            needs_values: true,
-            is_before_product: false,
-        };
-        Ok(gates.silu_quantized(stream, &mut gate.view_mut(), up.view(), HIDDEN, None, &rounded)?)
+        let rounded = rounded_output(DType::Q8_K, &mut rounded);
+        let (mut gate, up) = (gate.view_mut(), up.view());
+        Ok(gates.rows_quantized(stream, Activation::Silu, &mut gate, up, HIDDEN, None, &rounded)?)
     })?;
     let picked: Vec<u32> = (0..rows as u32).rev().collect();
     let picked = Buffer::from_host(stream, &picked)?;
@@ -134,6 +119,11 @@ fn of_rows(gpu: &TestGpu, rows: usize) -> Result<()> {
         })?;
     }
     Ok(())
+}
+
+fn rounded_output(format: DType, act_tiles: &mut Buffer<u8>) -> QuantizedOutput<'_> {
+    let act_tiles = act_tiles.view_mut();
+    QuantizedOutput { layout: format.into(), act_tiles, needs_values: true, is_before_product: false }
 }
 
 fn act_tiles(gpu: &TestGpu, format: DType, rows: usize, cols: usize) -> Result<Buffer<u8>> {

@@ -19,7 +19,7 @@ use crate::random::TestRng;
 /// bf16, which has 8 bits instead of 11. With a q8_0 cache they also round scale times byte. Scores
 /// reach hundreds here. Computed in f64 over similar random values, such rounding alone gives
 /// errors of up to 2e-3 (f16) and 7e-3 (q8_0).
-fn tile_tolerance(kind: KvType) -> f32 {
+pub(crate) fn tile_tolerance(kind: KvType) -> f32 {
     match kind {
         KvType::F32 => PLAIN_TOLERANCE,
         KvType::F16 => 2e-3,
@@ -31,8 +31,8 @@ fn tile_tolerance(kind: KvType) -> f32 {
 const PLAIN_TOLERANCE: f32 = 3e-6;
 
 /// The scalar kernel adds thousands of keys in f32, the naive kernel in f64. Measured on an H200:
-/// 3.0e-6 of the largest value at 6,000 keys.
-const LONG_CONTEXT_TOLERANCE: f32 = 1e-5;
+/// 3.0e-6 of the largest value at 6,000 keys with heads of up to 128, and 1.6e-5 with heads of 256.
+const LONG_CONTEXT_TOLERANCE: f32 = 3e-5;
 
 pub(crate) struct PagedAttention {
     pub(crate) spec: AttentionSpec,
@@ -148,6 +148,9 @@ pub(crate) fn it_is_that_of_the_reference(gpu: &TestGpu) -> Result<()> {
         (14, 2, 64, true),
         (6, 2, 96, true),
         (5, 1, 128, true),
+        (6, 2, 80, true),
+        (8, 2, 192, true),
+        (4, 2, 256, true),
         (16, 1, 64, true),
         (3, 1, 16, false),
         (9, 1, 24, false),
@@ -231,7 +234,9 @@ pub(crate) fn long_contexts_match_the_naive_kernel(gpu: &TestGpu) -> Result<()> 
     let naive = NaiveKernels::new(&gpu.device);
     let len = if gpu.small { 130 } else { 6_000 };
     for kind in KvType::ALL {
-        for (heads, kv_heads, head_dim) in [(8, 2, 128), (6, 2, 96), (4, 1, 64)] {
+        for (heads, kv_heads, head_dim) in
+            [(8, 2, 128), (6, 2, 96), (4, 1, 64), (4, 2, 256), (4, 2, 80), (4, 1, 192)]
+        {
             let spec = spec(heads, kv_heads, head_dim);
             let paged = PagedAttention::new(&mut rng, spec, kind, &[len]);
             let on_device = |x: &[f32]| Buffer::from_host(&gpu.stream, &stored(kind, head_dim, x));
@@ -309,6 +314,9 @@ pub(crate) fn rows_that_fill_the_device_have_the_bits_of_single_rows(gpu: &TestG
             (12, 4, 96, false),
             (8, 8, 128, false),
             (16, 4, 128, false),
+            (8, 4, 256, true),
+            (8, 4, 80, false),
+            (8, 2, 192, false),
             (40, 4, 64, false),
         ] {
             // From position 2,048 on, splits have two tiles.
@@ -351,6 +359,13 @@ pub(crate) fn it_depends_on_neither_chunks_nor_batch_neighbours_nor_blocks(gpu: 
         (8, 2, 128, KvType::F16),
         (6, 2, 96, KvType::F16),
         (3, 1, 48, KvType::F16),
+        (4, 2, 256, KvType::F16),
+        (3, 1, 80, KvType::F16),
+        (4, 1, 192, KvType::F16),
+        (4, 2, 256, KvType::Bf16),
+        (4, 2, 256, KvType::Q8_0),
+        (3, 1, 80, KvType::Q8_0),
+        (4, 1, 192, KvType::Q8_0),
         (2, 1, 64, KvType::F32),
         (4, 1, 64, KvType::Bf16),
         (8, 2, 128, KvType::Bf16),

@@ -26,7 +26,7 @@ struct Shape {
 
 /// Groups of 7 and of 5 leave rows of a block unused. Splits have two tiles from position 2,048 on,
 /// and four from 4,096 on.
-const SHAPES: [Shape; 8] = [
+const SHAPES: [Shape; 11] = [
     Shape { group: 1, kv_heads: 3, head_dim: 128, lengths: &[63, 64, 65, 127, 200] },
     Shape { group: 2, kv_heads: 2, head_dim: 128, lengths: &[300, 128, 129, 2_300] },
     Shape { group: 4, kv_heads: 1, head_dim: 128, lengths: &[5_000, 64, 2_047] },
@@ -35,6 +35,9 @@ const SHAPES: [Shape; 8] = [
     Shape { group: 8, kv_heads: 1, head_dim: 128, lengths: &[2_200, 65] },
     Shape { group: 16, kv_heads: 1, head_dim: 64, lengths: &[200, 64] },
     Shape { group: 7, kv_heads: 2, head_dim: 64, lengths: &[2_200, 100] },
+    Shape { group: 2, kv_heads: 2, head_dim: 256, lengths: &[2_200, 100] },
+    Shape { group: 3, kv_heads: 1, head_dim: 80, lengths: &[2_100, 65] },
+    Shape { group: 4, kv_heads: 1, head_dim: 192, lengths: &[300, 64] },
 ];
 
 pub(crate) fn long_runs_have_the_bits_of_short_ones(gpu: &TestGpu) -> Result<()> {

@@ -5,7 +5,7 @@
 use super::{
     TestGpu, around, attention, attention_bench, attention_prefill, checksum, exact, expert_products,
     experts, f32_linear, fused, kv_write, linear, linear_bench, linear_beside, linear_sizes, loading, memory,
-    models, ops, quantize, real_sizes, repack, routing, shortlist, states, throughput, wgmma,
+    models, ops, quantize, real_sizes, repack, routing, shortlist, states, throughput, wgmma, windows,
 };
 
 type TestFn = fn(&TestGpu) -> anyhow::Result<()>;
@@ -47,6 +47,7 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ("linear: embeddings are those of the host", linear::embeddings_are_decoded_as_on_the_host),
     ("ops: norms are those of the reference", ops::norms_are_those_of_the_reference),
     ("ops: gates are those of the reference", ops::gates_are_those_of_the_reference),
+    ("ops: a factor multiplies rows", ops::a_factor_multiplies_rows),
     ("ops: rotations are those of the reference", ops::rotations_are_those_of_the_reference),
     ("ops: gathered rows are the wanted ones", ops::gathered_rows_are_the_wanted_ones),
     ("ops: the best of a row is that of the host", ops::the_best_of_a_row_is_that_of_the_host),
@@ -70,6 +71,13 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ),
     ("attention: long runs", attention_prefill::long_runs_have_the_bits_of_short_ones),
     ("attention: the cache grows", attention::the_cache_grows_as_it_is_written),
+    ("windows: they are those of the reference", windows::windows_are_those_of_the_reference),
+    (
+        "windows: chunks, batch neighbours and blocks change nothing",
+        windows::windows_change_with_nothing_else,
+    ),
+    ("windows: a long window is full attention", windows::a_long_window_is_full_attention),
+    ("windows: a block of another group is refused", windows::a_block_of_another_group_is_refused),
     ("fused: rounded rows are those of single ops", fused::rounded_rows_are_those_of_single_ops),
     ("fused: residual sums are those", fused::residual_sums_are_those_of_single_ops),
     ("fused: products of two types are those", fused::products_of_two_types_are_those_of_single_ops),

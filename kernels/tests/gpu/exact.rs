@@ -23,12 +23,19 @@ const BLOCKS: usize = 64;
 /// The small models have fewer commands than the first part of a step has otherwise.
 const FIRST_PART_COMMANDS: usize = 4;
 /// Small models of every architecture, in quantized types and floats.
-const MODELS: [&str; 6] =
-    ["llama.Q8_0", "llama.Q4_0", "llama-linear.F16", "llama-linear.BF16", "qwen3.Q4_K_M", "qwen3moe-q.Q2_K"];
+const MODELS: [&str; 7] = [
+    "llama.Q8_0",
+    "llama.Q4_0",
+    "llama-linear.F16",
+    "llama-linear.BF16",
+    "qwen3.Q4_K_M",
+    "qwen3moe-q.Q2_K",
+    "gemma3",
+];
 
 /// The models that run under the sanitizers. Their activations have both widths of blocks, and
-/// their heads are with and without norms.
-const SMALL: [&str; 2] = ["llama.Q8_0", "qwen3.Q4_K_M"];
+/// their heads are with and without norms. The last one has attention windows.
+const SMALL: [&str; 3] = ["llama.Q8_0", "qwen3.Q4_K_M", "gemma3"];
 
 /// KV cache types. The first entry runs under the sanitizers; it uses kernels of all types except
 /// f32.
@@ -41,10 +48,15 @@ pub(crate) struct SequencePart<'a> {
     pub(crate) tokens: &'a [u32],
 }
 
+/// The paths see block tables of one KV cache group. The other groups of a model have the same
+/// tables, with other blocks.
 pub(crate) struct ModelRun {
     cuda: Cuda,
     model: Box<dyn Model<Cuda>>,
     kv: CudaKv,
+    groups: usize,
+    /// Blocks of each group.
+    blocks: usize,
 }
 
 impl ModelRun {
@@ -65,9 +77,11 @@ impl ModelRun {
     ) -> Result<Self> {
         let mut cuda = Cuda::new(&gpu.device)?;
         let model = build(metadata, weights, &mut cuda, limits)?;
-        let layout = KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers: model.kv_layers(types) };
+        let mut layout = KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers: model.kv_layers(types) };
+        let groups = layout.groups().len();
+        layout.blocks *= groups;
         let kv = cuda.kv(&layout)?;
-        Ok(Self { cuda, model, kv })
+        Ok(Self { cuda, model, kv, groups, blocks })
     }
 
     /// Computes a step and returns the logits of all rows.
@@ -94,11 +108,20 @@ impl ModelRun {
                 tokens.push(token);
                 positions.push(position as u32);
                 sequences.push(sequence as u32);
-                let (block, offset) = (part.table[position / BLOCK_TOKENS], position % BLOCK_TOKENS);
-                slots.push(block * BLOCK_TOKENS as u32 + offset as u32);
+                let offset = position % BLOCK_TOKENS;
+                for group in 0..self.groups {
+                    let block = self.block_of(group, part.table[position / BLOCK_TOKENS]);
+                    slots.push(block * BLOCK_TOKENS as u32 + offset as u32);
+                }
             }
         }
-        let tables: Vec<&[u32]> = parts.iter().map(|part| part.table).collect();
+        let of_group = &|part: &SequencePart<'_>, group: usize| -> Vec<u32> {
+            part.table.iter().map(|&block| self.block_of(group, block)).collect()
+        };
+        let groups = self.groups;
+        let tables: Vec<Vec<u32>> =
+            parts.iter().flat_map(|part| (0..groups).map(move |group| of_group(part, group))).collect();
+        let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
         let vocabulary = self.model.vocab_size();
         let mut host = vec![f32::NAN; outputs.len() * vocabulary];
         let step = Step {
@@ -113,6 +136,17 @@ impl ModelRun {
             cuda.read(logits, run.len(), &mut host[run.start * vocabulary..run.end * vocabulary])
         })?;
         Ok(host.chunks_exact(vocabulary).map(<[f32]>::to_vec).collect())
+    }
+
+    fn block_of(&self, group: usize, block: u32) -> u32 {
+        (group * self.blocks) as u32 + block
+    }
+
+    /// Copies a block of each group.
+    fn copy_block(&mut self, from: u32, to: u32) -> Result<()> {
+        let of_group = |group| (self.block_of(group, from), self.block_of(group, to));
+        let copies: Vec<(u32, u32)> = (0..self.groups).map(of_group).collect();
+        Ok(self.model.copy_blocks(&mut self.cuda, &mut self.kv, &copies)?)
     }
 
     fn one(&mut self, table: &[u32], tokens: &[u32], range: Range<usize>) -> Result<Vec<Vec<f32>>> {
@@ -175,7 +209,7 @@ const COMPUTE_PATHS: [(&str, ComputePath); 11] = [
         let first = blocks(0);
         let mut rows = run.one(&first, tokens, 0..shared)?;
         let table: Vec<u32> = first[..5].iter().copied().chain(blocks(20)[5..].iter().copied()).collect();
-        run.model.copy_blocks(&mut run.cuda, &mut run.kv, &[(first[5], table[5])])?;
+        run.copy_block(first[5], table[5])?;
         let theirs: Vec<u32> = tokens[..shared].iter().chain(&other[..TOKENS - shared]).copied().collect();
         run.one(&first, &theirs, shared..TOKENS)?;
         rows.extend(run.one(&table, tokens, shared..TOKENS)?);
@@ -203,7 +237,7 @@ const COMPUTE_PATHS: [(&str, ComputePath); 11] = [
         run.step(&[SequencePart { table: &first, first: 0, tokens: &other[..100] }])?;
         let table = blocks(30);
         let mut rows = run.one(&table, tokens, 0..77)?;
-        run.cuda.trim(&mut run.kv, BLOCKS)?;
+        run.cuda.trim(&mut run.kv, BLOCKS * run.groups)?;
         rows.extend(run.one(&table, tokens, 77..TOKENS)?);
         Ok(rows)
     }),

@@ -136,7 +136,8 @@ fn rounded_rows(ops: &mut OpRunner, dtype: DType, rows: usize, cols: usize) -> R
     ops.end()?;
     ops.cuda.linears(&sum, &mut [(&matrix, of_sum), (&other, other_of_sum)], rows)?;
     ops.end()?;
-    ops.cuda.gated(Activation::Silu, &mut gated, &sum, rows)?;
+    let activation = if rows.is_multiple_of(2) { Activation::GeluTanh } else { Activation::Silu };
+    ops.cuda.gated(activation, &mut gated, &sum, rows)?;
     ops.end()?;
     ops.cuda.linear(&matrix, &gated, of_gate, rows)?;
 
@@ -159,9 +160,10 @@ pub(crate) fn residual_sums_are_those_of_single_ops(gpu: &TestGpu) -> Result<()>
         let narrow: &[usize] = if dtype.block_len() == 32 { &[32, 416, 2080] } else { &[256, 2304] };
         for &width in narrow.iter().chain(&[4096, 8192, 8448]) {
             for rows in [1, 2, 5] {
-                compare(&mut pair, &format!("{rows} rows of {width} for {dtype}"), |ops| {
-                    residual_sums(ops, dtype, rows, width)
-                })?;
+                let what = format!("{rows} rows of {width} for {dtype}");
+                compare(&mut pair, &what, |ops| residual_sums(ops, dtype, rows, width))?;
+                let what = format!("{what}, with a norm of what is added");
+                compare(&mut pair, &what, |ops| normed_sums(ops, dtype, rows, width))?;
             }
         }
     }
@@ -197,6 +199,32 @@ fn residual_sums(ops: &mut OpRunner, dtype: DType, rows: usize, width: usize) ->
     ops.cuda.linear(&matrix, &normed, &mut out, rows)?;
     ops.take("the sum", &x, rows, width)?;
     ops.take("a product of its norm", &out, rows, OUT)
+}
+
+/// As above, with a norm of the product. What is read later differs between the two sums.
+fn normed_sums(ops: &mut OpRunner, dtype: DType, rows: usize, width: usize) -> Result<()> {
+    const INNER: usize = 256;
+    let (mut x, inner) = (ops.tensor(rows, width)?, ops.tensor(rows, INNER)?);
+    let (down, matrix) = (ops.matrix_of(dtype, INNER, width)?, ops.matrix(dtype, width)?);
+    let (own, norm) = (ops.vector(width), ops.vector(width));
+    let (mut delta, mut normed) = (ops.cuda.tensor(rows, width)?, ops.cuda.tensor(rows, width)?);
+    let (mut out, mut last) = (ops.cuda.tensor(rows, OUT)?, ops.cuda.tensor(rows, OUT)?);
+
+    for out in [&mut out, &mut last] {
+        ops.cuda.linear(&down, &inner, &mut delta, rows)?;
+        ops.end()?;
+        ops.cuda.rms_norm_heads(&mut delta, &own, EPS, rows)?;
+        ops.end()?;
+        ops.cuda.add_rms_norm(&mut x, &delta, &norm, EPS, &mut normed, rows)?;
+        ops.end()?;
+        ops.cuda.linear(&matrix, &normed, out, rows)?;
+        ops.end()?;
+    }
+    for (what, tensor) in [("the norm that is added", &delta), ("the sum", &x), ("its norm", &normed)] {
+        ops.take(what, tensor, rows, width)?;
+    }
+    ops.take("a product of the norm", &out, rows, OUT)?;
+    ops.take("another of it", &last, rows, OUT)
 }
 
 /// Norms that are multiplied with matrices of two types. In the first shape, blocks compute several

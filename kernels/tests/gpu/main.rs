@@ -67,11 +67,20 @@ mod routing;
 #[cfg(feature = "cuda")]
 mod shortlist;
 #[cfg(feature = "cuda")]
+#[path = "../shared/split_mix.rs"]
+mod split_mix;
+#[cfg(feature = "cuda")]
 mod states;
 #[cfg(feature = "cuda")]
 mod throughput;
 #[cfg(feature = "cuda")]
 mod wgmma;
+#[cfg(feature = "cuda")]
+#[expect(clippy::unwrap_used, reason = "shared with tests whose panics are how they fail")]
+#[path = "../shared/window_case.rs"]
+mod window_case;
+#[cfg(feature = "cuda")]
+mod windows;
 
 #[cfg(feature = "cuda")]
 fn main() -> anyhow::Result<()> {

@@ -11,7 +11,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use kernels::cuda::{Cuda, CudaWorkerShape, DeviceBytes, predict_device_bytes};
 use models::{ForwardLimits, TensorHead, build, validate};
-use ops::{Backend, KvLayout, KvTypes};
+use ops::{AttentionSpan, Backend, KvLayout, KvTypes};
 use quant::DType;
 
 use crate::TestGpu;
@@ -112,7 +112,7 @@ fn shape(preset: &ModelPreset, mix: QuantMix, limits: ForwardLimits) -> Result<C
         experts_used: model.experts_used,
         rows_at_once: limits.rows_at_once(model.experts),
         tensors: model.workspace_tensors(limits).collect(),
-        kv_types: vec![KvTypes::default().of(0)],
+        kv_layers: vec![(KvTypes::default().of(0), AttentionSpan::Full)],
         dtypes,
     })
 }

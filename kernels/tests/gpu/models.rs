@@ -13,7 +13,7 @@ use models::testing::{Arithmetic, Golden, check_transcripts};
 
 use crate::TestGpu;
 
-const ARCHITECTURES: &[&str] = &["llama", "qwen2", "qwen3", "qwen3moe"];
+const ARCHITECTURES: &[&str] = &["gemma3", "llama", "qwen2", "qwen3", "qwen3moe"];
 /// If two logits are closer than this, llama.cpp's own rounding of activations decides their order.
 const GAP_MIN: f32 = 0.3;
 

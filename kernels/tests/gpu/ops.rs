@@ -101,9 +101,16 @@ pub(crate) fn norms_are_those_of_the_reference(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
-fn gate<B: Backend>(b: &mut B, rows: usize, cols: usize, x: &[f32], y: &[f32]) -> Result<Vec<f32>> {
+fn gate<B: Backend>(
+    b: &mut B,
+    activation: Activation,
+    rows: usize,
+    cols: usize,
+    x: &[f32],
+    y: &[f32],
+) -> Result<Vec<f32>> {
     let (mut x, y) = (filled(b, rows, cols, x)?, filled(b, rows, cols, y)?);
-    b.gated(Activation::Silu, &mut x, &y, rows)?;
+    b.gated(activation, &mut x, &y, rows)?;
     values(b, &x, rows, cols)
 }
 
@@ -112,9 +119,26 @@ pub(crate) fn gates_are_those_of_the_reference(gpu: &TestGpu) -> Result<()> {
     for (rows, cols, scale) in [(1, 33, 1.0), (5, 256, 20.0), (40, 1000, 200.0), (1, 1, 1.0)] {
         let x: Vec<f32> = random.values(rows * cols).into_iter().map(|x| x * scale).collect();
         let y = random.values(rows * cols);
-        let found = gate(&mut Cuda::new(&gpu.device)?, rows, cols, &x, &y)?;
-        close(&format!("{rows} x {cols}"), &found, &gate(&mut Reference::new(), rows, cols, &x, &y)?, 1e-6)?;
+        for activation in [Activation::Silu, Activation::GeluTanh] {
+            let found = gate(&mut Cuda::new(&gpu.device)?, activation, rows, cols, &x, &y)?;
+            let expected = gate(&mut Reference::new(), activation, rows, cols, &x, &y)?;
+            close(&format!("{activation:?}, {rows} x {cols}"), &found, &expected, 1e-6)?;
+        }
     }
+    Ok(())
+}
+
+/// Only the wanted rows are multiplied.
+pub(crate) fn a_factor_multiplies_rows(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(9);
+    let (rows, cols) = (5, 333);
+    let x = random.values(rows * cols);
+    let mut cuda = Cuda::new(&gpu.device)?;
+    let mut scaled = filled(&mut cuda, rows, cols, &x)?;
+    cuda.scale(&mut scaled, 25.3, 3, cols)?;
+    let expected: Vec<f32> =
+        x.iter().enumerate().map(|(at, &x)| if at < 3 * cols { x * 25.3 } else { x }).collect();
+    ensure!(values(&mut cuda, &scaled, rows, cols)? == expected, "other values");
     Ok(())
 }
 

@@ -30,6 +30,10 @@ abi! {
         const ATTENTION_PAD_BYTES: usize = 16;
         /// (token, head) pairs of a block of the prefill kernel: 16 for each warp.
         const PREFILL_PAIRS: usize = 64;
+        /// Dimensions of a block of that kernel. For larger heads, it has half of them.
+        const PREFILL_PART_DIM_MAX: usize = 128;
+        /// The largest head of the kernels on tensor cores.
+        const ATTENTION_HEAD_DIM_MAX: usize = 256;
         /// Warpgroups of the prefill kernel on wgmma that multiply, of 64 pairs each. Four more
         /// warps copy.
         const PREFILL_WGMMA_GROUPS: usize = 2;
@@ -38,6 +42,9 @@ abi! {
         const PREFILL_WGMMA_SHARED_BYTES: usize = 194 << 10;
         /// (token, head) pairs of a block of the split-KV kernel: the rows of one MMA.
         const SPLIT_KV_PAIRS: usize = 16;
+        /// A window that has every key. The distance from a row to a later key, modulo 2^32, is not
+        /// below it.
+        const NO_WINDOW: u32 = 1 << 31;
     }
     structs {
         /// Consecutive tokens of one sequence.
@@ -87,6 +94,8 @@ abi! {
             group: i32,
             /// The scale of scores, times log2(e).
             scale: f32,
+            /// How many keys a row sees, its own included.
+            window: u32,
         }
     }
     kernels {

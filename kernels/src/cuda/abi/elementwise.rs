@@ -18,9 +18,9 @@ abi! {
         /// Heads of a block of rms_norm_heads. Each has one warp.
         const NORM_HEADS: usize = 4;
         const ADD_THREADS: u32 = 256;
-        const SILU_THREADS: u32 = 256;
-        /// Warps of a block of silu_and_mul_q8_*. Each takes 256 columns of a token.
-        const SILU_WARPS: usize = 8;
+        const ACT_AND_MUL_THREADS: u32 = 256;
+        /// Warps of a block of act_and_mul_q8_*. Each takes 256 columns of a token.
+        const ACT_AND_MUL_WARPS: usize = 8;
         const ROPE_THREADS: u32 = 256;
         const GATHER_THREADS: u32 = 256;
         /// Marks an entry of embed.cu's tokens that names a drawn token.
@@ -71,6 +71,17 @@ abi! {
             quantized: QuantizedRows,
             launches_early: i32,
         );
+        kernel AddNormedRmsNorm(
+            x: u64 as "float *",
+            y: u64 as "const float *",
+            y_weight: u64 as "const float *",
+            weight: u64 as "const float *",
+            eps: f32,
+            out: u64 as "float *",
+            cols: i32,
+            quantized: QuantizedRows,
+            launches_early: i32,
+        );
         kernel RmsNormHeads(
             x: u64 as "float *",
             weight: u64 as "const float *",
@@ -79,20 +90,27 @@ abi! {
             head_dim: i32,
         );
         kernel AddResidual(x: u64 as "float *", y: u64 as "const float *", values: u64);
-        kernel SiluAndMul(
+        kernel Scale(x: u64 as "float *", factor: f32, values: u64);
+        kernel ActAndMul(
             gate: u64 as "float4 *",
             up: u64 as "const float4 *",
+            linear: f32,
+            cubic: f32,
             vectors: u64,
         );
-        kernel SiluAndMulScalar(
+        kernel ActAndMulScalar(
             gate: u64 as "float *",
             up: u64 as "const float *",
+            linear: f32,
+            cubic: f32,
             values: u64,
         );
         /// `pairs_of_rows` is null, or the pair of each row, or NO_PAIR.
-        kernel SiluAndMulQuantized(
+        kernel ActAndMulQuantized(
             gate: u64 as "float *",
             up: u64 as "const float *",
+            linear: f32,
+            cubic: f32,
             tokens: i32,
             cols: i32,
             needs_values: i32,

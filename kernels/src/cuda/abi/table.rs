@@ -58,6 +58,8 @@ macro_rules! abi {
             $(#[doc = $cdoc])*
             #[allow(dead_code, unreachable_pub, reason = "launchers export some constants; some are for kernels alone")]
             pub const $constant: $cty = $value;
+            // Headers have whole numbers.
+            const _: () = assert!($constant as u64 as $cty == $constant);
         )*
 
         $(

@@ -5,7 +5,7 @@
 //! step of many rows has several plans, which use the buffer of partial results one after the
 //! other.
 
-use ops::OpError;
+use ops::{AttentionSpan, OpError};
 
 use super::plan::{
     AttentionPlan, AttentionPlanLimits, KvSplits, PARTIALS_MAX, PartialMerge, PlannedRows, QueryTile,
@@ -15,7 +15,7 @@ use super::recorder::Recorder;
 use super::step::StepRows;
 use super::upload::StepUpload;
 use super::usage::allocated;
-use crate::cuda::attention::AttentionPlanAddress;
+use crate::cuda::attention::{AttentionPlanAddress, window_of};
 use crate::cuda::error::device_error;
 use crate::cuda::{Buffer, Stream};
 
@@ -33,6 +33,7 @@ pub(super) struct AttentionPlanShape {
     pub(super) kv_heads: usize,
     pub(super) head_dim: usize,
     pub(super) block_tokens: usize,
+    pub(super) span: AttentionSpan,
 }
 
 pub(super) struct DeviceAttentionPlan {
@@ -75,22 +76,25 @@ impl DeviceAttentionPlan {
     }
 
     /// Returns the addresses of the plans of step number `step`. Each plan covers other rows.
+    /// `groups` are the KV cache groups of the plan's layers.
     pub(super) fn addresses(
         &mut self,
         recorder: &mut Recorder,
         step: u64,
         rows: &StepRows,
+        groups: &[usize],
     ) -> Result<&[AttentionPlanAddress], OpError> {
         if self.step != step {
-            self.build(recorder, rows)?;
+            self.build(recorder, rows, groups)?;
             self.step = step;
         }
         Ok(&self.addresses)
     }
 
-    fn build(&mut self, recorder: &mut Recorder, rows: &StepRows) -> Result<(), OpError> {
-        let AttentionPlanShape { split_tokens, prefill_tokens, has_groups, kv_heads, block_tokens, .. } =
-            self.shape;
+    fn build(&mut self, recorder: &mut Recorder, rows: &StepRows, groups: &[usize]) -> Result<(), OpError> {
+        let AttentionPlanShape {
+            split_tokens, prefill_tokens, has_groups, kv_heads, block_tokens, span, ..
+        } = self.shape;
         let limits = AttentionPlanLimits {
             split_tokens,
             prefill_tokens,
@@ -100,12 +104,14 @@ impl DeviceAttentionPlan {
             has_groups,
         };
         let written = rows.blocks_written(block_tokens);
+        let groups: Vec<&[u32]> = groups.iter().map(|&group| rows.blocks(group)).collect();
         let planned = PlannedRows {
             positions: &rows.positions,
             table_starts: &rows.table_starts,
-            blocks: &rows.blocks,
+            groups: &groups,
             block_tokens,
             written: &written,
+            window: window_of(span),
         };
         let (mut count, mut row) = (0, 0);
         while row < rows.len() {

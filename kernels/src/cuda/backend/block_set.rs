@@ -27,6 +27,25 @@ impl BlockSet {
         self.words.get(block / BITS).is_some_and(|word| word >> (block % BITS) & 1 == 1)
     }
 
+    pub(super) fn remove(&mut self, block: usize) {
+        if let Some(word) = self.words.get_mut(block / BITS) {
+            *word &= !(1 << (block % BITS));
+        }
+    }
+
+    /// The blocks in ascending order.
+    pub(super) fn iter(&self) -> impl Iterator<Item = usize> + '_ {
+        let ones = |bits: u64| {
+            std::iter::successors((bits != 0).then_some(bits), |bits| {
+                Some(bits & (bits - 1)).filter(|&rest| rest != 0)
+            })
+        };
+        let words = self.words.iter().enumerate();
+        words.flat_map(move |(word, &bits)| {
+            ones(bits).map(move |bits| word * BITS + bits.trailing_zeros() as usize)
+        })
+    }
+
     /// Removes `first` and all later blocks.
     pub(super) fn remove_from(&mut self, first: usize) {
         self.words.truncate(first.div_ceil(BITS));
@@ -55,12 +74,14 @@ mod tests {
     #[derive(Clone, Debug)]
     enum BlockSetChange {
         Insert(usize),
+        Remove(usize),
         RemoveFrom(usize),
     }
 
     fn change() -> impl Strategy<Value = BlockSetChange> {
         prop_oneof![
             8 => (0_usize..300).prop_map(BlockSetChange::Insert),
+            2 => (0_usize..320).prop_map(BlockSetChange::Remove),
             2 => (0_usize..320).prop_map(BlockSetChange::RemoveFrom),
         ]
     }
@@ -72,6 +93,10 @@ mod tests {
                 BlockSetChange::Insert(block) => {
                     set.insert(block);
                     model.insert(block);
+                }
+                BlockSetChange::Remove(block) => {
+                    set.remove(block);
+                    model.remove(&block);
                 }
                 BlockSetChange::RemoveFrom(first) => {
                     set.remove_from(first);
@@ -94,6 +119,7 @@ mod tests {
             for block in 0..400 {
                 prop_assert_eq!(read.contains(block), read_model.contains(&block));
             }
+            prop_assert!(read.iter().eq(read_model.iter().copied()));
             let missing = read_model.iter().copied().find(|block| !written_model.contains(block));
             prop_assert_eq!(read.first_not_in(&written), missing);
             prop_assert_eq!(read.first_not_in(&read), None);

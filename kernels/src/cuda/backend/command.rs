@@ -4,7 +4,7 @@
 //! enqueues those of a step in two parts. If a list of commands repeats, the recorder replays it as
 //! a CUDA graph.
 
-use ops::KvType;
+use ops::{Activation, KvType};
 
 use super::expert_command::ExpertCommand;
 use super::operand::{ActivationTiles, AttentionOperands, ByteRange, F32Bits, FloatRange, WeightMatrix};
@@ -35,6 +35,10 @@ pub(super) enum KernelCommand {
     Add {
         x: FloatRange,
         y: FloatRange,
+    },
+    Scale {
+        x: FloatRange,
+        factor: F32Bits,
     },
     Embed {
         table: WeightMatrix,
@@ -83,6 +87,7 @@ pub(super) enum KernelCommand {
     /// In place. `pairs_of_rows` is set for slots of experts: rows whose word is `NO_PAIR` may be
     /// left as they are.
     Gated {
+        activation: Activation,
         gate: FloatRange,
         up: FloatRange,
         pairs_of_rows: Option<WordRange>,

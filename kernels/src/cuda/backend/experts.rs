@@ -67,7 +67,6 @@ impl Cuda {
         out: &mut CudaTensor,
         rows: usize,
     ) -> Result<(), OpError> {
-        silu_only(OP, activation)?;
         let (n_in, hidden, count, used) = (layer.n_in(), layer.hidden(), layer.count(), layer.used);
         router.check(OP, "columns of router", rows, count)?;
         x.check(OP, "columns of x", rows, n_in)?;
@@ -81,7 +80,7 @@ impl Cuda {
         let (router, x, out) =
             (self.use_tensor(router, rows), self.use_tensor(x, rows), self.use_tensor(out, rows));
         if rows == 1 && self.takes_row([gate, up, down], layer)? {
-            return self.row_of_experts([gate, up, down], layer, router, x, out);
+            return self.row_of_experts([gate, up, down], layer, activation, router, x, out);
         }
         let rows_max = (PAIRS_MAX / used).clamp(1, rows);
         for first in (0..rows).step_by(rows_max) {
@@ -122,7 +121,7 @@ impl Cuda {
             }
             // Slots without a pair keep their old contents, so their gates are not computed.
             let pairs_of_rows = is_by_slot.then(|| groups.sorted_pairs());
-            self.push(KernelCommand::Gated { gate: scratch.gate, up: scratch.up, pairs_of_rows });
+            self.push(KernelCommand::Gated { activation, gate: scratch.gate, up: scratch.up, pairs_of_rows });
             let of_pairs = ProductInputs { side: ProductSide::Out, ..of_rows };
             self.expert_products(scratch.gate, hidden, of_pairs, &[(down, contributions)])?;
             let combine = ExpertCommand::Combine {
@@ -150,6 +149,7 @@ impl Cuda {
         &mut self,
         [gate, up, down]: [WeightMatrix; 3],
         layer: &Experts<Self>,
+        activation: Activation,
         logits: FloatRange,
         x: FloatRange,
         out: FloatRange,
@@ -168,7 +168,7 @@ impl Cuda {
         for command in [
             KernelCommand::Experts(ExpertCommand::RouteRow { logits, choice, x, activation_tiles }),
             KernelCommand::Experts(ExpertCommand::RowGateAndUp { activation_tiles, choice, gate, up }),
-            KernelCommand::Gated { gate: scratch.gate, up: scratch.up, pairs_of_rows: None },
+            KernelCommand::Gated { activation, gate: scratch.gate, up: scratch.up, pairs_of_rows: None },
             KernelCommand::Quantize { x: scratch.gate, activation_tiles: of_pairs },
             KernelCommand::Experts(ExpertCommand::RowDown { activation_tiles: of_pairs, choice, down, out }),
         ] {
@@ -316,13 +316,4 @@ fn part_bytes(values: usize) -> usize {
 pub(super) fn scratch_bytes(pairs: usize, count: usize, hidden: usize, n_in: usize) -> usize {
     let values = scratch_values(pairs, count, PairGrouping::MATMULS[0], hidden, n_in);
     values.into_iter().map(part_bytes).sum()
-}
-
-/// Refuses other activations than SiLU. Models with other activations also have attention windows,
-/// which the CUDA backend does not support.
-pub(super) fn silu_only(op: &'static str, activation: Activation) -> Result<(), OpError> {
-    match activation {
-        Activation::Silu => Ok(()),
-        Activation::GeluTanh => Err(OpError::Unsupported { op, what: "the activation GELU" }),
-    }
 }

@@ -82,10 +82,23 @@ impl KernelSet {
                     KernelCommand::Product { .. },
                     ..,
                 ] => self.enqueue_normed_products(stream, norm, *activation_tiles, &commands[2..], plans),
+                [
+                    KernelCommand::Norm { weight: own, .. },
+                    KernelCommand::AddNorm { x, y, weight, eps, out },
+                    quantize @ ..,
+                ] => {
+                    let quantized = quantized_behind(quantize, behind);
+                    let (mut x, mut out) = (x.view_mut(), out.view_mut());
+                    let (y, own, weight) = (y.view(), own.view(), weight.view());
+                    self.norms
+                        .add_normed_rows(stream, &mut x, y, own, weight, eps.value(), &mut out, quantized)
+                        .map_err(device_error("add_rms_norm"))
+                }
                 [one] => self.enqueue_one(stream, one, plans),
-                [first, KernelCommand::Quantize { x, activation_tiles }] => {
-                    let mut output = activation_tiles.quantized_output(!are_overwritten_unread(*x, behind));
-                    output.is_before_product = matches!(behind, [KernelCommand::Product { .. }, ..]);
+                [first, KernelCommand::Quantize { activation_tiles, .. }] => {
+                    let Some(output) = quantized_behind(&commands[1..], behind) else {
+                        unreachable!("{first:?} is before a command that quantizes");
+                    };
                     self.enqueue_quantized(stream, first, activation_tiles.cols, output, plans)
                 }
                 [KernelCommand::NormHeads { .. } | KernelCommand::Rope { .. }, ..] => {
@@ -173,11 +186,19 @@ impl KernelSet {
         // SAFETY: for all calls and views below, this function's contract.
         unsafe {
             match *command {
-                KernelCommand::Gated { gate, up, pairs_of_rows } => {
+                KernelCommand::Gated { activation, gate, up, pairs_of_rows } => {
                     let pairs_of_rows = pairs_of_rows.map(|words| words.view());
                     let (mut gate, cols) = (gate.view_mut(), cols as usize);
                     self.gates
-                        .silu_quantized(stream, &mut gate, up.view(), cols, pairs_of_rows, &quantized)
+                        .rows_quantized(
+                            stream,
+                            activation,
+                            &mut gate,
+                            up.view(),
+                            cols,
+                            pairs_of_rows,
+                            &quantized,
+                        )
                         .map_err(device_error("gated"))
                 }
                 _ => self.enqueue_quantizable(stream, command, plans, Some(quantized)),
@@ -245,5 +266,27 @@ impl KernelSet {
                 other => unreachable!("count_fusible put {other:?} behind a write to the cache"),
             }
         }
+    }
+}
+
+/// The output of a kernel that also quantizes, if the command `quantize` follows it. `behind` comes
+/// next.
+///
+/// # Safety
+/// As [`KernelSet::enqueue`].
+unsafe fn quantized_behind<'a>(
+    quantize: &[KernelCommand],
+    behind: &[KernelCommand],
+) -> Option<QuantizedOutput<'a>> {
+    match quantize {
+        [] => None,
+        [KernelCommand::Quantize { x, activation_tiles }] => {
+            // SAFETY: the caller's contract.
+            let mut output =
+                unsafe { activation_tiles.quantized_output(!are_overwritten_unread(*x, behind)) };
+            output.is_before_product = matches!(behind, [KernelCommand::Product { .. }, ..]);
+            Some(output)
+        }
+        other => unreachable!("count_fusible put {other:?} behind a kernel that quantizes"),
     }
 }

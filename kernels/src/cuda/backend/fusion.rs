@@ -6,6 +6,7 @@
 //! ```text
 //! products of one type with the same input            one launch of linear_*.cu
 //! norm, gate or attention, then quantize              the kernel that also writes activation tiles
+//! norm of a block's output, residual sum and norm     norm.cu normalises what it adds
 //! [2 norms of heads,] 2 rotations, write to the cache norm_rope_kv.cu
 //! the same and attention, for decode rows             attention/raw_heads.cuh
 //! norm, quantize, products, for one token             linear/matvec.cuh normalises its input
@@ -126,6 +127,9 @@ pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddres
         let first = count_products(products);
         return 2 + first + count_mixed(&products[..first], &products[first..]);
     }
+    if adds_normed(list) {
+        return 1 + count_quantized(&list[1..], plans);
+    }
     if is_norm_rope_kv(list) {
         let heads = if matches!(list[0], KernelCommand::Rope { .. }) { 3 } else { 5 };
         let (these, behind) = list.split_at(heads);
@@ -136,6 +140,17 @@ pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddres
         };
     }
     count_quantized(list, plans)
+}
+
+/// Whether `list` begins with the norm of a block's output, in place, and the sum of it with the
+/// residual stream. The sum's launch leaves the output as it is, so nothing may read it.
+fn adds_normed(list: &[KernelCommand]) -> bool {
+    let [KernelCommand::Norm { x, eps, out, .. }, KernelCommand::AddNorm { y, eps: other, .. }, behind @ ..] =
+        list
+    else {
+        return false;
+    };
+    x == out && out == y && eps == other && are_overwritten_unread(*y, behind)
 }
 
 /// 2 if one launch computes the first command of `list` and quantizes its output, otherwise 1.

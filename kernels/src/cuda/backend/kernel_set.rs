@@ -6,6 +6,7 @@ use ops::{OpError, RopePairing};
 
 use super::command::KernelCommand;
 use super::operand::{ActivationTiles, AttentionOperands, F32Bits, FloatRange};
+use crate::cuda::act_and_mul::ActAndMulKernels;
 use crate::cuda::argmax::ArgmaxKernels;
 use crate::cuda::attention::{AttentionKernels, AttentionPlanAddress};
 use crate::cuda::embed::EmbedKernels;
@@ -20,16 +21,15 @@ use crate::cuda::quantize::QuantizeKernels;
 use crate::cuda::quantized_output::QuantizedOutput;
 use crate::cuda::rope::{RopeAngles, RopeKernels};
 use crate::cuda::shortlist::ShortlistKernels;
-use crate::cuda::silu_and_mul::SiluKernels;
 use crate::cuda::{Device, DeviceViewMut, Stream};
 
 /// The launchers of all kernels.
 pub(super) struct KernelSet {
-    norms: NormKernels,
+    pub(super) norms: NormKernels,
     ropes: RopeKernels,
     kv_writes: KvWriteKernels,
     attentions: AttentionKernels,
-    pub(super) gates: SiluKernels,
+    pub(super) gates: ActAndMulKernels,
     pub(super) heads: NormRopeKvKernels,
     gathers: GatherKernels,
     argmaxes: ArgmaxKernels,
@@ -47,7 +47,7 @@ impl KernelSet {
             ropes: RopeKernels::new(device),
             kv_writes: KvWriteKernels::new(device),
             attentions: AttentionKernels::new(device),
-            gates: SiluKernels::new(device),
+            gates: ActAndMulKernels::new(device),
             heads: NormRopeKvKernels::new(device),
             gathers: GatherKernels::new(device),
             argmaxes: ArgmaxKernels::new(device),
@@ -124,9 +124,13 @@ impl KernelSet {
                 KernelCommand::Rope { .. }
                 | KernelCommand::KvWrite { .. }
                 | KernelCommand::AttentionScalar { .. } => self.enqueue_attention_part(stream, command),
-                KernelCommand::Gated { gate, up, .. } => {
-                    self.gates.silu(stream, &mut gate.view_mut(), up.view()).map_err(device_error("gated"))
+                KernelCommand::Scale { x, factor } => {
+                    self.norms.scale(stream, &mut x.view_mut(), factor.value()).map_err(device_error("scale"))
                 }
+                KernelCommand::Gated { activation, gate, up, .. } => self
+                    .gates
+                    .values(stream, activation, &mut gate.view_mut(), up.view())
+                    .map_err(device_error("gated")),
                 KernelCommand::Experts(command) => command.enqueue(&self.experts, stream),
                 KernelCommand::Gather { x, rows, cols, out } => self
                     .gathers

@@ -3,8 +3,10 @@
 //! [`CudaKv`] holds the KV cache of all layers in one address range. The range grows when blocks
 //! are written for the first time.
 //!
-//! The range grows in units of 2^k blocks over all layers. Inside a unit the blocks of each layer
-//! are contiguous, so that attention reads long ranges.
+//! A block holds the layers of one KV cache group: that of the last write to the block. The layers
+//! with the same place in their groups share memory; its blocks have the size of the largest of
+//! these layers. The range grows in units of 2^k blocks. Inside a unit the blocks of each place are
+//! contiguous, so that attention reads long ranges.
 //!
 //! 1. The first unit is mapped from the beginning.
 //! 2. A unit is mapped before the step that first writes to it. This happens mostly while the
@@ -16,7 +18,7 @@ use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use cuda::{Context, Device, ResizableMemory, ResizeError};
-use ops::{AttentionSpan, KvLayer, KvLayout, OpError};
+use ops::{AttentionSpan, KvGroup, KvLayer, KvLayerLocation, KvLayout, OpError};
 
 use super::block_set::BlockSet;
 use super::step::KvBlocks;
@@ -32,14 +34,24 @@ const ALIGN: u64 = 256;
 /// On every GPU so far, the driver maps device memory in multiples of this. Before memory is
 /// mapped, the driver states its own granularity.
 const GRANULARITY: u64 = 2 << 20;
+/// `CudaKv::owners` has one byte per block.
+const GROUPS_MAX: usize = 1 << u8::BITS;
 
 pub struct CudaKv {
     layout: KvLayout,
     shape: UnitLayout,
     memory: Arc<Mutex<MappedKv>>,
     address: u64,
-    /// The written blocks, by layer.
+    /// By layer.
+    locations: Vec<KvLayerLocation>,
+    /// By block, the group that last wrote to the block. Empty if there is one group.
+    owners: Vec<u8>,
+    /// The written blocks of the group that owns them, by slot in the group.
     written: Vec<BlockSet>,
+    /// The number of slots of each group.
+    slots: Vec<usize>,
+    /// The groups of each span.
+    spans: Vec<(AttentionSpan, Vec<usize>)>,
 }
 
 /// How a cache is divided into units.
@@ -49,8 +61,17 @@ struct UnitLayout {
     /// A unit has 2^shift blocks.
     shift: u32,
     count: u64,
-    /// The offset of each layer in a unit.
-    layer_offsets: Vec<u64>,
+    /// By slot of a group.
+    slots: Vec<UnitSlot>,
+}
+
+/// The layers with one place in their groups.
+#[derive(Clone, Copy)]
+struct UnitSlot {
+    /// Offset in a unit.
+    offset: u64,
+    /// Bytes between two blocks.
+    block_bytes: u32,
 }
 
 /// The commands in flight share this value, so the memory is unmapped only after they have ended.
@@ -72,18 +93,19 @@ pub fn kv_bytes(layout: &KvLayout) -> Option<u64> {
 
 impl UnitLayout {
     fn new(layout: &KvLayout) -> Option<Self> {
-        let sum = |layers: Vec<u64>| layers.into_iter().try_fold(0_u64, |sum, bytes| sum.checked_add(bytes));
-        let block_bytes = sum(layer_bytes(layout, 1)?)?.max(1);
+        let slot_bytes = slot_bytes(layout)?;
+        let block_bytes = slot_bytes.iter().map(|&bytes| u64::from(bytes)).sum::<u64>().max(1);
         let blocks = UNIT_BYTES_MIN.div_ceil(block_bytes).next_power_of_two();
         let blocks = blocks.min((layout.blocks as u64).next_power_of_two());
         let mut bytes = 0_u64;
-        let mut layer_offsets = Vec::with_capacity(layout.layers.len());
-        for of_layer in layer_bytes(layout, blocks)? {
-            layer_offsets.push(bytes);
-            bytes = bytes.checked_add(of_layer)?.checked_next_multiple_of(ALIGN)?;
+        let mut slots = Vec::with_capacity(slot_bytes.len());
+        for block_bytes in slot_bytes {
+            slots.push(UnitSlot { offset: bytes, block_bytes });
+            let of_slot = u64::from(block_bytes).checked_mul(blocks)?;
+            bytes = bytes.checked_add(of_slot)?.checked_next_multiple_of(ALIGN)?;
         }
         let count = (layout.blocks as u64).div_ceil(blocks).max(1);
-        Some(Self { bytes: bytes.max(1), shift: blocks.trailing_zeros(), count, layer_offsets })
+        Some(Self { bytes: bytes.max(1), shift: blocks.trailing_zeros(), count, slots })
     }
 
     /// The number of units that hold the first `blocks` blocks.
@@ -118,12 +140,10 @@ impl CudaKv {
         if layout.block_tokens == 0 {
             return Err(OpError::Shape { op: OP, what: "tokens of a block", found: 0, expected: 1 });
         }
-        let windows = layout.layers.iter().find_map(|layer| match layer.span {
-            AttentionSpan::Full => None,
-            AttentionSpan::Window { tokens } => Some(tokens),
-        });
-        if let Some(tokens) = windows {
-            return Err(OpError::Window { op: OP, tokens });
+        let groups = layout.groups();
+        if groups.len() > GROUPS_MAX {
+            let (found, expected) = (groups.len(), GROUPS_MAX);
+            return Err(OpError::Shape { op: OP, what: "number of groups of layers", found, expected });
         }
         let too_large = no_room(OP, u64::MAX, None);
         let shape = UnitLayout::new(layout).ok_or(too_large)?;
@@ -133,12 +153,17 @@ impl CudaKv {
         let address = range.address();
         let mut memory = MappedKv { range, context, ahead: 0 };
         memory.grow_to(OP, 1)?;
+        let slots = shape.slots.len();
         Ok(Self {
             layout: layout.clone(),
             shape,
             memory: Arc::new(Mutex::new(memory)),
             address,
-            written: vec![BlockSet::default(); layout.layers.len()],
+            locations: layout.layer_locations(&groups),
+            owners: if groups.len() > 1 { vec![0; layout.blocks] } else { Vec::new() },
+            written: vec![BlockSet::default(); slots],
+            slots: groups.iter().map(|group| group.layers.len()).collect(),
+            spans: groups_by_span(&groups),
         })
     }
 
@@ -175,27 +200,32 @@ impl CudaKv {
         })
     }
 
-    /// Copies written blocks of all layers, one pair after the other in the order of `stream`. The
-    /// memory must stay mapped until this work has ended ([`Self::owner`]).
+    /// Copies written blocks, one pair after the other in the order of `stream`. The copies belong
+    /// to the group of the blocks that they come from. The memory must stay mapped until this work
+    /// has ended ([`Self::owner`]).
     pub(super) fn copy(&mut self, stream: &Stream, copies: &[(u32, u32)]) -> Result<(), OpError> {
         const OP: &str = "kv_copy";
-        let (tokens, len) = (self.layout.block_tokens as u32, self.layout.blocks);
+        let len = self.layout.blocks;
         for &(from, to) in copies {
             if let Some(block) = [from, to].into_iter().find(|&block| block as usize >= len) {
                 return Err(OpError::Index { op: OP, what: "block", index: block as usize, len });
             }
-            for layer in 0..self.layout.layers.len() {
-                if !self.written[layer].contains(from as usize) {
-                    return Err(OpError::Unwritten { op: OP, block: from as usize });
-                }
-                self.prepare(OP, layer, &[to * tokens], to * tokens)?;
-                if from == to {
-                    continue;
-                }
-                let (_, address) = self.layer(OP, layer)?;
+            let group = self.owner_of(from as usize);
+            let slots = self.slots.get(group).copied().unwrap_or(0);
+            if self.written[..slots].iter().any(|written| !written.contains(from as usize)) {
+                return Err(OpError::Unwritten { op: OP, block: from as usize });
+            }
+            if from == to {
+                continue;
+            }
+            self.map_block(OP, to as usize)?;
+            self.own(to as usize, group);
+            for slot in 0..slots {
+                self.written[slot].insert(to as usize);
+                let address = self.address_of(slot, 0);
                 let (source, target) = (address.of_block(from), address.of_block(to));
-                // SAFETY: source and target are distinct whole blocks of this layer, in mapped
-                // memory. A written block is mapped, and `prepare` maps the other one. The caller
+                // SAFETY: source and target are distinct whole blocks of this slot, in mapped
+                // memory. A written block is mapped, and `map_block` maps the other one. The caller
                 // keeps the memory until the work has ended.
                 unsafe { stream.enqueue_copy_on_device(target, source, address.block_bytes as usize) }
                     .map_err(device_error(OP))?;
@@ -213,26 +243,38 @@ impl CudaKv {
         KvBlocks { count: self.layout.blocks, tokens: self.layout.block_tokens }
     }
 
-    pub(super) fn layer(&self, op: &'static str, layer: usize) -> Result<(KvLayer, KvLayerAddress), OpError> {
+    /// The shape of a layer, its address, and its group.
+    pub(super) fn layer(
+        &self,
+        op: &'static str,
+        layer: usize,
+    ) -> Result<(KvLayer, KvLayerAddress, usize), OpError> {
         let len = self.layout.layers.len();
         let shape =
             *self.layout.layers.get(layer).ok_or(OpError::Index { op, what: "layer", index: layer, len })?;
-        let Some((head_bytes, block_bytes)) = bytes_in_block(&shape, self.layout.block_tokens) else {
+        let Some((head_bytes, _)) = bytes_in_block(&shape, self.layout.block_tokens) else {
             return Err(no_room(op, u64::MAX, None));
         };
-        let address = KvLayerAddress {
+        let KvLayerLocation { group, slot } = self.locations[layer];
+        Ok((shape, self.address_of(slot, head_bytes), group))
+    }
+
+    /// The address of the layer at a slot whose heads have `head_bytes` in a block.
+    fn address_of(&self, slot: usize, head_bytes: u32) -> KvLayerAddress {
+        let UnitSlot { offset, block_bytes } = self.shape.slots[slot];
+        KvLayerAddress {
             base: self.address,
             unit_bytes: self.memory().range.unit_bytes(),
-            layer_offset: self.shape.layer_offsets[layer],
+            layer_offset: offset,
             block_bytes,
             head_bytes,
             unit_shift: self.shape.shift,
             block_tokens: self.layout.block_tokens as u32,
-        };
-        Ok((shape, address))
+        }
     }
 
-    /// Maps memory for `slots` and marks their blocks as written. `slot_max` is the largest slot.
+    /// Maps memory for `slots` and marks their blocks as written. `slot_max` is at least the
+    /// largest slot.
     pub(super) fn prepare(
         &mut self,
         op: &'static str,
@@ -240,12 +282,23 @@ impl CudaKv {
         slots: &[u32],
         slot_max: u32,
     ) -> Result<(), OpError> {
-        let (tokens, len) = (self.layout.block_tokens, self.layout.blocks);
-        let last = slot_max as usize / tokens;
-        if last >= len {
-            return Err(OpError::Index { op, what: "block", index: last, len });
+        let tokens = self.layout.block_tokens;
+        self.map_block(op, slot_max as usize / tokens)?;
+        let KvLayerLocation { group, slot } = self.locations[layer];
+        for block in slots.iter().map(|&slot| slot as usize / tokens) {
+            self.own(block, group);
+            self.written[slot].insert(block);
         }
-        let units = self.shape.of_blocks(last + 1);
+        Ok(())
+    }
+
+    /// Maps memory for the blocks up to `block`, and plans to map the next unit.
+    fn map_block(&self, op: &'static str, block: usize) -> Result<(), OpError> {
+        let len = self.layout.blocks;
+        if block >= len {
+            return Err(OpError::Index { op, what: "block", index: block, len });
+        }
+        let units = self.shape.of_blocks(block + 1);
         let mut memory = self.memory();
         if units > memory.range.units() {
             memory.grow_to(op, units)?;
@@ -253,12 +306,29 @@ impl CudaKv {
         if units == memory.range.units() {
             memory.ahead = (units + 1).min(self.shape.count);
         }
-        drop(memory);
-        let written = &mut self.written[layer];
-        for &slot in slots {
-            written.insert(slot as usize / tokens);
-        }
         Ok(())
+    }
+
+    fn owner_of(&self, block: usize) -> usize {
+        self.owners.get(block).copied().map_or(0, usize::from)
+    }
+
+    /// Assigns a block to a group. If the block belonged to another group, its contents are lost.
+    fn own(&mut self, block: usize, group: usize) {
+        if self.owner_of(block) != group {
+            self.written.iter_mut().for_each(|written| written.remove(block));
+            self.owners[block] = group as u8;
+        }
+    }
+
+    /// The number of KV cache groups, each with block tables of its own.
+    pub(super) fn groups(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// The groups of the layers with a span.
+    pub(super) fn groups_of(&self, span: AttentionSpan) -> &[usize] {
+        self.spans.iter().find(|(of, _)| *of == span).map_or(&[], |(_, groups)| groups)
     }
 
     /// Checks that `layer` has written the blocks which a step reads.
@@ -268,11 +338,26 @@ impl CudaKv {
         layer: usize,
         read: &BlockSet,
     ) -> Result<(), OpError> {
-        match read.first_not_in(&self.written[layer]) {
+        let KvLayerLocation { group, slot } = self.locations[layer];
+        let unwritten = read.first_not_in(&self.written[slot]);
+        let is_foreign = |&block: &usize| self.owner_of(block) != group;
+        let foreign = || if self.owners.is_empty() { None } else { read.iter().find(is_foreign) };
+        match unwritten.or_else(foreign) {
             Some(block) => Err(OpError::Unwritten { op, block }),
             None => Ok(()),
         }
     }
+}
+
+fn groups_by_span(groups: &[KvGroup]) -> Vec<(AttentionSpan, Vec<usize>)> {
+    let mut spans: Vec<(AttentionSpan, Vec<usize>)> = Vec::new();
+    for (number, group) in groups.iter().enumerate() {
+        match spans.iter_mut().find(|(span, _)| *span == group.span) {
+            Some((_, numbers)) => numbers.push(number),
+            None => spans.push((group.span, vec![number])),
+        }
+    }
+    spans
 }
 
 enum TrimError {
@@ -294,14 +379,17 @@ fn bytes_in_block(layer: &KvLayer, tokens: usize) -> Option<(u32, u32)> {
     Some((head, block))
 }
 
-/// Bytes of `blocks` blocks of each layer. None if they overflow 64 bits, or if a block overflows
-/// 32 bits.
-fn layer_bytes(layout: &KvLayout, blocks: u64) -> Option<Vec<u64>> {
-    let bytes = |layer: &KvLayer| {
-        let (_, block) = bytes_in_block(layer, layout.block_tokens)?;
-        u64::from(block).checked_mul(blocks)
-    };
-    layout.layers.iter().map(bytes).collect()
+/// Bytes of a block of each slot: those of the largest layer there. None if they overflow 32 bits.
+fn slot_bytes(layout: &KvLayout) -> Option<Vec<u32>> {
+    let mut slots: Vec<u32> = Vec::new();
+    for group in layout.groups() {
+        slots.resize(slots.len().max(group.layers.len()), 0);
+        for (slot, &layer) in slots.iter_mut().zip(&group.layers) {
+            let (_, bytes) = bytes_in_block(&layout.layers[layer], layout.block_tokens)?;
+            *slot = (*slot).max(bytes);
+        }
+    }
+    Some(slots)
 }
 
 fn no_room(op: &'static str, bytes: u64, free: Option<u64>) -> OpError {
@@ -341,6 +429,11 @@ mod tests {
         assert_eq!(kv_bytes(&few), Some(10 << 20), "four blocks are 9 MiB");
         let beyond =
             KvLayer { kv_heads: usize::MAX, head_dim: 2, kind: KvType::F32, span: AttentionSpan::Full };
-        assert_eq!(kv_bytes(&KvLayout { layers: vec![beyond], ..layout }), None);
+        assert_eq!(kv_bytes(&KvLayout { layers: vec![beyond], ..layout.clone() }), None);
+        // Seven groups of four layers share the blocks.
+        let window = KvLayer { span: AttentionSpan::Window { tokens: 512 }, ..layer };
+        let layers = (0..26).map(|at| if at % 6 == 5 { layer } else { window }).collect();
+        // A block has 256 KiB, so a unit of 32 MiB has 128 blocks.
+        assert_eq!(kv_bytes(&KvLayout { layers, ..layout }), Some((8 * 32) << 20));
     }
 }

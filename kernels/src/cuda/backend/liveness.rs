@@ -26,7 +26,7 @@ impl KernelCommand {
     /// Calls `each` for the values and activation tiles that the command reads.
     fn for_each_input(&self, mut each: impl FnMut(ByteRange)) {
         match *self {
-            Self::Norm { x, .. } | Self::NormHeads { x, .. } => each(x.bytes()),
+            Self::Norm { x, .. } | Self::NormHeads { x, .. } | Self::Scale { x, .. } => each(x.bytes()),
             Self::AddNorm { x, y, .. } | Self::Add { x, y } => {
                 each(x.bytes());
                 each(y.bytes());
@@ -66,6 +66,7 @@ impl KernelCommand {
             Self::Experts(ref command) => command.overwrites(values),
             Self::NormHeads { .. }
             | Self::Add { .. }
+            | Self::Scale { .. }
             | Self::Quantize { .. }
             | Self::Rope { .. }
             | Self::KvWrite { .. }

@@ -233,7 +233,8 @@ impl Cuda {
 
 impl Cuda {
     /// Returns the plans of this step for one shape of query tiles, as indices for commands.
-    fn plan_attention(&mut self, shape: AttentionPlanShape) -> Result<Vec<u32>, OpError> {
+    /// `groups` are the KV cache groups of the span's layers.
+    fn plan_attention(&mut self, shape: AttentionPlanShape, groups: &[usize]) -> Result<Vec<u32>, OpError> {
         let at = match self.plans.iter().position(|plan| plan.shape() == shape) {
             Some(at) => at,
             None => {
@@ -241,7 +242,7 @@ impl Cuda {
                 self.plans.len() - 1
             }
         };
-        let addresses = self.plans[at].addresses(&mut self.recorder, self.steps, &self.step)?;
+        let addresses = self.plans[at].addresses(&mut self.recorder, self.steps, &self.step, groups)?;
         Ok(addresses.iter().map(|&address| self.recorder.plan(address)).collect())
     }
 

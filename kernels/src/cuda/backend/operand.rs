@@ -3,7 +3,7 @@
 //! The operands of kernel commands: ranges of device memory, and the shapes of what they hold. A
 //! launcher receives them as views.
 
-use ops::{AttentionSpec, KvType, OpError};
+use ops::{AttentionSpan, AttentionSpec, KvType, OpError};
 use quant::DType;
 use quant::layout::Tiles;
 
@@ -86,6 +86,7 @@ impl AttentionShape {
 pub(super) struct AttentionOperands {
     pub(super) layer: KvLayerAddress,
     pub(super) kind: KvType,
+    pub(super) span: AttentionSpan,
     pub(super) shape: AttentionShape,
     pub(super) queries: FloatRange,
     pub(super) tables: u64,
@@ -131,6 +132,7 @@ impl AttentionOperands {
         attention::AttentionInputs {
             layer: self.layer,
             kind: self.kind,
+            span: self.span,
             spec: self.shape.spec(),
             // SAFETY: the caller's contract.
             queries: unsafe { self.queries.view() },

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! The attention plan: decides which kernel computes which rows of a step. A plan is a pure
-//! function of positions, sequences and table starts.
+//! function of positions, sequences, table starts and the length of the attention window. It serves
+//! all layers of one span.
 //!
 //! Every plan gives the same bits (attention.cu says why); a plan changes the speed alone.
 //!
@@ -17,7 +18,7 @@
 use std::cmp::Reverse;
 
 use super::block_set::BlockSet;
-use crate::cuda::abi::attention::ATTENTION_GROUPS;
+use crate::cuda::abi::attention::{ATTENTION_GROUPS, NO_WINDOW, SPLIT_KV_PAIRS};
 pub(super) use crate::cuda::abi::attention::{KvSplits, PartialMerge, QueryTile};
 use crate::cuda::attention::SplitMerge;
 
@@ -27,8 +28,11 @@ const TILE: u32 = 64;
 /// costs 14 us a layer of an 8B model (H200). So many rows fill most devices and need no partial
 /// results, unless one of them is much longer than the others. These results take 16.3 MiB.
 pub(super) const PARTIALS_MAX: u32 = 1024;
-/// The largest number of splits of a row. The length of a split grows with the position.
+/// The largest number of splits of a row. The length of a split grows with the position, or with
+/// the window.
 pub(super) const SPLITS_MAX: u32 = 32;
+/// The largest number of tokens of a query tile of the split-KV kernels.
+const SPLIT_TOKENS_MAX: u32 = SPLIT_KV_PAIRS as u32;
 /// The smallest run of tokens that the prefill kernel computes. A shorter run would leave most of
 /// the device idle in that kernel.
 const PREFILL_TOKENS_MIN: usize = 64;
@@ -87,33 +91,63 @@ pub(super) struct PlannedRows<'a> {
     pub(super) positions: &'a [u32],
     /// The block ids of row r begin at `blocks[table_starts[r]]`.
     pub(super) table_starts: &'a [u32],
-    pub(super) blocks: &'a [u32],
+    /// The block ids of each KV cache group that the plan serves.
+    pub(super) groups: &'a [&'a [u32]],
     pub(super) block_tokens: usize,
     /// The blocks that the step's rows write.
     pub(super) written: &'a BlockSet,
+    /// How many keys a row sees, its own included: [`NO_WINDOW`] for all.
+    pub(super) window: u32,
 }
 
 impl PlannedRows<'_> {
-    /// The blocks whose keys the row of `queries` reads. The last one has the row's own key.
-    fn blocks_read(&self, queries: &QueryTile) -> &[u32] {
-        &self.blocks[queries.table as usize..][..=queries.position as usize / self.block_tokens]
+    /// The first key that the first row of `queries` sees.
+    fn first_key(&self, queries: &QueryTile) -> u32 {
+        (queries.position + 1).saturating_sub(self.window)
+    }
+
+    /// The number of the first split of `queries`.
+    fn first_split(&self, queries: &QueryTile) -> u32 {
+        self.first_key(queries) / (TILE << queries.split_shift)
+    }
+
+    /// The number of splits of `queries`.
+    fn count_splits(&self, queries: &QueryTile) -> u32 {
+        count_splits(queries.position + queries.tokens - 1, queries.split_shift) - self.first_split(queries)
+    }
+
+    /// The blocks of a group whose keys the row of `queries` reads. The last one has the row's own
+    /// key.
+    fn blocks_read<'a>(&self, blocks: &'a [u32], queries: &QueryTile) -> &'a [u32] {
+        let [first, last] =
+            [self.first_key(queries), queries.position].map(|key| key as usize / self.block_tokens);
+        &blocks[queries.table as usize..][first..=last]
     }
 
     /// Whether earlier steps have written all keys of the tile that begins at `position`, and this
     /// step writes none of their blocks.
     fn is_old(&self, queries: &QueryTile, position: u32) -> bool {
         let end = position + TILE;
-        let entries = position as usize / self.block_tokens..(end as usize).div_ceil(self.block_tokens);
+        let first = position.max(self.first_key(queries));
+        let entries = first as usize / self.block_tokens..(end as usize).div_ceil(self.block_tokens);
         end <= queries.position
-            && self.blocks[queries.table as usize..][entries]
-                .iter()
-                .all(|&block| !self.written.contains(block as usize))
+            && self.groups.iter().all(|blocks| {
+                let mut read = blocks[queries.table as usize..][entries.clone()].iter();
+                read.all(|&block| !self.written.contains(block as usize))
+            })
     }
 }
 
-/// A split of a row at `position` has `TILE << split_shift(position)` keys.
-pub(super) fn split_shift(position: u32) -> u32 {
-    (position / (TILE * SPLITS_MAX) + 1).next_power_of_two().trailing_zeros()
+/// A split of a row at `position` has `TILE << split_shift(position, window)` keys.
+pub(super) fn split_shift(position: u32, window: u32) -> u32 {
+    let shift = |parts: u32| parts.next_power_of_two().trailing_zeros();
+    let of_all = shift(position / (TILE * SPLITS_MAX) + 1);
+    if window >= NO_WINDOW {
+        return of_all;
+    }
+    // The keys that a query tile sees begin and end inside of splits, so they touch two splits more
+    // than they fill.
+    of_all.min(shift((window + SPLIT_TOKENS_MAX).div_ceil(TILE * (SPLITS_MAX - 2))))
 }
 
 impl AttentionPlan {
@@ -168,14 +202,17 @@ impl AttentionPlan {
     /// reads.
     fn are_lone(&self, rows: PlannedRows<'_>) -> bool {
         let queries = || self.split_tiles.iter().map(|all| &all.queries);
-        let mut own: Vec<u32> = Vec::with_capacity(self.split_tiles.len());
-        let are_lone = queries().all(|queries| {
-            let (last, others) = rows.blocks_read(queries).split_last().expect("a row reads its own key");
-            own.push(*last);
-            queries.tokens == 1 && others.iter().all(|&block| !rows.written.contains(block as usize))
-        });
-        own.sort_unstable();
-        are_lone && own.windows(2).all(|pair| pair[0] != pair[1])
+        rows.groups.iter().all(|blocks| {
+            let mut own: Vec<u32> = Vec::with_capacity(self.split_tiles.len());
+            let are_lone = queries().all(|queries| {
+                let read = rows.blocks_read(blocks, queries);
+                let (last, others) = read.split_last().expect("a row reads its own key");
+                own.push(*last);
+                queries.tokens == 1 && others.iter().all(|&block| !rows.written.contains(block as usize))
+            });
+            own.sort_unstable();
+            are_lone && own.windows(2).all(|pair| pair[0] != pair[1])
+        })
     }
 
     /// Whether there is work for two fifths of the device while the longest block runs, if each
@@ -204,11 +241,11 @@ impl AttentionPlan {
         self.prefill_tiles.clear();
         self.partials = 0;
         while start < positions.len() {
-            let shift = split_shift(positions[start]);
+            let shift = split_shift(positions[start], rows.window);
             let continues = |row: usize| {
                 positions[row] == positions[start] + (row - start) as u32
                     && table_starts[row] == table_starts[start]
-                    && split_shift(positions[row]) == shift
+                    && split_shift(positions[row], rows.window) == shift
             };
             let end = (start + 1..positions.len()).find(|&row| !continues(row)).unwrap_or(positions.len());
             let run = QueryTile {
@@ -218,12 +255,11 @@ impl AttentionPlan {
                 table: table_starts[start],
                 split_shift: shift,
             };
-            // The last row of a run has the most splits.
-            let partials = run.tokens * count_splits(positions[end - 1], shift);
+            let partials = run.tokens * rows.count_splits(&run);
             if end - start >= PREFILL_TOKENS_MIN || partials > limits.partials_max {
                 self.prefill_tiles.extend(split_into_tiles(run, limits.prefill_tokens));
             } else if self.partials + partials <= partials_max {
-                self.split(run, limits.split_tokens);
+                self.split(run, rows, limits.split_tokens);
             } else {
                 break;
             }
@@ -237,12 +273,14 @@ impl AttentionPlan {
         self.splits.clear();
         for all in &self.split_tiles {
             let step = if self.merge == SplitMerge::Kernel { 1 } else { all.splits };
-            self.splits.extend((0..all.splits).step_by(step as usize).map(|first| {
-                let first_key = first * (TILE << all.queries.split_shift);
+            let first_tile = rows.first_key(&all.queries) / TILE * TILE;
+            self.splits.extend((0..all.splits).step_by(step as usize).map(|number| {
+                let first = all.first + number;
+                let first_key = first_tile.max(first * (TILE << all.queries.split_shift));
                 KvSplits {
                     first,
                     splits: step,
-                    partial: all.partial + first * all.queries.tokens,
+                    partial: all.partial + number * all.queries.tokens,
                     is_first_tile_old: rows.is_old(&all.queries, first_key).into(),
                     ..*all
                 }
@@ -257,23 +295,24 @@ impl AttentionPlan {
         }
     }
 
-    fn split(&mut self, run: QueryTile, tokens: usize) {
+    fn split(&mut self, run: QueryTile, rows: PlannedRows<'_>, tokens: usize) {
         for queries in split_into_tiles(run, tokens) {
-            let splits = count_splits(queries.position + queries.tokens - 1, queries.split_shift);
-            let first = self.partials;
+            let (first, splits) = (rows.first_split(&queries), rows.count_splits(&queries));
+            let partial = self.partials;
             self.split_tiles.push(KvSplits {
                 queries,
-                first: 0,
+                first,
                 splits,
-                partial: first,
+                partial,
                 is_first_tile_old: 0,
                 unused: [0; 3],
             });
+            // A later token may not see the first split. That split then adds nothing.
             self.merges.extend((0..queries.tokens).map(|token| PartialMerge {
                 row: queries.row + token,
-                partial: first + token,
+                partial: partial + token,
                 stride: queries.tokens,
-                splits: count_splits(queries.position + token, queries.split_shift),
+                splits: count_splits(queries.position + token, queries.split_shift) - first,
             }));
             self.partials += splits * queries.tokens;
         }
@@ -292,6 +331,7 @@ pub(super) fn launch_bound(count: usize) -> usize {
     }
 }
 
+/// The number of splits up to the one with `position`.
 fn count_splits(position: u32, shift: u32) -> u32 {
     position / (TILE << shift) + 1
 }
@@ -306,233 +346,4 @@ fn split_into_tiles(run: QueryTile, tokens: usize) -> impl Iterator<Item = Query
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    /// Of a device so large that no rows fill it.
-    const LIMITS: AttentionPlanLimits = AttentionPlanLimits {
-        split_tokens: 4,
-        prefill_tokens: 16,
-        partials_max: 400,
-        kv_heads: 8,
-        multiprocessors: 1_000_000,
-        has_groups: false,
-    };
-    const BLOCK_TOKENS: usize = 16;
-    /// Entries of the table of each sequence.
-    const TABLE: u32 = 1000;
-
-    /// Rows of sequences, each with a table of its own.
-    #[derive(Default)]
-    struct Rows {
-        positions: Vec<u32>,
-        table_starts: Vec<u32>,
-        blocks: Vec<u32>,
-        written: BlockSet,
-    }
-
-    impl Rows {
-        /// A sequence for each (first position, number of rows).
-        fn new(runs: &[(u32, u32)]) -> Self {
-            let mut rows = Self::default();
-            for (sequence, &(first, len)) in runs.iter().enumerate() {
-                let table = sequence as u32 * TABLE;
-                rows.blocks.extend(table..table + TABLE);
-                for position in first..first + len {
-                    rows.positions.push(position);
-                    rows.table_starts.push(table);
-                    rows.written.insert(table as usize + position as usize / BLOCK_TOKENS);
-                }
-            }
-            rows
-        }
-
-        fn planned(&self) -> PlannedRows<'_> {
-            PlannedRows {
-                positions: &self.positions,
-                table_starts: &self.table_starts,
-                blocks: &self.blocks,
-                block_tokens: BLOCK_TOKENS,
-                written: &self.written,
-            }
-        }
-
-        /// The plans of all rows.
-        fn plans(&self, limits: AttentionPlanLimits) -> Vec<AttentionPlan> {
-            let (mut plans, mut first) = (Vec::new(), 0);
-            while first < self.positions.len() {
-                let mut plan = AttentionPlan::default();
-                let end = plan.build(first, self.planned(), limits);
-                assert!(end > first);
-                first = end;
-                plans.push(plan);
-            }
-            plans
-        }
-    }
-
-    #[test]
-    fn a_row_has_at_most_32_splits_of_at_least_a_tile() {
-        for position in (0..70_000).chain((0..1000).map(|i| 4_000_000 + i)) {
-            let shift = split_shift(position);
-            assert!(count_splits(position, shift) <= SPLITS_MAX, "position {position}");
-            assert!(shift == 0 || count_splits(position, shift - 1) > SPLITS_MAX, "position {position}");
-        }
-    }
-
-    #[test]
-    fn a_decode_row_is_split_and_a_prompt_is_not() {
-        let plans = Rows::new(&[(700, 1), (0, 100)]).plans(LIMITS);
-        let [plan] = &plans[..] else { panic!("{} plans", plans.len()) };
-        let queries = QueryTile { row: 0, tokens: 1, position: 700, table: 0, split_shift: 0 };
-        assert!(plan.splits.iter().all(|block| block.queries == queries && block.splits == 1));
-        assert_eq!((plan.splits.len(), plan.partials), (11, 11));
-        assert_eq!(plan.merges, [PartialMerge { row: 0, partial: 0, stride: 1, splits: 11 }]);
-        assert_eq!(plan.prefill_tiles.len(), 7);
-        assert_eq!(
-            plan.prefill_tiles[6],
-            QueryTile { row: 97, tokens: 4, position: 96, table: TABLE, split_shift: 0 }
-        );
-    }
-
-    #[test]
-    fn rows_that_fill_the_device_are_merged_in_their_blocks() {
-        let limits = AttentionPlanLimits { multiprocessors: 132, ..LIMITS };
-        let merges = |runs: &[(u32, u32)]| Rows::new(runs).plans(limits)[0].merge == SplitMerge::Block;
-        assert!(!merges(&[(511, 1); 13]));
-        assert!(merges(&[(511, 1); 14]));
-        // One long row keeps its blocks busy while the others have ended.
-        assert!(!merges(&[&[(511, 1); 63][..], &[(15_999, 1)]].concat()));
-        // 64 rows at 1,100 keys have more partial results than a plan, but need none.
-        let plans = Rows::new(&[&[(1_099, 1); 64][..], &[(299, 3)]].concat()).plans(limits);
-        let [plan] = &plans[..] else { panic!("{} plans", plans.len()) };
-        let splits: Vec<u32> = plan.splits.iter().map(|block| block.splits).collect();
-        assert_eq!(splits, [vec![18; 64], vec![5]].concat());
-        assert!(plan.merges.is_empty() && plan.has_multi_tile_blocks);
-    }
-
-    #[test]
-    fn only_tiles_that_the_step_does_not_write_are_old() {
-        let old = |rows: &Rows| -> Vec<u32> {
-            rows.plans(LIMITS)[0].splits.iter().map(|block| block.is_first_tile_old).collect()
-        };
-        // Keys 128 to 191 have the row's own.
-        assert_eq!(old(&Rows::new(&[(150, 1)])), [1, 1, 0]);
-        // Query tiles begin at 120, 124, 128 and 132. The step also writes keys 120 to 127.
-        assert_eq!(old(&Rows::new(&[(120, 13)])), [1, 0, 1, 0, 1, 0, 0, 1, 0, 0]);
-        // Another row writes block 5 of the first sequence, which has keys 80 to 95.
-        let mut rows = Rows::new(&[(150, 1), (40, 1)]);
-        rows.written.insert(5);
-        assert_eq!(old(&rows), [1, 0, 0, 0]);
-    }
-
-    #[test]
-    fn lone_decode_rows_read_old_keys_and_their_own() {
-        let reads_old_keys = |rows: &Rows| rows.plans(LIMITS)[0].has_lone_rows;
-        assert!(reads_old_keys(&Rows::new(&[(150, 1), (0, 1), (63, 1), (2_100, 1)])));
-        // Two rows of one sequence, and a prompt.
-        assert!(!reads_old_keys(&Rows::new(&[(150, 1), (40, 2)])));
-        assert!(!reads_old_keys(&Rows::new(&[(150, 1), (0, 100)])));
-        // Another row writes block 5 of the first sequence, which has keys 80 to 95.
-        let mut rows = Rows::new(&[(150, 1), (40, 1)]);
-        rows.written.insert(5);
-        assert!(!reads_old_keys(&rows));
-        // Block 9 has the own keys of both rows.
-        let mut rows = Rows::new(&[(150, 1), (151, 1)]);
-        rows.blocks[TABLE as usize + 9] = 9;
-        assert!(!reads_old_keys(&rows));
-    }
-
-    #[test]
-    fn groups_compute_few_short_rows() {
-        let limits = AttentionPlanLimits { multiprocessors: 132, has_groups: true, ..LIMITS };
-        let merge = |runs: &[(u32, u32)]| Rows::new(runs).plans(limits)[0].merge;
-        assert_eq!(merge(&[(255, 1)]), SplitMerge::Groups);
-        // A second round is slower, unless many multiprocessors have one.
-        assert_eq!(merge(&[(256, 1)]), SplitMerge::Kernel);
-        assert_eq!(merge(&[(256, 1); 7]), SplitMerge::Groups);
-        assert_eq!(merge(&[(512, 1); 7]), SplitMerge::Kernel);
-        assert_eq!(merge(&[(190, 1); 16]), SplitMerge::Groups);
-        // More blocks than multiprocessors.
-        assert_eq!(merge(&[(190, 1); 17]), SplitMerge::Block);
-        // Two rows of one sequence.
-        assert_eq!(merge(&[(190, 1), (40, 2)]), SplitMerge::Kernel);
-    }
-
-    #[test]
-    fn one_long_row_leaves_its_heads_to_another_kernel() {
-        let prepares_heads = |runs: &[(u32, u32)]| {
-            let limits = AttentionPlanLimits { multiprocessors: 132, has_groups: true, ..LIMITS };
-            Rows::new(runs).plans(limits)[0].prepares_heads()
-        };
-        assert!(prepares_heads(&[(200, 1)]));
-        assert!(!prepares_heads(&[(600, 1)]));
-        assert!(prepares_heads(&[(600, 1), (600, 1)]));
-    }
-
-    proptest! {
-        /// Every row is in one query tile. The tokens of a tile are consecutive and have splits of
-        /// one length. Partial results of different rows and splits do not overlap.
-        #[test]
-        fn every_row_is_computed_once(
-            runs in prop::collection::vec((0_u32..9000, 1_u32..200), 1..12),
-            multiprocessors in 1_u32..300,
-            has_groups: bool,
-        ) {
-            let rows = Rows::new(&runs);
-            let mut seen = vec![0; rows.positions.len()];
-            for plan in rows.plans(AttentionPlanLimits { multiprocessors, has_groups, ..LIMITS }) {
-                check(&plan, &rows, &mut seen)?;
-            }
-            prop_assert!(seen.iter().all(|&times| times == 1));
-        }
-    }
-
-    /// Checks a plan and counts its rows in `seen`.
-    fn check(plan: &AttentionPlan, rows: &Rows, seen: &mut [u32]) -> Result<(), TestCaseError> {
-        let (positions, starts) = (&rows.positions, &rows.table_starts);
-        let split: Vec<QueryTile> =
-            plan.splits.iter().filter(|block| block.first == 0).map(|block| block.queries).collect();
-        for (query_tiles, tokens) in [(&split, 4), (&plan.prefill_tiles, 16)] {
-            for queries in query_tiles {
-                prop_assert!(queries.tokens as usize <= tokens);
-                for token in 0..queries.tokens {
-                    let row = (queries.row + token) as usize;
-                    seen[row] += 1;
-                    prop_assert_eq!(positions[row], queries.position + token);
-                    prop_assert_eq!(starts[row], queries.table);
-                    prop_assert_eq!(split_shift(positions[row]), queries.split_shift);
-                }
-            }
-        }
-        for block in &plan.splits {
-            let (queries, tiles) = (&block.queries, block.splits << block.queries.split_shift);
-            let all = count_splits(queries.position + queries.tokens - 1, queries.split_shift);
-            prop_assert_eq!(block.splits, if plan.merge == SplitMerge::Kernel { 1 } else { all });
-            prop_assert!(plan.has_multi_tile_blocks || tiles == 1);
-        }
-        if plan.merge != SplitMerge::Kernel {
-            prop_assert!(plan.merges.is_empty());
-            return Ok(());
-        }
-        prop_assert!(plan.partials <= LIMITS.partials_max);
-        let mut partials = vec![0; plan.partials as usize];
-        for merge in &plan.merges {
-            let shift = split_shift(positions[merge.row as usize]);
-            prop_assert_eq!(merge.splits, count_splits(positions[merge.row as usize], shift));
-            for split in 0..merge.splits {
-                partials[(merge.partial + split * merge.stride) as usize] += 1;
-            }
-        }
-        prop_assert!(partials.iter().all(|&times| times <= 1));
-        let mut written = vec![0; plan.partials as usize];
-        for block in &plan.splits {
-            for token in 0..block.queries.tokens {
-                written[(block.partial + token) as usize] += 1;
-            }
-        }
-        prop_assert!(written.iter().all(|&times| times == 1));
-        Ok(())
-    }
-}
+mod tests;

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use ops::{DRAWN_TOKEN, OpError, Step};
+use ops::{AttentionSpan, DRAWN_TOKEN, OpError, Step};
 
 use super::block_set::BlockSet;
 use super::recorder::Recorder;
@@ -28,84 +28,84 @@ pub(super) struct KvBlocks {
     pub(super) tokens: usize,
 }
 
+/// The rows of a step. Each KV cache group has the block tables of all sequences, one sequence
+/// after the other. A sequence's table begins at the same place in each group's, so one attention
+/// plan serves several groups.
 pub(super) struct StepRows {
     pub(super) positions: Vec<u32>,
-    /// Where the block ids of each row begin in `blocks`.
+    /// Where the block ids of each row begin among those of a group.
     pub(super) table_starts: Vec<u32>,
+    groups: usize,
+    /// The slots of all rows, one group after the other.
     kv_slots: Vec<u32>,
-    /// The block ids of all sequences, one sequence after the other.
-    pub(super) blocks: Vec<u32>,
-    /// The range of each sequence's block ids in `blocks`.
-    tables: Vec<Range<usize>>,
-    /// The number of keys that the rows of each sequence attend to.
-    keys: Vec<usize>,
+    /// The block ids of all sequences, one group after the other.
+    blocks: Vec<u32>,
+    /// The number of block ids of a group, with padding.
+    group_blocks: usize,
+    /// The number of block ids of each sequence in each group: entry `sequence * groups + group`.
+    table_lens: Vec<usize>,
+    sequences: Vec<SequenceRows>,
     token_max: u32,
     /// One more than the highest output whose drawn token is a token of this step.
     drawn_end: usize,
     slot_max: u32,
     outputs: usize,
-    /// The blocks of a cache that the rows read, if they were asked for.
-    read: Option<(KvBlocks, BlockSet)>,
+    /// The blocks that the rows read, for the layers that asked.
+    read: Vec<(BlocksReadKey, BlockSet)>,
     upload: StepUpload,
 }
+
+/// A sequence of a step.
+struct SequenceRows {
+    /// Where its block ids begin among those of a group.
+    table_start: usize,
+    /// The lowest position of a row, and one beyond the highest. 0 without rows.
+    first: usize,
+    end: usize,
+}
+
+/// What decides which blocks the rows of a step read.
+type BlocksReadKey = (KvBlocks, usize, AttentionSpan);
 
 impl StepRows {
     pub(super) fn new(stream: &Stream) -> Result<Self, CudaError> {
         Ok(Self {
             positions: Vec::new(),
             table_starts: Vec::new(),
+            groups: 1,
             kv_slots: Vec::new(),
             blocks: Vec::new(),
-            tables: Vec::new(),
-            keys: Vec::new(),
+            group_blocks: 0,
+            table_lens: Vec::new(),
+            sequences: Vec::new(),
             token_max: 0,
             drawn_end: 0,
             slot_max: 0,
             outputs: 0,
-            read: None,
+            read: Vec::new(),
             upload: StepUpload::new(stream)?,
         })
     }
 
     pub(super) fn set(&mut self, recorder: &mut Recorder, step: &Step<'_>) -> Result<(), OpError> {
         const OP: &str = "begin";
-        let rows = step.rows();
-        for (what, found) in [
-            ("number of positions", step.positions.len()),
-            ("number of sequences", step.sequences.len()),
-            ("number of kv slots", step.kv_slots.len()),
-        ] {
-            if found != rows {
-                return Err(OpError::Shape { op: OP, what, found, expected: rows });
-            }
-        }
-        for (what, indices, len) in
-            [("sequence", step.sequences, step.tables.len()), ("output row", step.outputs, rows)]
-        {
-            if let Some(&index) = indices.iter().find(|&&index| index as usize >= len) {
-                return Err(OpError::Index { op: OP, what, index: index as usize, len });
-            }
-        }
-        self.read = None;
-        self.blocks.clear();
-        self.tables.clear();
-        for table in step.tables {
-            let start = self.blocks.len();
-            self.blocks.extend_from_slice(table);
-            self.tables.push(start..self.blocks.len());
-        }
-        self.keys.clear();
-        self.keys.resize(step.tables.len(), 0);
+        step.check(OP)?;
+        self.read.clear();
+        self.collect_tables(step);
         self.table_starts.clear();
         for (&sequence, &position) in step.sequences.iter().zip(step.positions) {
-            let sequence = sequence as usize;
-            self.table_starts.push(self.tables[sequence].start as u32);
-            self.keys[sequence] = self.keys[sequence].max(position as usize + 1);
+            let SequenceRows { table_start, first, end } = &mut self.sequences[sequence as usize];
+            let position = position as usize;
+            self.table_starts.push(*table_start as u32);
+            *first = position.min(*first);
+            *end = (position + 1).max(*end);
         }
         self.positions.clear();
         self.positions.extend_from_slice(step.positions);
         self.kv_slots.clear();
-        self.kv_slots.extend_from_slice(step.kv_slots);
+        for group in 0..self.groups {
+            self.kv_slots.extend(step.kv_slots.iter().skip(group).step_by(self.groups));
+        }
         let is_drawn = |token: &u32| token & DRAWN_TOKEN != 0;
         self.token_max = step.tokens.iter().copied().filter(|token| !is_drawn(token)).max().unwrap_or(0);
         let drawn = step.tokens.iter().filter(|token| is_drawn(token));
@@ -115,9 +115,9 @@ impl StepRows {
 
         // The sections are written in this order. The tables come last, because their length
         // changes most.
-        let words = 4 * rows + step.outputs.len() + self.blocks.len();
+        let words = self.words_before_outputs() + step.outputs.len() + self.blocks.len();
         let sections: [&[u32]; 6] =
-            [step.tokens, step.positions, step.kv_slots, &self.table_starts, step.outputs, &self.blocks];
+            [step.tokens, step.positions, &self.table_starts, &self.kv_slots, step.outputs, &self.blocks];
         let fill = |mut to: &mut [u32]| {
             for section in sections {
                 let (here, rest) = to.split_at_mut(section.len());
@@ -128,6 +128,29 @@ impl StepRows {
         self.upload.send(recorder, words, fill).map_err(|error| device_error(OP)(error))
     }
 
+    fn collect_tables(&mut self, step: &Step<'_>) {
+        self.groups = step.groups();
+        self.table_lens.clear();
+        self.table_lens.extend(step.tables.iter().map(|table| table.len()));
+        self.sequences.clear();
+        let mut blocks = 0;
+        for lens in self.table_lens.chunks(self.groups) {
+            self.sequences.push(SequenceRows { table_start: blocks, first: usize::MAX, end: 0 });
+            blocks += lens.iter().copied().max().unwrap_or(0);
+        }
+        // The tables of the second group begin behind those of the first. That place must not move
+        // with each new block, since it is part of launches.
+        self.group_blocks = if self.groups > 1 { blocks.next_power_of_two() } else { blocks };
+        self.blocks.clear();
+        self.blocks.resize(self.groups * self.group_blocks, 0);
+        for (tables, sequence) in step.tables.chunks(self.groups).zip(&self.sequences) {
+            for (group, table) in tables.iter().enumerate() {
+                let start = group * self.group_blocks + sequence.table_start;
+                self.blocks[start..start + table.len()].copy_from_slice(table);
+            }
+        }
+    }
+
     pub(super) fn len(&self) -> usize {
         self.positions.len()
     }
@@ -136,8 +159,21 @@ impl StepRows {
         self.outputs
     }
 
-    pub(super) fn kv_slots(&self) -> &[u32] {
-        &self.kv_slots
+    /// Checks that the step has block tables for so many KV cache groups.
+    pub(super) fn check_groups(&self, op: &'static str, groups: usize) -> Result<(), OpError> {
+        if groups == self.groups || self.len() == 0 {
+            return Ok(());
+        }
+        Err(OpError::Shape { op, what: "number of the step's groups", found: self.groups, expected: groups })
+    }
+
+    /// The block ids of all sequences in a group.
+    pub(super) fn blocks(&self, group: usize) -> &[u32] {
+        &self.blocks[group * self.group_blocks..][..self.group_blocks]
+    }
+
+    pub(super) fn kv_slots(&self, group: usize) -> &[u32] {
+        &self.kv_slots[group * self.len()..][..self.len()]
     }
 
     pub(super) fn slot_max(&self) -> u32 {
@@ -160,13 +196,23 @@ impl StepRows {
         Err(OpError::Shape { op, what: "number of rows against the step's", found: rows, expected })
     }
 
-    /// Returns the blocks that the rows of this step read from a cache.
-    pub(super) fn blocks_read(&mut self, op: &'static str, of: KvBlocks) -> Result<&BlockSet, OpError> {
-        let read = match self.read.take() {
-            Some((known, read)) if known == of => read,
-            _ => self.collect_blocks_read(op, of)?,
+    /// Returns the blocks that the rows of this step read from a cache, in layers of one group.
+    pub(super) fn blocks_read(
+        &mut self,
+        op: &'static str,
+        of: KvBlocks,
+        group: usize,
+        span: AttentionSpan,
+    ) -> Result<&BlockSet, OpError> {
+        let key = (of, group, span);
+        let at = match self.read.iter().position(|(known, _)| *known == key) {
+            Some(at) => at,
+            None => {
+                self.read.push((key, self.collect_blocks_read(op, key)?));
+                self.read.len() - 1
+            }
         };
-        Ok(&self.read.insert((of, read)).1)
+        Ok(&self.read[at].1)
     }
 
     /// The blocks that the rows of this step write in a cache with blocks of `block_tokens`.
@@ -176,14 +222,20 @@ impl StepRows {
         written
     }
 
-    fn collect_blocks_read(&self, op: &'static str, of: KvBlocks) -> Result<BlockSet, OpError> {
+    fn collect_blocks_read(&self, op: &'static str, key: BlocksReadKey) -> Result<BlockSet, OpError> {
+        let (of, group, span) = key;
         let mut read = BlockSet::default();
-        for (table, &keys) in self.tables.iter().zip(&self.keys) {
-            let (index, len) = (keys.div_ceil(of.tokens), table.len());
-            if index > len {
-                return Err(OpError::Index { op, what: "entry of the block table", index: index - 1, len });
+        for (sequence, lens) in self.sequences.iter().zip(self.table_lens.chunks(self.groups)) {
+            let SequenceRows { table_start, first, end } = *sequence;
+            if end == 0 {
+                continue;
             }
-            for &block in &self.blocks[table.start..][..index] {
+            let (first, end) = (span.first_position(first) / of.tokens, end.div_ceil(of.tokens));
+            let len = lens[group];
+            if end > len {
+                return Err(OpError::Index { op, what: "entry of the block table", index: end - 1, len });
+            }
+            for &block in &self.blocks(group)[table_start..][first..end] {
                 if block as usize >= of.count {
                     return Err(OpError::Index { op, what: "block", index: block as usize, len: of.count });
                 }
@@ -201,22 +253,26 @@ impl StepRows {
         self.section(self.len(), self.len())
     }
 
-    pub(super) fn slots_on_device(&self) -> WordRange {
+    pub(super) fn table_starts_on_device(&self) -> WordRange {
         self.section(2 * self.len(), self.len())
     }
 
-    pub(super) fn table_starts_on_device(&self) -> WordRange {
-        self.section(3 * self.len(), self.len())
+    pub(super) fn slots_on_device(&self, group: usize) -> WordRange {
+        self.section((3 + group) * self.len(), self.len())
     }
 
     /// A range of the step's outputs. There are [`Self::outputs`] of them.
     pub(super) fn outputs_on_device(&self, run: Range<usize>) -> WordRange {
-        self.section(4 * self.len() + run.start, run.len())
+        self.section(self.words_before_outputs() + run.start, run.len())
     }
 
     /// Returns only the address, because the length of the tables is not part of a launch.
-    pub(super) fn tables_on_device(&self) -> u64 {
-        self.section(4 * self.len() + self.outputs, 0).address
+    pub(super) fn tables_on_device(&self, group: usize) -> u64 {
+        self.section(self.words_before_outputs() + self.outputs + group * self.group_blocks, 0).address
+    }
+
+    fn words_before_outputs(&self) -> usize {
+        (3 + self.groups) * self.len()
     }
 
     /// Bytes of device memory.

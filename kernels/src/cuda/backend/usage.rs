@@ -3,7 +3,7 @@
 //! Counts a worker's device memory besides context, weights and KV cache, and predicts it for a
 //! memory plan.
 
-use ops::KvType;
+use ops::{AttentionSpan, KvType};
 use quant::DType;
 
 use super::experts::{PAIRS_MAX, scratch_bytes};
@@ -26,9 +26,9 @@ const MODULES_BYTES: u64 = UNIT_BYTES;
 pub(super) const DRIVER_BYTES: u64 = UNIT_BYTES;
 /// Rows, block tables and attention plans of the current step, and the shortlists of its logits.
 const STEP_BYTES: u64 = 1 << 20;
-/// The launches of one layer if norms, gates and merges also quantize, and the launches before and
-/// after the layers.
-const LAUNCHES_OF_LAYER: u64 = 9;
+/// The launches of one layer if norms, gates and merges also quantize, with norms of both blocks'
+/// outputs, and the launches before and after the layers.
+const LAUNCHES_OF_LAYER: u64 = 11;
 const LAUNCHES_AROUND: u64 = 8;
 
 /// Bytes of device memory, by purpose.
@@ -65,8 +65,8 @@ pub struct CudaWorkerShape {
     pub rows_at_once: usize,
     /// Bytes of each tensor of activations or logits.
     pub tensors: Vec<u64>,
-    /// The type of the KV cache of each layer. A type may occur once for many layers.
-    pub kv_types: Vec<KvType>,
+    /// The type of the KV cache and the span of each layer. A pair may occur once for many layers.
+    pub kv_layers: Vec<(KvType, AttentionSpan)>,
     /// The types of the model's matrices, each once.
     pub dtypes: Vec<DType>,
 }
@@ -103,7 +103,7 @@ pub fn predict_device_bytes(shape: &CudaWorkerShape) -> DeviceBytes {
         count => scratch_bytes(expert_pairs(shape), count, shape.feed_forward, shape.embedding) as u64,
     };
     let partials = PARTIALS_MAX as u64 * shape.heads as u64 * size_of::<f32>() as u64;
-    let attention_plans = plan_shapes(&shape.kv_types, shape.head_dim) as u64;
+    let attention_plans = plan_shapes(&shape.kv_layers, shape.head_dim) as u64;
     let attention = attention_plans * (allocated(partials * shape.head_dim as u64) + allocated(2 * partials));
     let launches = LAUNCHES_OF_LAYER * shape.layers as u64 + LAUNCHES_AROUND;
     DeviceBytes {
@@ -150,22 +150,25 @@ mod tests {
             experts: 0,
             experts_used: 0,
             rows_at_once,
-            kv_types: vec![KvType::F16],
+            kv_layers: vec![(KvType::F16, AttentionSpan::Full)],
             tensors: rows.into_iter().chain(outputs).collect(),
             dtypes: vec![DType::Q4_K, DType::Q6_K],
         }
     }
 
     #[test]
-    fn layers_whose_prefill_kernels_differ_have_partial_results_of_their_own() {
-        let scratch = |kv_types: &[KvType]| {
-            let shape = CudaWorkerShape { kv_types: kv_types.to_vec(), ..shape(128, 16, 12_288, 151_936) };
+    fn layers_whose_spans_or_prefill_kernels_differ_have_partial_results_of_their_own() {
+        let scratch = |kv_layers: &[(KvType, AttentionSpan)]| {
+            let shape = CudaWorkerShape { kv_layers: kv_layers.to_vec(), ..shape(128, 16, 12_288, 151_936) };
             predict_device_bytes(&shape).scratch
         };
-        let one = scratch(&[KvType::Q8_0; 36]);
-        assert_eq!(scratch(&[KvType::F16, KvType::Bf16]), one);
+        let [full, window] = [AttentionSpan::Full, AttentionSpan::Window { tokens: 512 }];
+        let one = scratch(&[(KvType::Q8_0, full); 36]);
+        assert_eq!(scratch(&[(KvType::F16, full), (KvType::Bf16, full)]), one);
         // 1,024 partial results of 32 heads, and their weights.
-        assert_eq!(scratch(&[KvType::F16, KvType::Q8_0]), one + (16 << 20) + (256 << 10));
+        let more = (16 << 20) + (256 << 10);
+        assert_eq!(scratch(&[(KvType::F16, full), (KvType::Q8_0, full)]), one + more);
+        assert_eq!(scratch(&[(KvType::F16, full), (KvType::Q8_0, window), (KvType::F16, full)]), one + more);
     }
 
     /// `worker::reservation::GPU_DRAFT_WORKSPACE_BYTES` is reserved without a model. A draft model

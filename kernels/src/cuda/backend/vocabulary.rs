@@ -14,7 +14,6 @@ use quant::DType;
 
 use super::attention_plan::AttentionPlanShape;
 use super::command::KernelCommand;
-use super::experts::silu_only;
 use super::operand::{ActivationTiles, AttentionOperands, AttentionShape, ByteRange};
 use super::step::WordRange;
 use super::{Cuda, CudaKv, CudaRope, CudaTensor, WeightData, data};
@@ -22,6 +21,7 @@ use crate::cuda::Buffer;
 use crate::cuda::attention::AttentionMethod;
 use crate::cuda::error::device_error;
 use crate::cuda::linear::takes_f16_sums;
+use crate::cuda::norm_rope_kv::NormRopeKvKernels;
 use crate::cuda::quantize::ActivationLayout;
 use crate::cuda::shortlist;
 
@@ -32,7 +32,6 @@ impl Backend for Cuda {
     type Rope = CudaRope;
 
     const PREFERS_SHORTLISTS: bool = true;
-    const SUPPORTS_ATTENTION_WINDOWS: bool = false;
 
     fn tensor(&mut self, rows_max: usize, cols: usize) -> Result<CudaTensor, OpError> {
         const OP: &str = "tensor";
@@ -121,8 +120,14 @@ impl Backend for Cuda {
         self.recorder.end_first_part()?;
         let weight = self.vector(OP, "values of a head", weight, weight.cols())?;
         x.check_heads(OP, "columns of x", rows, weight.len)?;
+        let is_row = weight.len == x.cols() && !NormRopeKvKernels::supports(weight.len);
         let x = self.use_tensor(x, rows);
-        self.push(KernelCommand::NormHeads { x, weight, eps: eps.into() });
+        let eps = eps.into();
+        // A warp has a head, a block a row.
+        self.push(match is_row {
+            true => KernelCommand::Norm { x, weight, eps, out: x },
+            false => KernelCommand::NormHeads { x, weight, eps },
+        });
         Ok(())
     }
 
@@ -132,6 +137,13 @@ impl Backend for Cuda {
         y.check(OP, "columns of y", rows, x.cols())?;
         let (x, y) = (self.use_tensor(x, rows), self.use_tensor(y, rows));
         self.push(KernelCommand::Add { x, y });
+        Ok(())
+    }
+
+    fn scale(&mut self, x: &mut CudaTensor, factor: f32, rows: usize, cols: usize) -> Result<(), OpError> {
+        x.check("scale", "columns of x", rows, cols)?;
+        let x = self.use_tensor(x, rows);
+        self.push(KernelCommand::Scale { x, factor: factor.into() });
         Ok(())
     }
 
@@ -260,14 +272,15 @@ impl Backend for Cuda {
     ) -> Result<(), OpError> {
         const OP: &str = "kv_write";
         self.step.check(OP, rows)?;
-        let (shape, address) = kv.layer(OP, layer)?;
+        let (shape, address, group) = kv.layer(OP, layer)?;
+        self.step.check_groups(OP, kv.groups())?;
         let cols = shape.kv_heads * shape.head_dim;
         keys.check(OP, "columns of keys", rows, cols)?;
         values.check(OP, "columns of values", rows, cols)?;
         if rows == 0 {
             return Ok(());
         }
-        kv.prepare(OP, layer, self.step.kv_slots(), self.step.slot_max())?;
+        kv.prepare(OP, layer, self.step.kv_slots(group), self.step.slot_max())?;
         self.recorder.keep(kv.owner());
         let (keys, values) = (self.use_tensor(keys, rows), self.use_tensor(values, rows));
         self.push(KernelCommand::KvWrite {
@@ -275,7 +288,7 @@ impl Backend for Cuda {
             kind: shape.kind,
             keys,
             values,
-            slots: self.step.slots_on_device(),
+            slots: self.step.slots_on_device(group),
             kv_heads: shape.kv_heads as u32,
             head_dim: shape.head_dim as u32,
         });
@@ -293,7 +306,8 @@ impl Backend for Cuda {
     ) -> Result<(), OpError> {
         const OP: &str = "attention";
         self.step.check(OP, rows)?;
-        let (shape, address) = kv.layer(OP, layer)?;
+        let (shape, address, group) = kv.layer(OP, layer)?;
+        self.step.check_groups(OP, kv.groups())?;
         for (what, found, expected) in [
             ("kv_heads", spec.kv_heads, shape.kv_heads),
             ("head_dim", spec.head_dim, shape.head_dim),
@@ -309,11 +323,13 @@ impl Backend for Cuda {
         if rows == 0 || cols == 0 {
             return Ok(());
         }
-        kv.check_written(OP, layer, self.step.blocks_read(OP, kv.blocks())?)?;
+        let span = shape.span;
+        kv.check_written(OP, layer, self.step.blocks_read(OP, kv.blocks(), group, span)?)?;
         self.recorder.keep(kv.owner());
         let operands = AttentionOperands {
             layer: address,
             kind: shape.kind,
+            span,
             shape: AttentionShape {
                 heads: spec.heads as u32,
                 kv_heads: spec.kv_heads as u32,
@@ -321,7 +337,7 @@ impl Backend for Cuda {
                 scale: spec.scale.into(),
             },
             queries: self.use_tensor(queries, rows),
-            tables: self.step.tables_on_device(),
+            tables: self.step.tables_on_device(group),
             out: self.use_tensor(out, rows),
         };
         match AttentionMethod::of(self.device(), spec, shape.kind) {
@@ -336,8 +352,9 @@ impl Backend for Cuda {
                     kv_heads,
                     head_dim,
                     block_tokens,
+                    span,
                 };
-                for plan in self.plan_attention(shape)? {
+                for plan in self.plan_attention(shape, kv.groups_of(span))? {
                     self.push(KernelCommand::AttentionPaged { operands, plan });
                 }
             }
@@ -360,9 +377,8 @@ impl Backend for Cuda {
         const OP: &str = "gated";
         up.check(OP, "columns of up", rows, gate.cols())?;
         gate.check(OP, "columns of gate", rows, up.cols())?;
-        silu_only(OP, activation)?;
         let (gate, up) = (self.use_tensor(gate, rows), self.use_tensor(up, rows));
-        self.push(KernelCommand::Gated { gate, up, pairs_of_rows: None });
+        self.push(KernelCommand::Gated { activation, gate, up, pairs_of_rows: None });
         Ok(())
     }
 

@@ -4,7 +4,7 @@
 //! the other rows of its step nor on the blocks that hold its keys and values.
 
 use super::{check, filled, values};
-use crate::random::SplitMix64;
+use crate::split_mix::SplitMix64;
 use bytes::Bytes;
 use kernels::{Cpu, Isa};
 use ops::{AttentionSpan, AttentionSpec, Backend, KvLayer, KvLayout, KvType, Step};

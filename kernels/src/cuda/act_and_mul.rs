@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of silu_and_mul.cu: the gated activation of a feed-forward layer.
+//! Launcher of act_and_mul.cu: the gated activation of a feed-forward layer.
 
+use ops::{Activation, GELU_CUBIC, GELU_LINEAR};
 use quant::layout::TILE_COLS;
 
-use super::abi::elementwise::{SILU_THREADS, SILU_WARPS, SiluAndMul, SiluAndMulQuantized, SiluAndMulScalar};
+use super::abi::elementwise::{
+    ACT_AND_MUL_THREADS, ACT_AND_MUL_WARPS, ActAndMul, ActAndMulQuantized, ActAndMulScalar,
+};
 use super::launch::{kernel_name, launch_spread};
 use super::module::image;
 use super::norm::{count_rows, ensure_same_len};
@@ -14,17 +17,18 @@ use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModu
 /// The number of values in a float4.
 const VECTOR: usize = 4;
 
-pub struct SiluKernels(LazyModule);
+pub struct ActAndMulKernels(LazyModule);
 
-impl SiluKernels {
+impl ActAndMulKernels {
     pub fn new(device: &Device) -> Self {
-        Self(LazyModule::new(device, "silu_and_mul", image!("silu_and_mul")))
+        Self(LazyModule::new(device, "act_and_mul", image!("act_and_mul")))
     }
 
-    /// Computes `gate = silu(gate) * up`.
-    pub fn silu(
+    /// Computes `gate = activation(gate) * up`.
+    pub fn values(
         &self,
         stream: &Stream,
+        activation: Activation,
         gate: &mut DeviceViewMut<'_, f32>,
         up: DeviceView<'_, f32>,
     ) -> Result<(), CudaError> {
@@ -33,34 +37,36 @@ impl SiluKernels {
             return Ok(());
         }
         let launch = |threads: usize| LaunchConfig {
-            grid: (threads.div_ceil(SILU_THREADS as usize) as u32, 1, 1),
-            block: SILU_THREADS,
+            grid: (threads.div_ceil(ACT_AND_MUL_THREADS as usize) as u32, 1, 1),
+            block: ACT_AND_MUL_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: true,
         };
         let values = gate.len();
-        let (gate, up) = (gate.address(), up.address());
+        let (gate, up, [linear, cubic]) = (gate.address(), up.address(), factors(activation));
         if values.is_multiple_of(VECTOR) {
             let vectors = values / VECTOR;
-            let arguments = SiluAndMul { gate, up, vectors: vectors as u64 };
-            let name = kernel_name!("silu_and_mul", "silu_and_mul");
+            let arguments = ActAndMul { gate, up, linear, cubic, vectors: vectors as u64 };
+            let name = kernel_name!("act_and_mul", "act_and_mul");
             // SAFETY: a thread reads and writes one vector below `vectors`. Tensors begin at
             // multiples of 256 bytes.
             unsafe { launch_spread(&self.0, name, stream, launch(vectors), &arguments) }
         } else {
-            let arguments = SiluAndMulScalar { gate, up, values: values as u64 };
-            let name = kernel_name!("silu_and_mul", "silu_and_mul_scalar");
+            let arguments = ActAndMulScalar { gate, up, linear, cubic, values: values as u64 };
+            let name = kernel_name!("act_and_mul", "act_and_mul_scalar");
             // SAFETY: a thread reads and writes one value below `values`.
             unsafe { launch_spread(&self.0, name, stream, launch(values), &arguments) }
         }
     }
 
-    /// Computes [`Self::silu`] over rows of `cols` values, and also quantizes the rows. Values that
-    /// `quantized` does not need are not written. Rows whose word in `pairs_of_rows` is `NO_PAIR`
-    /// (`u32::MAX`) are left out.
-    pub fn silu_quantized(
+    /// Computes [`Self::values`] over rows of `cols` values, and also quantizes the rows. Values
+    /// that `quantized` does not need are not written. Rows whose word in `pairs_of_rows` is
+    /// `NO_PAIR` (`u32::MAX`) are left out.
+    #[expect(clippy::too_many_arguments, reason = "operands of one kernel, each of its own meaning")]
+    pub fn rows_quantized(
         &self,
         stream: &Stream,
+        activation: Activation,
         gate: &mut DeviceViewMut<'_, f32>,
         up: DeviceView<'_, f32>,
         cols: usize,
@@ -77,14 +83,17 @@ impl SiluKernels {
         }
         let warps = tokens * cols.div_ceil(TILE_COLS);
         let launch = LaunchConfig {
-            grid: (warps.div_ceil(SILU_WARPS) as u32, 1, 1),
-            block: 32 * SILU_WARPS as u32,
+            grid: (warps.div_ceil(ACT_AND_MUL_WARPS) as u32, 1, 1),
+            block: 32 * ACT_AND_MUL_WARPS as u32,
             shared_bytes: 0,
             overlaps_predecessor: true,
         };
-        let arguments = SiluAndMulQuantized {
+        let [linear, cubic] = factors(activation);
+        let arguments = ActAndMulQuantized {
             gate: gate.address(),
             up: up.address(),
+            linear,
+            cubic,
             needs_values: i32::from(quantized.needs_values),
             tokens: tokens as i32,
             cols: cols as i32,
@@ -93,14 +102,22 @@ impl SiluKernels {
             launches_early: QuantizedOutput::launches_early(Some(quantized)),
         };
         let name = quantized.select([
-            kernel_name!("silu_and_mul", "silu_and_mul_q8_0"),
-            kernel_name!("silu_and_mul", "silu_and_mul_q8_1"),
-            kernel_name!("silu_and_mul", "silu_and_mul_q8_k"),
-            kernel_name!("silu_and_mul", "silu_and_mul_f16"),
-            kernel_name!("silu_and_mul", "silu_and_mul_bf16"),
+            kernel_name!("act_and_mul", "act_and_mul_q8_0"),
+            kernel_name!("act_and_mul", "act_and_mul_q8_1"),
+            kernel_name!("act_and_mul", "act_and_mul_q8_k"),
+            kernel_name!("act_and_mul", "act_and_mul_f16"),
+            kernel_name!("act_and_mul", "act_and_mul_bf16"),
         ]);
         // SAFETY: a warp reads and writes 256 columns of one token, and writes its part of an
         // activation tile.
         unsafe { launch_spread(&self.0, name, stream, launch, &arguments) }
+    }
+}
+
+/// `linear` and `cubic` of the kernels.
+fn factors(activation: Activation) -> [f32; 2] {
+    match activation {
+        Activation::Silu => [1.0, 0.0],
+        Activation::GeluTanh => [GELU_LINEAR as f32, GELU_CUBIC as f32],
     }
 }

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The names of the attention kernels on tensor cores, by type of the KV cache and size of a head.
+
+use ops::KvType;
+
+use super::abi::attention::{AttentionGroupedKv, AttentionMergedKv, AttentionSplitKv};
+use super::launch::{KernelName, kernel_name};
+
+/// Heads for which there are kernels on tensor cores.
+pub(super) const HEAD_DIMS: [usize; 6] = [64, 80, 96, 128, 192, 256];
+/// The largest head of attention_grouped_kv. Four tiles of larger ones do not fit a multiprocessor.
+pub(super) const GROUPED_HEAD_DIM_MAX: usize = 128;
+
+/// The name of a kernel for a KV cache type and a head dimension of [`HEAD_DIMS`].
+macro_rules! by_head_dim {
+    ($kernel:literal, $kind:expr, $head_dim:expr) => {
+        match $kind {
+            KvType::Bf16 => by_head_dim!(in "attention_bf16", $kernel, $head_dim),
+            KvType::Q8_0 => by_head_dim!(in "attention_q8_0", $kernel, $head_dim),
+            KvType::F32 | KvType::F16 => by_head_dim!(in "attention", $kernel, $head_dim),
+        }
+    };
+    (in $image:literal, $kernel:literal, $head_dim:expr) => {
+        match $head_dim {
+            64 => kernel_name!($image, concat!($kernel, "_64")),
+            80 => kernel_name!($image, concat!($kernel, "_80")),
+            96 => kernel_name!($image, concat!($kernel, "_96")),
+            192 => kernel_name!($image, concat!($kernel, "_192")),
+            256 => kernel_name!($image, concat!($kernel, "_256")),
+            _ => kernel_name!($image, concat!($kernel, "_128")),
+        }
+    };
+}
+pub(super) use by_head_dim;
+
+pub(super) fn split_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionSplitKv> {
+    by_head_dim!("attention_split_kv", kind, head_dim)
+}
+
+pub(super) fn merged_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionMergedKv> {
+    by_head_dim!("attention_merged_kv", kind, head_dim)
+}
+
+pub(super) fn grouped_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionGroupedKv> {
+    match (kind, head_dim) {
+        (KvType::Bf16, 64) => kernel_name!("attention_bf16", "attention_grouped_kv_64"),
+        (KvType::Bf16, 80) => kernel_name!("attention_bf16", "attention_grouped_kv_80"),
+        (KvType::Bf16, 96) => kernel_name!("attention_bf16", "attention_grouped_kv_96"),
+        (KvType::Bf16, _) => kernel_name!("attention_bf16", "attention_grouped_kv_128"),
+        (KvType::Q8_0, 64) => kernel_name!("attention_q8_0", "attention_grouped_kv_64"),
+        (KvType::Q8_0, 80) => kernel_name!("attention_q8_0", "attention_grouped_kv_80"),
+        (KvType::Q8_0, 96) => kernel_name!("attention_q8_0", "attention_grouped_kv_96"),
+        (KvType::Q8_0, _) => kernel_name!("attention_q8_0", "attention_grouped_kv_128"),
+        (_, 64) => kernel_name!("attention", "attention_grouped_kv_64"),
+        (_, 80) => kernel_name!("attention", "attention_grouped_kv_80"),
+        (_, 96) => kernel_name!("attention", "attention_grouped_kv_96"),
+        (_, _) => kernel_name!("attention", "attention_grouped_kv_128"),
+    }
+}
