@@ -2,11 +2,11 @@
 
 // gate = activation(gate) * up, value by value, in place.
 //
-//   activation(x) = x / (1 + exp(-(linear x + cubic x^3)))
-//   SiLU has `linear` 1 and `cubic` 0; ops::Activation::GeluTanh has other factors.
+//   silu_*   activation(x) = x / (1 + exp(-x))
+//   gelu_*   activation(x) = x / (1 + exp(-(GELU_LINEAR x + GELU_CUBIC x^3))), by tanh
 //
-//   act_and_mul           four values per thread
-//   act_and_mul_scalar    one value per thread, if their number is no multiple of four
+//   *_and_mul             four values per thread
+//   *_scalar              one value per thread, if their number is no multiple of four
 //   *_q8_0, _q8_1, _q8_k,  also quantize the rows into activation tiles, as quantize.cu does, while
 //   *_f16, _bf16           the values are in registers; a warp per token and 256 columns. Unless
 //                          `needs_values`, the values themselves are not written. Slots of experts
@@ -23,25 +23,34 @@ namespace {
 
 constexpr int WARPS = ACT_AND_MUL_WARPS;
 
-struct Activation {
-    float linear, cubic;
+struct Silu {
+    static __device__ __forceinline__ float exponent(float x) { return -x; }
+};
 
-    __device__ float operator()(float gate, float up) const {
-        // 0 times the square of an infinite gate would be NaN.
-        const float factor = cubic == 0.0f ? linear : fmaf(cubic * gate, gate, linear);
-        return __fdiv_rn(gate, 1.0f + exp_exact(-gate * factor)) * up;
-    }
+struct Gelu {
+    // As in crates/ops/src/backend.rs.
+    static constexpr double LINEAR = 2.0 * 0.7978845608028654, CUBIC = 0.044715 * LINEAR;
 
-    __device__ float4 operator()(float4 g, float4 u) const {
-        const Activation &self = *this;
-        return make_float4(self(g.x, u.x), self(g.y, u.y), self(g.z, u.z), self(g.w, u.w));
+    static __device__ __forceinline__ float exponent(float x) {
+        return -x * fmaf(float(CUBIC) * x, x, float(LINEAR));
     }
 };
 
+template <class Activation>
+__device__ float multiply(float gate, float up) {
+    return __fdiv_rn(gate, 1.0f + exp_exact(Activation::exponent(gate))) * up;
+}
+
+template <class Activation>
+__device__ float4 multiply(float4 g, float4 u) {
+    return make_float4(multiply<Activation>(g.x, u.x), multiply<Activation>(g.y, u.y),
+                       multiply<Activation>(g.z, u.z), multiply<Activation>(g.w, u.w));
+}
+
 // A warp computes one token's values of one tile of columns.
-template <class Quantizer>
-__device__ void act_and_mul_rows(float *gate, const float *up, Activation activation, int tokens, int cols,
-                                 bool needs_values, const uint32_t *pairs_of_rows, QuantizedRows quantized,
+template <class Activation, class Quantizer>
+__device__ void act_and_mul_rows(float *gate, const float *up, int tokens, int cols, bool needs_values,
+                                 const uint32_t *pairs_of_rows, QuantizedRows quantized,
                                  bool launches_early) {
     wait_around_launch(launches_early);
     int col_tiles = (cols + TILE_COLS - 1) / TILE_COLS;
@@ -56,7 +65,7 @@ __device__ void act_and_mul_rows(float *gate, const float *up, Activation activa
         const float4 *u = reinterpret_cast<const float4 *>(up) + first;
         // All loads come before the first use.
         float4 g0 = g[0], u0 = u[0], g1 = g[1], u1 = u[1];
-        float4 a = activation(g0, u0), b = activation(g1, u1);
+        float4 a = multiply<Activation>(g0, u0), b = multiply<Activation>(g1, u1);
         if (needs_values) g[0] = a, g[1] = b;
         v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
     }
@@ -66,36 +75,41 @@ __device__ void act_and_mul_rows(float *gate, const float *up, Activation activa
 
 }  // namespace
 
-// `vectors` counts vectors of four values.
-extern "C" __global__ void __launch_bounds__(ACT_AND_MUL_THREADS)
-    act_and_mul(float4 *gate, const float4 *up, float linear, float cubic, uint64_t vectors) {
-    wait_for_previous_kernel();
-    launch_next_kernel();
-    uint64_t i = blockIdx.x * uint64_t(ACT_AND_MUL_THREADS) + threadIdx.x;
-    if (i < vectors) gate[i] = Activation{linear, cubic}(gate[i], up[i]);
-}
-CHECK_SIGNATURE(act_and_mul, ActAndMul);
+// `vectors` counts vectors of four values. The scalar kernel is for a number of values that is no
+// multiple of four.
+#define VALUE_KERNELS(NAME, ACTIVATION)                                        \
+    extern "C" __global__ void __launch_bounds__(ACT_AND_MUL_THREADS)          \
+        NAME(float4 *gate, const float4 *up, uint64_t vectors) {               \
+        wait_for_previous_kernel();                                            \
+        launch_next_kernel();                                                  \
+        uint64_t i = blockIdx.x * uint64_t(ACT_AND_MUL_THREADS) + threadIdx.x; \
+        if (i < vectors) gate[i] = multiply<ACTIVATION>(gate[i], up[i]);       \
+    }                                                                          \
+    CHECK_SIGNATURE(NAME, ActAndMul);                                          \
+    extern "C" __global__ void __launch_bounds__(ACT_AND_MUL_THREADS)          \
+        NAME##_scalar(float *gate, const float *up, uint64_t values) {         \
+        wait_for_previous_kernel();                                            \
+        launch_next_kernel();                                                  \
+        uint64_t i = blockIdx.x * uint64_t(ACT_AND_MUL_THREADS) + threadIdx.x; \
+        if (i < values) gate[i] = multiply<ACTIVATION>(gate[i], up[i]);        \
+    }                                                                          \
+    CHECK_SIGNATURE(NAME##_scalar, ActAndMulScalar);
 
-// For a number of values that is no multiple of four.
-extern "C" __global__ void __launch_bounds__(ACT_AND_MUL_THREADS)
-    act_and_mul_scalar(float *gate, const float *up, float linear, float cubic, uint64_t values) {
-    wait_for_previous_kernel();
-    launch_next_kernel();
-    uint64_t i = blockIdx.x * uint64_t(ACT_AND_MUL_THREADS) + threadIdx.x;
-    if (i < values) gate[i] = Activation{linear, cubic}(gate[i], up[i]);
-}
-CHECK_SIGNATURE(act_and_mul_scalar, ActAndMulScalar);
-
-#define ACT_AND_MUL_KERNEL(SUFFIX, QUANTIZER)                                                             \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS) act_and_mul##SUFFIX(                         \
-        float *gate, const float *up, float linear, float cubic, int tokens, int cols, int needs_values,  \
-        const uint32_t *pairs_of_rows, QuantizedRows quantized, int launches_early) {                     \
-        act_and_mul_rows<QUANTIZER>(gate, up, Activation{linear, cubic}, tokens, cols, needs_values != 0, \
-                                    pairs_of_rows, quantized, launches_early != 0);                       \
+#define ROW_KERNEL(NAME, ACTIVATION, QUANTIZER)                                                           \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                              \
+        NAME(float *gate, const float *up, int tokens, int cols, int needs_values,                        \
+             const uint32_t *pairs_of_rows, QuantizedRows quantized, int launches_early) {                \
+        act_and_mul_rows<ACTIVATION, QUANTIZER>(gate, up, tokens, cols, needs_values != 0, pairs_of_rows, \
+                                                quantized, launches_early != 0);                          \
     }                                                                                                     \
-    CHECK_SIGNATURE(act_and_mul##SUFFIX, ActAndMulQuantized);
-ACT_AND_MUL_KERNEL(_q8_0, QuantizePer32<ActivationFormat::Q8_0>)
-ACT_AND_MUL_KERNEL(_q8_1, QuantizePer32<ActivationFormat::Q8_1>)
-ACT_AND_MUL_KERNEL(_q8_k, QuantizePer256)
-ACT_AND_MUL_KERNEL(_f16, RoundToF16)
-ACT_AND_MUL_KERNEL(_bf16, RoundToBF16)
+    CHECK_SIGNATURE(NAME, ActAndMulQuantized);
+
+#define ACTIVATION_KERNELS(NAME, ACTIVATION)                                   \
+    VALUE_KERNELS(NAME, ACTIVATION)                                            \
+    ROW_KERNEL(NAME##_q8_0, ACTIVATION, QuantizePer32<ActivationFormat::Q8_0>) \
+    ROW_KERNEL(NAME##_q8_1, ACTIVATION, QuantizePer32<ActivationFormat::Q8_1>) \
+    ROW_KERNEL(NAME##_q8_k, ACTIVATION, QuantizePer256)                        \
+    ROW_KERNEL(NAME##_f16, ACTIVATION, RoundToF16)                             \
+    ROW_KERNEL(NAME##_bf16, ACTIVATION, RoundToBF16)
+ACTIVATION_KERNELS(silu_and_mul, Silu)
+ACTIVATION_KERNELS(gelu_and_mul, Gelu)

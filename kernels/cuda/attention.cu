@@ -79,9 +79,9 @@
 // heads and write keys (attention/raw_heads.cuh).
 //
 // Keys beyond the last token of a tile, and keys before the window of its first row, are not loaded
-// but zero: their memory may be unmapped, or hold values that are not finite. The weights of keys
-// that other rows of the tile see are 0, and the sums of a tile that a row does not see are those
-// that it had before.
+// but zero: their memory may be unmapped, or hold values that are not finite. A key that is loaded
+// for other rows of the query tile has weight 0 in a row that does not see it. A tile without a key
+// that a row sees leaves the row's sums as they were.
 //
 // Limit: decode, bytes of the cache; prefill, tensor cores and the f32 work between two products.
 // Measured on an H200 with 32 query heads on 8 KV heads of 128: one row at 16,000 keys 2.9 TB/s, 64
@@ -142,7 +142,7 @@ __device__ __forceinline__ float merge_dimension(const float *partial_sums, cons
             part[k] = round + k < splits && i < dim ? sums[(round + k) * step] : 0.0f;
     };
     load_round(0);
-    float2 own = make_float2(NO_SCORE, 0.0f);
+    float2 own = make_float2(LOWEST_SCORE, 0.0f);
     if (lane < splits) own = partial_weights[(merge.partial + lane * merge.stride) * heads + head];
     // The largest score up to and including this lane's split; then the factors of
     // `SplitMerge::update`.
@@ -153,9 +153,8 @@ __device__ __forceinline__ float merge_dimension(const float *partial_sums, cons
         if (lane >= distance) largest = fmaxf(largest, below);
     }
     float before = __shfl_up_sync(~0u, largest, 1);
-    if (lane == 0) before = NO_SCORE;
-    const float base = largest == NO_SCORE ? 0.0f : largest;
-    float old_factor = exp2_fast(before - base), new_factor = exp2_fast(own.x - base);
+    if (lane == 0) before = LOWEST_SCORE;
+    float old_factor = exp2_fast(before - largest), new_factor = exp2_fast(own.x - largest);
 
     float sum = 0.0f, weight = 0.0f;
     for (int round = 0; round < splits; round += ROUND) {

@@ -4,7 +4,8 @@
 //
 //   rms_norm              one thread block per row
 //   add_rms_norm          x += y first: the residual sum and the norm of the next layer in one pass
-//   add_normed_rms_norm   x += norm(y) first, for models that normalise the output of a layer
+//   add_normed_rms_norm   x += norm(y) first, for models that normalise what attention and
+//                         feed-forward give
 //   *_q8_0, _q8_1, _q8_k, also quantize the row into activation tiles while its values are in
 //   *_f16, _bf16          registers; `out` may then be null
 //   *_short*              rows of at most NORM_SHORT_COLS_MAX values, in whole vectors

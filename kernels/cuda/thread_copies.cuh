@@ -14,7 +14,7 @@ __device__ __forceinline__ void copy_async_16(void *to, const void *from, bool v
                  : "memory");
 }
 
-// The same for 4 or 8 bytes.
+// The same for 4, 8 or 16 bytes.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(void *to, const void *from, bool valid = true) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from),

@@ -174,11 +174,14 @@ static SHAPES: [ModelShape; 17] = [
         ..GEMMA3
     },
     ModelShape { name: "qwen3-tiny", tied: true, ..TINY },
-    // A window that short texts leave, and seven groups of layers.
+    // A window that short texts leave, seven groups of layers, and heads and rows as long as those
+    // for which GPUs have kernels of their own.
     ModelShape {
         name: "gemma3-tiny",
         family: ModelFamily::Gemma3,
         layers: 7,
+        embedding: 512,
+        head_size: 256,
         tied: true,
         rope_factor: Some(8.0),
         window: Some(40),

@@ -47,7 +47,7 @@ struct GroupedShared {
 
 // Stores the results of a split for `MergedValues`; called by a group.
 template <class Cache>
-__device__ __forceinline__ void store_split(const SplitTiles<Cache> &state, int pairs, int warp,
+__device__ __forceinline__ void store_split(const SplitTiles<Cache, false> &state, int pairs, int warp,
                                             float2 *weights, float *sums) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -133,15 +133,13 @@ __device__ void attention_grouped_kv(const KvLayerAddress &kv, const AttentionQu
     __shared__ GroupedShared<Cache> shared;
     static_assert(sizeof(shared) <= ATTENTION_GROUPED_BYTES);
 
-    // The host sent plans and tables before the step's first kernel, so this kernel may read them
-    // before the previous one has ended.
+    // The host sent plans and tables before this part of the step, and what fetches them lets
+    // nothing start early. So this kernel may read them before the previous one has ended.
     const uint32_t count = *split_count;
     const QueryTile query_tile = splits[blockIdx.y].queries;
     if (blockIdx.y >= count) return;
     const uint32_t kv_head = blockIdx.x, last = query_tile.position;
-    const uint32_t lowest = first_key(last, queries.window);
-    const int first_tile = lowest / TILE, tiles = last / TILE + 1 - first_tile;
-    const int pairs = queries.group, values = pairs * DIM;
+    const int tiles = last / TILE + 1, pairs = queries.group, values = pairs * DIM;
     const int group = threadIdx.x / THREADS, warp = threadIdx.x % THREADS / 32;
     const GroupBarrier barrier{group};
     const bool is_raw = Cache::TAKES_RAW_HEADS && raw_params.queries != nullptr;
@@ -150,8 +148,7 @@ __device__ void attention_grouped_kv(const KvLayerAddress &kv, const AttentionQu
 
     // The tiles of this group. Their numbers begin with that of the group.
     const KeyAddresses<Cache> keys{
-        kv,         tables + query_tile.table, kv_head, uint32_t(first_tile + group) * TILE, lowest, last,
-        has_own_key};
+        kv, tables + query_tile.table, kv_head, uint32_t(group * TILE), 0, last, has_own_key};
     typename Cache::KeyAddress *const addresses = shared.addresses[group];
     const uint32_t first_block = keys.block(0);
     uint32_t next_block = keys.block(GROUPS);
@@ -168,8 +165,8 @@ __device__ void attention_grouped_kv(const KvLayerAddress &kv, const AttentionQu
     fill_query_rows<Cache>(is_raw, raw, kv, queries, query_tile, kv_head, query_rows, [&]() {
         if (group < tiles) load_tile(0);
     });
-    SplitTiles<Cache> state(query_tile, queries, query_rows, weight_tiles + group * 16 * WEIGHT_PITCH,
-                            shared.largest_by_warp[group]);
+    SplitTiles<Cache, false> state(query_tile, queries, query_rows, weight_tiles + group * 16 * WEIGHT_PITCH,
+                                   shared.largest_by_warp[group]);
     MergedValues<Cache> merged{values};
 
     for (int round = 0; round < tiles; round += GROUPS) {
@@ -181,7 +178,7 @@ __device__ void attention_grouped_kv(const KvLayerAddress &kv, const AttentionQu
                 raw.put(stage, last % TILE);
                 barrier();
             }
-            state.add_tile(stage, (first_tile + tile) * TILE, warp, barrier);
+            state.add_tile(stage, tile * TILE, warp, barrier);
             store_split<Cache>(state, pairs, warp, shared.split_weights[group], split_sums + group * values);
             // The stage, the weights and the warps' maxima are free.
             barrier();

@@ -93,12 +93,12 @@ struct Block {
         const int first_tile = first_key(query_tile.position, queries.window) / TILE;
         const int tiles = last / TILE + 1 - first_tile;
         const int split_tiles = 1 << query_tile.split_shift;
-        // Some row does not see some key of the tile: the first row the last key, or the last row
-        // the first key.
+        // The tiles of which every row sees every key: the last row sees the first key, and the
+        // first row the last key.
+        const int first_seen = int(first_key(last, queries.window) + TILE - 1) / TILE - first_tile,
+                  end_seen = int(query_tile.position + 1) / TILE - first_tile;
         auto compute_weights = [&](int tile) {
-            const uint32_t first = (first_tile + tile) * TILE;
-            const bool is_masked = first + TILE - 1 > query_tile.position || last - first >= queries.window;
-            state.compute_weights(first_tile + tile, is_masked, queries.window);
+            state.compute_weights(first_tile + tile, tile < first_seen || tile >= end_seen, queries.window);
         };
 #pragma unroll
         for (int half = 0; half < 2; half++)

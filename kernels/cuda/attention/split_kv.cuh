@@ -32,8 +32,8 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
     __shared__ typename KvPipeline<Cache>::AddressBuffer addresses;
     __shared__ typename RawHeads<Cache>::Shared raw_shared;
 
-    // The host sent plans and tables before the step's first kernel, so this kernel may read them
-    // before the previous one has ended.
+    // The host sent plans and tables before this part of the step, and what fetches them lets
+    // nothing start early. So this kernel may read them before the previous one has ended.
     const uint32_t count = *split_count;
     const KvSplits split = splits[blockIdx.y];
     if (blockIdx.y >= count) return;

@@ -16,8 +16,8 @@ struct BlockBarrier {
 };
 
 // The state of 16 (row, head) pairs within a split, over its tiles. Four warps have a state
-// together.
-template <class Cache>
+// together. Without WINDOWS, a row sees all keys before it.
+template <class Cache, bool WINDOWS = true>
 struct SplitTiles {
     using Mma = typename Cache::Mma;
     static constexpr int DIM = Cache::DIM;
@@ -82,7 +82,8 @@ struct SplitTiles {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 uint32_t key = first + warp * 16 + n * 8 + lane % 4 * 2 + i % 2;
-                if (is_hidden(position[i / 2], key, window)) scores[n][i] = NO_SCORE;
+                const uint32_t row = position[i / 2];
+                if (WINDOWS ? is_hidden(row, key, window) : key > row) scores[n][i] = NO_SCORE;
                 largest[i / 2] = fmaxf(largest[i / 2], scores[n][i]);
             }
         }

@@ -8,6 +8,8 @@
 
 #pragma once
 
+#include <cfloat>
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -27,7 +29,9 @@ constexpr int THREADS = 32 * WARPS;
 // into different banks. PAD_BYTES is the same for rows of bytes.
 constexpr int PAD = ATTENTION_PAD;
 constexpr int PAD_BYTES = ATTENTION_PAD_BYTES;
-constexpr float NO_SCORE = -INFINITY;
+// The score of a hidden key, and where the search for a largest score begins: differences with it
+// are never infinity minus infinity.
+constexpr float NO_SCORE = -INFINITY, LOWEST_SCORE = -FLT_MAX;
 
 // Column tiles of the output per warp, if four warps divide the dimensions of a head. Heads of 80
 // leave the last two without dimensions: their sums are of what is behind a row, and not stored.
@@ -93,35 +97,29 @@ struct MmaBf16 {
 
 // The running softmax of one row over the tiles of one split.
 struct OnlineSoftmax {
-    float largest = NO_SCORE;
-    // What exponents are relative to: the largest score so far, or 0 while all scores are NO_SCORE,
-    // whose difference would be NaN.
-    float base = 0.0f;
+    float largest = LOWEST_SCORE;
 
     // Updates the largest score by that of a tile. Returns the factor for the sums of the tiles
     // before.
     __device__ __forceinline__ float update_max(float tile_largest) {
         float before = largest;
         largest = fmaxf(before, tile_largest);
-        base = largest == NO_SCORE ? 0.0f : largest;
-        return exp2_fast(before - base);
+        return exp2_fast(before - largest);
     }
 
-    __device__ __forceinline__ float weight(float score) const { return exp2_fast(score - base); }
+    __device__ __forceinline__ float weight(float score) const { return exp2_fast(score - largest); }
 };
 
 // The merge of the splits of one row. A split may have no key that the row sees; it adds nothing.
 struct SplitMerge {
-    float largest = NO_SCORE;
+    float largest = LOWEST_SCORE;
     float old_factor, new_factor;
 
     __device__ __forceinline__ void update(float split_largest) {
         float before = largest;
         largest = fmaxf(before, split_largest);
-        // While all scores are NO_SCORE, their difference would be NaN.
-        float base = largest == NO_SCORE ? 0.0f : largest;
-        old_factor = exp2_fast(before - base);
-        new_factor = exp2_fast(split_largest - base);
+        old_factor = exp2_fast(before - largest);
+        new_factor = exp2_fast(split_largest - largest);
     }
 
     __device__ __forceinline__ float merge(float total, float split) const {

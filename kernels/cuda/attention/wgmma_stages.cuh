@@ -76,6 +76,7 @@ __device__ __forceinline__ void copy_tiles(Shared<DIM> &shared, const KvLayerAdd
         const int index = tile % STAGES;
         if (tile >= STAGES) barrier_wait(shared.empty + index, (tile / STAGES - 1) % 2);
         Stage<DIM> &stage = shared.stages[index];
+        const uint32_t from_lowest = (first_tile + tile) * TILE - lowest;
 #pragma unroll
         for (int round = 0; round < 16 / KEYS; round++) {
             const int key = KEYS * round + lane / VECTORS, row = 16 * warp + key;
@@ -83,7 +84,7 @@ __device__ __forceinline__ void copy_tiles(Shared<DIM> &shared, const KvLayerAdd
                                       __shfl_sync(~0u, reinterpret_cast<uint64_t>(address), key)) +
                                   vector * 16;
             const int offset = swizzled_offset(row, vector);
-            const bool is_valid = (first_tile + tile) * TILE + row - lowest <= last - lowest;
+            const bool is_valid = from_lowest + row <= last - lowest;
             copy_async_16(stage.keys[0] + offset, from, is_valid);
             copy_async_16(stage.values[0] + offset, from + kv.head_bytes, is_valid);
         }

@@ -2,7 +2,7 @@
 
 //! Launcher of act_and_mul.cu: the gated activation of a feed-forward layer.
 
-use ops::{Activation, GELU_CUBIC, GELU_LINEAR};
+use ops::Activation;
 use quant::layout::TILE_COLS;
 
 use super::abi::elementwise::{
@@ -18,6 +18,19 @@ use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModu
 const VECTOR: usize = 4;
 
 pub struct ActAndMulKernels(LazyModule);
+
+/// The kernels of an activation that quantize, as in [`QuantizedOutput::select`].
+macro_rules! names {
+    ($name:literal) => {
+        [
+            kernel_name!("act_and_mul", concat!($name, "_q8_0")),
+            kernel_name!("act_and_mul", concat!($name, "_q8_1")),
+            kernel_name!("act_and_mul", concat!($name, "_q8_k")),
+            kernel_name!("act_and_mul", concat!($name, "_f16")),
+            kernel_name!("act_and_mul", concat!($name, "_bf16")),
+        ]
+    };
+}
 
 impl ActAndMulKernels {
     pub fn new(device: &Device) -> Self {
@@ -43,17 +56,23 @@ impl ActAndMulKernels {
             overlaps_predecessor: true,
         };
         let values = gate.len();
-        let (gate, up, [linear, cubic]) = (gate.address(), up.address(), factors(activation));
+        let (gate, up) = (gate.address(), up.address());
         if values.is_multiple_of(VECTOR) {
             let vectors = values / VECTOR;
-            let arguments = ActAndMul { gate, up, linear, cubic, vectors: vectors as u64 };
-            let name = kernel_name!("act_and_mul", "act_and_mul");
+            let arguments = ActAndMul { gate, up, vectors: vectors as u64 };
+            let name = match activation {
+                Activation::Silu => kernel_name!("act_and_mul", "silu_and_mul"),
+                Activation::GeluTanh => kernel_name!("act_and_mul", "gelu_and_mul"),
+            };
             // SAFETY: a thread reads and writes one vector below `vectors`. Tensors begin at
             // multiples of 256 bytes.
             unsafe { launch_spread(&self.0, name, stream, launch(vectors), &arguments) }
         } else {
-            let arguments = ActAndMulScalar { gate, up, linear, cubic, values: values as u64 };
-            let name = kernel_name!("act_and_mul", "act_and_mul_scalar");
+            let arguments = ActAndMulScalar { gate, up, values: values as u64 };
+            let name = match activation {
+                Activation::Silu => kernel_name!("act_and_mul", "silu_and_mul_scalar"),
+                Activation::GeluTanh => kernel_name!("act_and_mul", "gelu_and_mul_scalar"),
+            };
             // SAFETY: a thread reads and writes one value below `values`.
             unsafe { launch_spread(&self.0, name, stream, launch(values), &arguments) }
         }
@@ -88,12 +107,9 @@ impl ActAndMulKernels {
             shared_bytes: 0,
             overlaps_predecessor: true,
         };
-        let [linear, cubic] = factors(activation);
         let arguments = ActAndMulQuantized {
             gate: gate.address(),
             up: up.address(),
-            linear,
-            cubic,
             needs_values: i32::from(quantized.needs_values),
             tokens: tokens as i32,
             cols: cols as i32,
@@ -101,23 +117,12 @@ impl ActAndMulKernels {
             quantized: rows,
             launches_early: QuantizedOutput::launches_early(Some(quantized)),
         };
-        let name = quantized.select([
-            kernel_name!("act_and_mul", "act_and_mul_q8_0"),
-            kernel_name!("act_and_mul", "act_and_mul_q8_1"),
-            kernel_name!("act_and_mul", "act_and_mul_q8_k"),
-            kernel_name!("act_and_mul", "act_and_mul_f16"),
-            kernel_name!("act_and_mul", "act_and_mul_bf16"),
-        ]);
+        let name = quantized.select(match activation {
+            Activation::Silu => names!("silu_and_mul"),
+            Activation::GeluTanh => names!("gelu_and_mul"),
+        });
         // SAFETY: a warp reads and writes 256 columns of one token, and writes its part of an
         // activation tile.
         unsafe { launch_spread(&self.0, name, stream, launch, &arguments) }
-    }
-}
-
-/// `linear` and `cubic` of the kernels.
-fn factors(activation: Activation) -> [f32; 2] {
-    match activation {
-        Activation::Silu => [1.0, 0.0],
-        Activation::GeluTanh => [GELU_LINEAR as f32, GELU_CUBIC as f32],
     }
 }

@@ -26,6 +26,9 @@ use super::quantized_output::QuantizedOutput;
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
 const HALF_BYTES: usize = 2;
+/// Shared memory of the prefill kernel beside what its launch asks for, at most: the addresses of
+/// two tiles of keys, with those of their scales.
+const STATIC_SHARED_BYTES: u32 = 2 << 10;
 /// Threads of a block.
 const BLOCK: u32 = 32 * ATTENTION_WARPS as u32;
 
@@ -79,8 +82,8 @@ pub enum SplitMerge {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionMethod {
     /// Tensor cores. A block of the split-KV kernel has `split_tokens` tokens, a block of the
-    /// prefill kernel `prefill_tokens`. `has_groups` says whether the device has the shared memory
-    /// for [`SplitMerge::Groups`].
+    /// prefill kernel `prefill_tokens`. `has_groups` says whether there is a kernel for
+    /// [`SplitMerge::Groups`], for which the device has the shared memory.
     TensorCores {
         split_tokens: usize,
         prefill_tokens: usize,
@@ -90,7 +93,7 @@ pub enum AttentionMethod {
 }
 
 impl AttentionMethod {
-    pub fn of(device: &Device, spec: &AttentionSpec, kind: KvType) -> Self {
+    pub fn of(device: &Device, spec: &AttentionSpec, kind: KvType, span: AttentionSpan) -> Self {
         let group = spec.heads / spec.kv_heads.max(1);
         let has_kernels = kind != KvType::F32 && HEAD_DIMS.contains(&spec.head_dim);
         if !has_kernels || group == 0 || group > SPLIT_KV_PAIRS {
@@ -98,7 +101,7 @@ impl AttentionMethod {
         }
         let prefill = PrefillMethod::of(device, spec, kind);
         // Of these kernels, that for prompts needs the most.
-        if prefill.shared_bytes(kind, spec) > device.shared_bytes_max() {
+        if prefill.shared_bytes(kind, spec) + STATIC_SHARED_BYTES > device.shared_bytes_max() {
             return Self::Scalar;
         }
         let prefill_pairs = prefill.pairs();
@@ -106,7 +109,8 @@ impl AttentionMethod {
         Self::TensorCores {
             split_tokens: SPLIT_KV_PAIRS / group,
             prefill_tokens: prefill_pairs / group,
-            has_groups: spec.head_dim <= GROUPED_HEAD_DIM_MAX
+            has_groups: span == AttentionSpan::Full
+                && spec.head_dim <= GROUPED_HEAD_DIM_MAX
                 && grouped_bytes <= device.shared_bytes_max() as usize,
         }
     }

@@ -9,7 +9,8 @@ use super::launch::{KernelName, kernel_name};
 
 /// Heads for which there are kernels on tensor cores.
 pub(super) const HEAD_DIMS: [usize; 6] = [64, 80, 96, 128, 192, 256];
-/// The largest head of attention_grouped_kv. Four tiles of larger ones do not fit a multiprocessor.
+/// The largest head of attention_grouped_kv. Four tiles of heads of 256 in f16 do not fit a
+/// multiprocessor; there is no such kernel for 192 either, nor for attention windows.
 pub(super) const GROUPED_HEAD_DIM_MAX: usize = 128;
 
 /// The name of a kernel for a KV cache type and a head dimension of [`HEAD_DIMS`].

@@ -36,6 +36,7 @@ const LONG_CONTEXT_TOLERANCE: f32 = 3e-5;
 
 pub(crate) struct PagedAttention {
     pub(crate) spec: AttentionSpec,
+    pub(crate) span: AttentionSpan,
     kind: KvType,
     lengths: Vec<usize>,
     keys: Vec<Vec<f32>>,
@@ -54,7 +55,7 @@ impl PagedAttention {
             lengths.iter().map(|len| random.values(len * width)).collect()
         };
         let (keys, values, queries) = (rows(kv_width), rows(kv_width), rows(width));
-        Self { spec, kind, lengths: lengths.to_vec(), keys, values, queries }
+        Self { spec, span: AttentionSpan::Full, kind, lengths: lengths.to_vec(), keys, values, queries }
     }
 
     /// Writes all tokens in a first step. Then each step computes attention for ranges of
@@ -66,7 +67,7 @@ impl PagedAttention {
         steps: &[Vec<(usize, Range<usize>)>],
     ) -> Result<Vec<Vec<f32>>> {
         let AttentionSpec { heads, kv_heads, head_dim, .. } = self.spec;
-        let layer = KvLayer { kv_heads, head_dim, kind: self.kind, span: AttentionSpan::Full };
+        let layer = KvLayer { kv_heads, head_dim, kind: self.kind, span: self.span };
         let tables = self.tables(block_tokens);
         let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
         let blocks = tables.iter().map(|table| table.len()).sum::<usize>() + 2;
@@ -303,6 +304,14 @@ pub(crate) fn it_has_the_range_of_its_type(gpu: &TestGpu) -> Result<()> {
     Ok(())
 }
 
+/// Windows shorter than a split, shorter than what splits of one tile hold, and longer.
+const SPANS: [AttentionSpan; 4] = [
+    AttentionSpan::Full,
+    AttentionSpan::Window { tokens: 100 },
+    AttentionSpan::Window { tokens: 1_024 },
+    AttentionSpan::Window { tokens: 2_500 },
+];
+
 /// So many sequences fill the device that a block merges all splits of its rows. The last tokens of
 /// each sequence have the bits that they have alone, when each split has a block.
 pub(crate) fn rows_that_fill_the_device_have_the_bits_of_single_rows(gpu: &TestGpu) -> Result<()> {
@@ -327,23 +336,26 @@ pub(crate) fn rows_that_fill_the_device_have_the_bits_of_single_rows(gpu: &TestG
                     (true, _) => 1_000 + 7 * sequence,
                 })
                 .collect();
-            let paged = PagedAttention::new(&mut random, spec(heads, kv_heads, head_dim), kind, &lengths);
+            let mut paged = PagedAttention::new(&mut random, spec(heads, kv_heads, head_dim), kind, &lengths);
             let mut cuda = Cuda::new(&gpu.device)?;
             let last = |sequence: usize| {
                 let len = lengths[sequence];
                 (sequence, len - 1 - sequence % 4..len)
             };
-            let together: Vec<_> = (0..SEQUENCES).map(last).collect();
+            let parts: Vec<_> = (0..SEQUENCES).map(last).collect();
             let width = heads * head_dim;
-            let together = paged.run(&mut cuda, 16, &[together])?.concat();
-            let alone: Vec<_> = (0..SEQUENCES).map(|sequence| vec![last(sequence)]).collect();
-            let alone = paged.run(&mut cuda, 16, &alone)?.concat();
-            ensure!(together.iter().all(|x| x.is_finite()), "a value is not finite");
-            ensure!(together.len() == alone.len(), "{} values, {} alone", together.len(), alone.len());
-            let differs = together.iter().zip(&alone).position(|(a, b)| a.to_bits() != b.to_bits());
-            let what = format!("{heads} heads on {kv_heads} of {head_dim}, {kind:?}");
-            if let Some(at) = differs {
-                anyhow::bail!("{what}: row {}, value {} has other bits", at / width, at % width);
+            for span in SPANS {
+                paged.span = span;
+                let together = paged.run(&mut cuda, 16, std::slice::from_ref(&parts))?.concat();
+                let alone: Vec<_> = (0..SEQUENCES).map(|sequence| vec![last(sequence)]).collect();
+                let alone = paged.run(&mut cuda, 16, &alone)?.concat();
+                ensure!(together.iter().all(|x| x.is_finite()), "a value is not finite");
+                ensure!(together.len() == alone.len(), "{} values, {} alone", together.len(), alone.len());
+                let differs = together.iter().zip(&alone).position(|(a, b)| a.to_bits() != b.to_bits());
+                let what = format!("{heads} heads on {kv_heads} of {head_dim}, {kind:?}, {span:?}");
+                if let Some(at) = differs {
+                    anyhow::bail!("{what}: row {}, value {} has other bits", at / width, at % width);
+                }
             }
         }
     }
@@ -374,55 +386,71 @@ pub(crate) fn it_depends_on_neither_chunks_nor_batch_neighbours_nor_blocks(gpu: 
         (6, 2, 96, KvType::Q8_0),
         (3, 1, 48, KvType::Q8_0),
     ] {
-        let tiles = kind != KvType::F32 && head_dim != 48;
-        let lengths = match (tiles, gpu.small) {
-            (_, true) => [170, 130, 70],
-            (true, false) => [4_300, 130, 2_100],
-            (false, false) => [330, 130, 70],
-        };
-        let paged = PagedAttention::new(&mut random, spec(heads, kv_heads, head_dim), kind, &lengths);
-        let width = heads * head_dim;
-        let mut cuda = Cuda::new(&gpu.device)?;
-        // Each sequence as one chunk, without batch neighbours.
-        let alone: Vec<_> = lengths.iter().map(|&len| 0..len).enumerate().map(|part| vec![part]).collect();
-        let whole = paged.run(&mut cuda, 16, &alone)?;
-        ensure!(whole.concat().iter().all(|x| x.is_finite()), "a value is not finite");
+        for span in SPANS {
+            let spec = spec(heads, kv_heads, head_dim);
+            chunks_neighbours_and_blocks_change_nothing(gpu, &mut random, spec, kind, span)?;
+        }
+    }
+    Ok(())
+}
 
-        let len = lengths[0];
-        let mut steps: Vec<Vec<(usize, Range<usize>)>> = Vec::new();
-        // Decode rows of all sequences together.
-        for back in [1, 2, 63, 64, 65, 129] {
-            steps.push(
-                lengths.iter().map(|len| len.saturating_sub(back)).map(|at| at..at + 1).enumerate().collect(),
+fn chunks_neighbours_and_blocks_change_nothing(
+    gpu: &TestGpu,
+    random: &mut TestRng,
+    spec: AttentionSpec,
+    kind: KvType,
+    span: AttentionSpan,
+) -> Result<()> {
+    let AttentionSpec { heads, kv_heads, head_dim, .. } = spec;
+    let tiles = kind != KvType::F32 && head_dim != 48;
+    let lengths = match (tiles, gpu.small) {
+        (_, true) => [170, 130, 70],
+        (true, false) => [4_300, 130, 2_100],
+        (false, false) => [330, 130, 70],
+    };
+    let mut paged = PagedAttention::new(random, spec, kind, &lengths);
+    paged.span = span;
+    let width = heads * head_dim;
+    let mut cuda = Cuda::new(&gpu.device)?;
+    // Each sequence as one chunk, without batch neighbours.
+    let alone: Vec<_> = lengths.iter().map(|&len| 0..len).enumerate().map(|part| vec![part]).collect();
+    let whole = paged.run(&mut cuda, 16, &alone)?;
+    ensure!(whole.concat().iter().all(|x| x.is_finite()), "a value is not finite");
+
+    let len = lengths[0];
+    let mut steps: Vec<Vec<(usize, Range<usize>)>> = Vec::new();
+    // Decode rows of all sequences together.
+    for back in [1, 2, 63, 64, 65, 129] {
+        steps.push(
+            lengths.iter().map(|len| len.saturating_sub(back)).map(|at| at..at + 1).enumerate().collect(),
+        );
+    }
+    for at in [0, 1, 63, 64, 255, 2047, 2048, 2049, 4095, 4096] {
+        if at < len {
+            steps.push(vec![(0, at..at + 1)]);
+        }
+    }
+    // Chunks of all sizes at odd positions, in steps with decode rows.
+    let mut at = 7;
+    let sizes: &[usize] =
+        if gpu.small { &[1, 2, 17, 64] } else { &[1, 2, 3, 5, 17, 40, 63, 64, 65, 100, 500, 3000] };
+    for size in sizes {
+        let end = (at + size).min(len);
+        steps.push(vec![(1, 99..100), (0, at..end), (2, 3..68)]);
+        at = end % (len - 1);
+    }
+    steps.push(vec![(0, len.saturating_sub(2300)..len), (1, 0..130)]);
+    for block_tokens in [16, 1, 24, 64].into_iter().take(if gpu.small { 1 } else { 4 }) {
+        let found = paged.run(&mut cuda, block_tokens, &steps)?;
+        for (step, found) in steps.iter().zip(found) {
+            let expected = step
+                .iter()
+                .flat_map(|(sequence, range)| &whole[*sequence][range.start * width..range.end * width]);
+            let differs = found.iter().zip(expected).position(|(a, b)| a.to_bits() != b.to_bits());
+            ensure!(
+                differs.is_none(),
+                "{heads} heads on {kv_heads} of {head_dim}, {kind:?}, {span:?}, blocks of {block_tokens}, step {step:?}: value {differs:?}"
             );
-        }
-        for at in [0, 1, 63, 64, 255, 2047, 2048, 2049, 4095, 4096] {
-            if at < len {
-                steps.push(vec![(0, at..at + 1)]);
-            }
-        }
-        // Chunks of all sizes at odd positions, in steps with decode rows.
-        let mut at = 7;
-        let sizes: &[usize] =
-            if gpu.small { &[1, 2, 17, 64] } else { &[1, 2, 3, 5, 17, 40, 63, 64, 65, 100, 500, 3000] };
-        for size in sizes {
-            let end = (at + size).min(len);
-            steps.push(vec![(1, 99..100), (0, at..end), (2, 3..68)]);
-            at = end % (len - 1);
-        }
-        steps.push(vec![(0, len.saturating_sub(2300)..len), (1, 0..130)]);
-        for block_tokens in [16, 1, 24, 64].into_iter().take(if gpu.small { 1 } else { 4 }) {
-            let found = paged.run(&mut cuda, block_tokens, &steps)?;
-            for (step, found) in steps.iter().zip(found) {
-                let expected = step
-                    .iter()
-                    .flat_map(|(sequence, range)| &whole[*sequence][range.start * width..range.end * width]);
-                let differs = found.iter().zip(expected).position(|(a, b)| a.to_bits() != b.to_bits());
-                ensure!(
-                    differs.is_none(),
-                    "{heads} heads on {kv_heads} of {head_dim}, {kind:?}, blocks of {block_tokens}, step {step:?}: value {differs:?}"
-                );
-            }
         }
     }
     Ok(())

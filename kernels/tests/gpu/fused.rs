@@ -158,7 +158,9 @@ pub(crate) fn residual_sums_are_those_of_single_ops(gpu: &TestGpu) -> Result<()>
     // product normalises and beyond it.
     for dtype in [DType::Q8_0, DType::Q5_1, DType::Q4_K, DType::Q6_K, DType::F16, DType::F32] {
         let narrow: &[usize] = if dtype.block_len() == 32 { &[32, 416, 2080] } else { &[256, 2304] };
-        for &width in narrow.iter().chain(&[4096, 8192, 8448]) {
+        // A row that is no whole number of vectors.
+        let odd: &[usize] = if dtype == DType::F32 { &[301] } else { &[] };
+        for &width in narrow.iter().chain(&[4096, 8192, 8448]).chain(odd) {
             for rows in [1, 2, 5] {
                 let what = format!("{rows} rows of {width} for {dtype}");
                 compare(&mut pair, &what, |ops| residual_sums(ops, dtype, rows, width))?;
@@ -323,6 +325,7 @@ fn sums_of_experts(ops: &mut OpRunner, dtype: DType, down: DType, rows: usize) -
 struct AttentionBlock {
     spec: AttentionSpec,
     kind: KvType,
+    span: AttentionSpan,
     /// Whether query and key heads have norms.
     norms: bool,
     pairing: RopePairing,
@@ -415,7 +418,8 @@ pub(crate) fn attention_blocks_are_those_of_single_ops(gpu: &TestGpu) -> Result<
             (2, 1, 5, false, RopePairing::Adjacent, 1, DType::F32),
         ] {
             let spec = AttentionSpec { heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt() };
-            let block = AttentionBlock { spec, kind, norms, pairing, pairs, dtype, is_followed: false };
+            let span = AttentionSpan::Full;
+            let block = AttentionBlock { spec, kind, span, norms, pairing, pairs, dtype, is_followed: false };
             // The scales of Q8_0 each cover 32 values.
             if kind != KvType::Q8_0 || head_dim % 32 == 0 {
                 let what = format!("{heads} heads on {kv_heads} of {head_dim}, {kind:?}, {dtype}");
@@ -431,10 +435,13 @@ pub(crate) fn attention_blocks_are_those_of_single_ops(gpu: &TestGpu) -> Result<
             (16, 2, 128, DType::F16),
             (8, 4, 128, DType::BF16),
             (8, 8, 128, DType::Q4_K),
+            (8, 4, 256, DType::Q4_K),
         ] {
             let spec = AttentionSpec { heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt() };
             let (pairing, pairs) = (RopePairing::Halves, head_dim / 2);
-            let block = AttentionBlock { spec, kind, norms: true, pairing, pairs, dtype, is_followed: false };
+            let span = AttentionSpan::Full;
+            let block =
+                AttentionBlock { spec, kind, span, norms: true, pairing, pairs, dtype, is_followed: false };
             let what = format!("80 rows, {heads} heads on {kv_heads} of {head_dim}, {kind:?}, {dtype}");
             let steps = AttentionSteps::of_many_sequences();
             compare(&mut pair, &what, |ops| attention_block(ops, &block, &steps))?;
@@ -457,14 +464,23 @@ pub(crate) fn decode_attention_is_that_of_single_ops(gpu: &TestGpu) -> Result<()
             (1, 1, 128, false, RopePairing::Halves, 64, DType::Q8_0),
             (3, 1, 96, true, RopePairing::Halves, 48, DType::Q8_0),
             (6, 2, 128, true, RopePairing::Halves, 20, DType::Q8_0),
+            (4, 1, 256, true, RopePairing::Halves, 128, DType::Q4_K),
+            (8, 4, 256, true, RopePairing::Halves, 128, DType::Q8_0),
+            (4, 2, 192, true, RopePairing::Adjacent, 96, DType::Q8_0),
         ] {
             let spec = AttentionSpec { heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt() };
-            let block = AttentionBlock { spec, kind, norms, pairing, pairs, dtype, is_followed: true };
+            let span = AttentionSpan::Full;
+            let block = AttentionBlock { spec, kind, span, norms, pairing, pairs, dtype, is_followed: true };
             let counts: &[usize] = if gpu.small { &[1, 5] } else { &[1, 3, 8, 70] };
             for &sequences in counts {
                 let what = format!("{sequences} rows, {heads} heads on {kv_heads} of {head_dim}, {kind:?}");
                 let steps = AttentionSteps::of_decode(sequences, 60..210);
                 compare(&mut pair, &what, |ops| attention_block(ops, &block, &steps))?;
+                let span = AttentionSpan::Window { tokens: 70 };
+                let what = format!("{what}, with a window");
+                compare(&mut pair, &what, |ops| {
+                    attention_block(ops, &AttentionBlock { span, ..block }, &steps)
+                })?;
             }
             let steps = AttentionSteps::of_few_sequences();
             compare(&mut pair, "long rows", |ops| attention_block(ops, &block, &steps))?;
@@ -489,7 +505,7 @@ fn attention_block(ops: &mut OpRunner, block: &AttentionBlock, steps: &Attention
         (0..block.pairs).map(|i| 10_000_f32.powf(-(i as f32) / block.pairs as f32)).collect();
     let rope =
         ops.cuda.rope_table(&RopeSpec { pairing: block.pairing, inverse_frequencies, magnitude: 1.25 })?;
-    let layer = KvLayer { kv_heads, head_dim, kind: block.kind, span: AttentionSpan::Full };
+    let layer = KvLayer { kv_heads, head_dim, kind: block.kind, span: block.span };
     let (tables, blocks) = steps.tables();
     let mut kv = ops.cuda.kv(&KvLayout { block_tokens: BLOCK_TOKENS, blocks, layers: vec![layer] })?;
     let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();

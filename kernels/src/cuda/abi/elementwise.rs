@@ -19,7 +19,8 @@ abi! {
         const NORM_HEADS: usize = 4;
         const ADD_THREADS: u32 = 256;
         const ACT_AND_MUL_THREADS: u32 = 256;
-        /// Warps of a block of act_and_mul_q8_*. Each takes 256 columns of a token.
+        /// Warps of a block of the kernels of act_and_mul.cu that quantize. Each takes 256 columns
+        /// of a token.
         const ACT_AND_MUL_WARPS: usize = 8;
         const ROPE_THREADS: u32 = 256;
         const GATHER_THREADS: u32 = 256;
@@ -94,23 +95,17 @@ abi! {
         kernel ActAndMul(
             gate: u64 as "float4 *",
             up: u64 as "const float4 *",
-            linear: f32,
-            cubic: f32,
             vectors: u64,
         );
         kernel ActAndMulScalar(
             gate: u64 as "float *",
             up: u64 as "const float *",
-            linear: f32,
-            cubic: f32,
             values: u64,
         );
         /// `pairs_of_rows` is null, or the pair of each row, or NO_PAIR.
         kernel ActAndMulQuantized(
             gate: u64 as "float *",
             up: u64 as "const float *",
-            linear: f32,
-            cubic: f32,
             tokens: i32,
             cols: i32,
             needs_values: i32,

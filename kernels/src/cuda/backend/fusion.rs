@@ -6,7 +6,7 @@
 //! ```text
 //! products of one type with the same input            one launch of linear_*.cu
 //! norm, gate or attention, then quantize              the kernel that also writes activation tiles
-//! norm of a block's output, residual sum and norm     norm.cu normalises what it adds
+//! norm of what is added, residual sum and norm        norm.cu normalises what it adds
 //! [2 norms of heads,] 2 rotations, write to the cache norm_rope_kv.cu
 //! the same and attention, for decode rows             attention/raw_heads.cuh
 //! norm, quantize, products, for one token             linear/matvec.cuh normalises its input
@@ -142,8 +142,8 @@ pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddres
     count_quantized(list, plans)
 }
 
-/// Whether `list` begins with the norm of a block's output, in place, and the sum of it with the
-/// residual stream. The sum's launch leaves the output as it is, so nothing may read it.
+/// Whether `list` begins with the norm of what attention or feed-forward gives, in place, and the
+/// sum of it with the residual stream. The sum's launch leaves it as it is, so nothing may read it.
 fn adds_normed(list: &[KernelCommand]) -> bool {
     let [KernelCommand::Norm { x, eps, out, .. }, KernelCommand::AddNorm { y, eps: other, .. }, behind @ ..] =
         list
@@ -237,4 +237,26 @@ fn is_norm_rope_kv(list: &[KernelCommand]) -> bool {
     let same_heads = other == keys && head_dim == kv_dim && NormRopeKvKernels::supports(*head_dim as usize);
     let norms_fit = normed.is_none_or(|normed| normed == (queries, keys, *head_dim as usize));
     same_turn && same_heads && norms_fit && queries != keys
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_norm_of_what_is_added_is_fused_if_nothing_reads_it_later() {
+        let floats = |address| FloatRange { address, len: 300 };
+        let [stream, delta, normed, weight] = [0x1000, 0x2000, 0x3000, 0x4000].map(floats);
+        let (eps, out) = (1e-6.into(), delta);
+        let list = [
+            KernelCommand::Norm { x: delta, weight, eps, out },
+            KernelCommand::AddNorm { x: stream, y: delta, weight, eps, out: normed },
+            KernelCommand::Norm { x: normed, weight, eps, out },
+        ];
+        assert_eq!(count_fusible(&list, &[]), 2);
+        // The host may read what the list leaves.
+        assert_eq!(count_fusible(&list[..2], &[]), 1);
+        let other_eps = KernelCommand::Norm { x: delta, weight, eps: 1e-5.into(), out };
+        assert_eq!(count_fusible(&[other_eps, list[1], list[2]], &[]), 1);
+    }
 }

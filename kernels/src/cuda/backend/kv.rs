@@ -46,10 +46,10 @@ pub struct CudaKv {
     locations: Vec<KvLayerLocation>,
     /// By block, the group that last wrote to the block. Empty if there is one group.
     owners: Vec<u8>,
-    /// The written blocks of the group that owns them, by slot in the group.
+    /// The written blocks, by layer. A layer has none of the blocks that other groups own.
     written: Vec<BlockSet>,
-    /// The number of slots of each group.
-    slots: Vec<usize>,
+    /// The layers of each group, by slot.
+    groups: Vec<Vec<usize>>,
     /// The groups of each span.
     spans: Vec<(AttentionSpan, Vec<usize>)>,
 }
@@ -153,7 +153,6 @@ impl CudaKv {
         let address = range.address();
         let mut memory = MappedKv { range, context, ahead: 0 };
         memory.grow_to(OP, 1)?;
-        let slots = shape.slots.len();
         Ok(Self {
             layout: layout.clone(),
             shape,
@@ -161,9 +160,9 @@ impl CudaKv {
             address,
             locations: layout.layer_locations(&groups),
             owners: if groups.len() > 1 { vec![0; layout.blocks] } else { Vec::new() },
-            written: vec![BlockSet::default(); slots],
-            slots: groups.iter().map(|group| group.layers.len()).collect(),
+            written: vec![BlockSet::default(); layout.layers.len()],
             spans: groups_by_span(&groups),
+            groups: groups.into_iter().map(|group| group.layers).collect(),
         })
     }
 
@@ -211,8 +210,8 @@ impl CudaKv {
                 return Err(OpError::Index { op: OP, what: "block", index: block as usize, len });
             }
             let group = self.owner_of(from as usize);
-            let slots = self.slots.get(group).copied().unwrap_or(0);
-            if self.written[..slots].iter().any(|written| !written.contains(from as usize)) {
+            let Some(layers) = self.groups.get(group) else { continue };
+            if layers.iter().any(|&layer| !self.written[layer].contains(from as usize)) {
                 return Err(OpError::Unwritten { op: OP, block: from as usize });
             }
             if from == to {
@@ -220,8 +219,8 @@ impl CudaKv {
             }
             self.map_block(OP, to as usize)?;
             self.own(to as usize, group);
-            for slot in 0..slots {
-                self.written[slot].insert(to as usize);
+            for (slot, &layer) in self.groups[group].iter().enumerate() {
+                self.written[layer].insert(to as usize);
                 let address = self.address_of(slot, 0);
                 let (source, target) = (address.of_block(from), address.of_block(to));
                 // SAFETY: source and target are distinct whole blocks of this slot, in mapped
@@ -284,10 +283,10 @@ impl CudaKv {
     ) -> Result<(), OpError> {
         let tokens = self.layout.block_tokens;
         self.map_block(op, slot_max as usize / tokens)?;
-        let KvLayerLocation { group, slot } = self.locations[layer];
+        let KvLayerLocation { group, .. } = self.locations[layer];
         for block in slots.iter().map(|&slot| slot as usize / tokens) {
             self.own(block, group);
-            self.written[slot].insert(block);
+            self.written[layer].insert(block);
         }
         Ok(())
     }
@@ -323,7 +322,7 @@ impl CudaKv {
 
     /// The number of KV cache groups, each with block tables of its own.
     pub(super) fn groups(&self) -> usize {
-        self.slots.len()
+        self.groups.len()
     }
 
     /// The groups of the layers with a span.
@@ -338,11 +337,7 @@ impl CudaKv {
         layer: usize,
         read: &BlockSet,
     ) -> Result<(), OpError> {
-        let KvLayerLocation { group, slot } = self.locations[layer];
-        let unwritten = read.first_not_in(&self.written[slot]);
-        let is_foreign = |&block: &usize| self.owner_of(block) != group;
-        let foreign = || if self.owners.is_empty() { None } else { read.iter().find(is_foreign) };
-        match unwritten.or_else(foreign) {
+        match read.first_not_in(&self.written[layer]) {
             Some(block) => Err(OpError::Unwritten { op, block }),
             None => Ok(()),
         }

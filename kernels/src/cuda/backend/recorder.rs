@@ -8,8 +8,8 @@
 //! busy with the step before gets the step as one part.
 //!
 //! All data that changes from step to step (tokens, positions, tables, plans) is in device memory.
-//! So two steps have the same list if they have the same number of rows and the same bounds of the
-//! attention plan.
+//! So two steps have the same list if they have the same number of rows, the same bounds of the
+//! attention plans and, with several KV cache groups, the same bound of the block tables.
 //!
 //! If other processes compute on the device, the recorder takes turns with them. A turn begins when
 //! commands are enqueued. It ends when the device has computed them and the turn has lasted for

@@ -8,6 +8,7 @@ use std::ops::Range;
 use ops::{AttentionSpan, DRAWN_TOKEN, OpError, Step};
 
 use super::block_set::BlockSet;
+use super::plan::launch_bound;
 use super::recorder::Recorder;
 use super::upload::StepUpload;
 use crate::cuda::error::device_error;
@@ -59,8 +60,9 @@ pub(super) struct StepRows {
 struct SequenceRows {
     /// Where its block ids begin among those of a group.
     table_start: usize,
-    /// The lowest position of a row, and one beyond the highest. 0 without rows.
+    /// The lowest position of a row. `usize::MAX` without rows.
     first: usize,
+    /// One beyond the highest position of a row. 0 without rows.
     end: usize,
 }
 
@@ -140,7 +142,7 @@ impl StepRows {
         }
         // The tables of the second group begin behind those of the first. That place must not move
         // with each new block, since it is part of launches.
-        self.group_blocks = if self.groups > 1 { blocks.next_power_of_two() } else { blocks };
+        self.group_blocks = if self.groups > 1 { launch_bound(blocks) } else { blocks };
         self.blocks.clear();
         self.blocks.resize(self.groups * self.group_blocks, 0);
         for (tables, sequence) in step.tables.chunks(self.groups).zip(&self.sequences) {

@@ -3,7 +3,7 @@
 //! Counts a worker's device memory besides context, weights and KV cache, and predicts it for a
 //! memory plan.
 
-use ops::{AttentionSpan, KvType};
+use ops::{AttentionSpan, KvLayer, KvLayout, KvType};
 use quant::DType;
 
 use super::experts::{PAIRS_MAX, scratch_bytes};
@@ -25,10 +25,11 @@ const MODULES_BYTES: u64 = UNIT_BYTES;
 /// (measured on an H200).
 pub(super) const DRIVER_BYTES: u64 = UNIT_BYTES;
 /// Rows, block tables and attention plans of the current step, and the shortlists of its logits.
-const STEP_BYTES: u64 = 1 << 20;
-/// The launches of one layer if norms, gates and merges also quantize, with norms of both blocks'
-/// outputs, and the launches before and after the layers.
-const LAUNCHES_OF_LAYER: u64 = 11;
+/// Each KV cache group has block tables.
+const STEP_BYTES_OF_GROUP: u64 = 1 << 20;
+/// The launches of one layer if norms, gates and merges also quantize, and the launches before and
+/// after the layers.
+const LAUNCHES_OF_LAYER: u64 = 9;
 const LAUNCHES_AROUND: u64 = 8;
 
 /// Bytes of device memory, by purpose.
@@ -108,11 +109,26 @@ pub fn predict_device_bytes(shape: &CudaWorkerShape) -> DeviceBytes {
     let launches = LAUNCHES_OF_LAYER * shape.layers as u64 + LAUNCHES_AROUND;
     DeviceBytes {
         tensors: shape.tensors.iter().map(|&bytes| allocated(bytes)).sum(),
-        scratch: allocated(activation_tiles) + allocated(experts) + attention + STEP_BYTES,
+        scratch: allocated(activation_tiles)
+            + allocated(experts)
+            + attention
+            + count_groups(shape) * STEP_BYTES_OF_GROUP,
         // Those of whole steps, and those of steps in two parts.
         graphs: graph_bytes(2 * GRAPHS_MAX as u64 * launches),
         modules: MODULES_BYTES + DRIVER_BYTES,
     }
+}
+
+/// The number of KV cache groups, at least 1.
+fn count_groups(shape: &CudaWorkerShape) -> u64 {
+    let layer = |&(kind, span): &(KvType, AttentionSpan)| KvLayer {
+        kv_heads: 1,
+        head_dim: shape.head_dim,
+        kind,
+        span,
+    };
+    let layers = shape.kv_layers.iter().map(layer).collect();
+    KvLayout { block_tokens: 1, blocks: 0, layers }.groups().len().max(1) as u64
 }
 
 fn expert_pairs(shape: &CudaWorkerShape) -> usize {
@@ -168,7 +184,9 @@ mod tests {
         // 1,024 partial results of 32 heads, and their weights.
         let more = (16 << 20) + (256 << 10);
         assert_eq!(scratch(&[(KvType::F16, full), (KvType::Q8_0, full)]), one + more);
-        assert_eq!(scratch(&[(KvType::F16, full), (KvType::Q8_0, window), (KvType::F16, full)]), one + more);
+        // The window also makes a second group.
+        let window = scratch(&[(KvType::F16, full), (KvType::F16, window)]);
+        assert_eq!(window, one + more + (1 << 20));
     }
 
     /// `worker::reservation::GPU_DRAFT_WORKSPACE_BYTES` is reserved without a model. A draft model

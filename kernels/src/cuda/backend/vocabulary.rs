@@ -123,7 +123,8 @@ impl Backend for Cuda {
         let is_row = weight.len == x.cols() && !NormRopeKvKernels::supports(weight.len);
         let x = self.use_tensor(x, rows);
         let eps = eps.into();
-        // A warp has a head, a block a row.
+        // Heads that norm_rope_kv.cu can fuse stay heads. The norm of what attention or
+        // feed-forward gives is longer, and of a row.
         self.push(match is_row {
             true => KernelCommand::Norm { x, weight, eps, out: x },
             false => KernelCommand::NormHeads { x, weight, eps },
@@ -340,7 +341,7 @@ impl Backend for Cuda {
             tables: self.step.tables_on_device(group),
             out: self.use_tensor(out, rows),
         };
-        match AttentionMethod::of(self.device(), spec, shape.kind) {
+        match AttentionMethod::of(self.device(), spec, shape.kind, span) {
             AttentionMethod::TensorCores { split_tokens, prefill_tokens, has_groups } => {
                 let AttentionSpec { heads, kv_heads, head_dim, .. } = *spec;
                 let block_tokens = kv.blocks().tokens;

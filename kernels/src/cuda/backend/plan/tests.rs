@@ -22,6 +22,8 @@ struct Rows {
     positions: Vec<u32>,
     table_starts: Vec<u32>,
     blocks: Vec<u32>,
+    /// The tables of a second group, which has a block for each block of the first one.
+    second: Vec<u32>,
     written: BlockSet,
     /// 0 for none.
     window: u32,
@@ -59,7 +61,7 @@ impl Rows {
             let planned = PlannedRows {
                 positions: &self.positions,
                 table_starts: &self.table_starts,
-                groups: &[&self.blocks],
+                groups: if self.second.is_empty() { &[&self.blocks] } else { &[&self.blocks, &self.second] },
                 block_tokens: BLOCK_TOKENS,
                 written: &self.written,
                 window: self.window(),
@@ -180,6 +182,33 @@ fn lone_decode_rows_read_old_keys_and_their_own() {
     let mut rows = Rows::new(&[(150, 1), (151, 1)]);
     rows.blocks[TABLE as usize + 9] = 9;
     assert!(!reads_old_keys(&rows));
+}
+
+#[test]
+fn old_tiles_and_lone_rows_are_so_in_every_group() {
+    let lone = |rows: &Rows| {
+        let plan = &rows.plans(LIMITS)[0];
+        (plan.splits[0].is_first_tile_old, plan.has_lone_rows)
+    };
+    const SECOND: u32 = 10_000;
+    let mut rows = Rows::new(&[(150, 1)]);
+    rows.second = rows.blocks.iter().map(|&block| SECOND + block).collect();
+    rows.written.insert(SECOND as usize + 150 / BLOCK_TOKENS);
+    assert_eq!(lone(&rows), (1, true));
+    // Another row writes keys 16 to 31 of the sequence, in the second group alone.
+    rows.written.insert(SECOND as usize + 1);
+    assert_eq!(lone(&rows), (0, false));
+}
+
+#[test]
+fn a_tile_is_old_if_no_key_of_the_window_is_written() {
+    // The row sees keys 601 to 700. Block 36 has keys 576 to 591, and block 37 keys 592 to 607.
+    let old = |written: usize| {
+        let mut rows = Rows::new(&[(700, 1)]).with_window(100);
+        rows.written.insert(written);
+        rows.plans(LIMITS)[0].splits[0].is_first_tile_old
+    };
+    assert_eq!([36, 37].map(old), [1, 0]);
 }
 
 #[test]
