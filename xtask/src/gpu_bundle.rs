@@ -27,6 +27,9 @@ const LIBRARIES: [&str; 6] = [
     "tests/hanging_mount.c",
 ];
 
+/// Of xz. All executables take 90 MiB. With 8 MiB, the default, the archive has 25.6 MB instead of
+/// 20.0.
+const DICTIONARY_MIB: u32 = 128;
 /// What travels to a GPU machine beside the tree.
 const BUNDLE_BYTES_MAX: u64 = 24 << 20;
 
@@ -113,12 +116,14 @@ fn strip(from: &Path, to: &Path) -> Result<()> {
 }
 
 /// Puts everything into the folder, and says what each part takes. Three executables hold the same
-/// kernels, which xz finds at any distance: it packs into 18 MB what gzip packs into 26.
+/// kernels, and xz finds them again if its dictionary has room for all executables.
 fn pack(staging: &Path) -> Result<()> {
     let folder = Path::new(FOLDER);
     make_empty(folder)?;
     let archive = folder.join(ARCHIVE);
-    tool("tar", &["--owner=0", "--group=0", "-C", text(staging)?, "-cJf", text(&archive)?, "."])?;
+    let xz = format!("xz --lzma2=preset=6,dict={DICTIONARY_MIB}MiB");
+    let tar = ["--owner=0", "--group=0", "-C", text(staging)?, "-I", &xz, "-cf", text(&archive)?, "."];
+    tool("tar", &tar)?;
     let script = folder.join("run");
     std::fs::copy(RUN, &script).with_context(|| format!("copying {RUN}"))?;
     for entry in std::fs::read_dir(staging)? {
