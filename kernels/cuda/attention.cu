@@ -9,8 +9,8 @@
 //   attention_merge_q8_*  also quantize the row into activation tiles, as quantize.cu does
 //   attention_merged_kv_* decode rows and short runs, if they fill the device: a block computes
 //                         all splits of its rows, merges them, and quantizes the rows
-//   attention_grouped_kv_* few decode rows of few keys: the same, four splits side by side
-//                         (attention/grouped_kv.cuh)
+//   attention_grouped_kv_* few decode rows of few keys without a window: the same, four splits side
+//                         by side (attention/grouped_kv.cuh)
 //   attention_prefill_*   long runs of tokens (attention/prefill.cuh)
 //   attention_prefill_wgmma_*  the same on sm_90a, for caches of two bytes and heads of 64 and 128
 //                         (attention/prefill_wgmma.cuh)

@@ -90,10 +90,7 @@ impl NormKernels {
         out: &mut DeviceViewMut<'_, f32>,
         quantized: Option<QuantizedOutput<'_>>,
     ) -> Result<(), CudaError> {
-        let rows = count_rows("input of a norm", x.len(), weight.len())?;
-        let rounded = quantized_rows(quantized.as_ref(), rows, weight.len())?;
-        ensure_same_len("second input of a norm", y.len(), x.len())?;
-        ensure_same_len("output of a norm", out.len(), x.len())?;
+        let (rows, rounded) = check_added_rows(x, y, weight, out, quantized.as_ref())?;
         if rows == 0 {
             return Ok(());
         }
@@ -125,11 +122,8 @@ impl NormKernels {
         out: &mut DeviceViewMut<'_, f32>,
         quantized: Option<QuantizedOutput<'_>>,
     ) -> Result<(), CudaError> {
-        let rows = count_rows("input of a norm", x.len(), weight.len())?;
-        let rounded = quantized_rows(quantized.as_ref(), rows, weight.len())?;
-        ensure_same_len("second input of a norm", y.len(), x.len())?;
+        let (rows, rounded) = check_added_rows(x, y, weight, out, quantized.as_ref())?;
         ensure_same_len("weight of the second input", y_weight.len(), weight.len())?;
-        ensure_same_len("output of a norm", out.len(), x.len())?;
         if rows == 0 {
             return Ok(());
         }
@@ -210,6 +204,21 @@ impl NormKernels {
         // SAFETY: a thread reads and writes one value below `values`.
         unsafe { launch_spread(&self.0, kernel_name!("norm", "scale"), stream, launch, &arguments) }
     }
+}
+
+/// Checks the lengths of a sum and its norm. Returns the number of rows, and where a kernel writes
+/// the quantized ones.
+fn check_added_rows(
+    x: &DeviceViewMut<'_, f32>,
+    y: DeviceView<'_, f32>,
+    weight: DeviceView<'_, f32>,
+    out: &DeviceViewMut<'_, f32>,
+    quantized: Option<&QuantizedOutput<'_>>,
+) -> Result<(usize, QuantizedRows), CudaError> {
+    let rows = count_rows("input of a norm", x.len(), weight.len())?;
+    ensure_same_len("second input of a norm", y.len(), x.len())?;
+    ensure_same_len("output of a norm", out.len(), x.len())?;
+    Ok((rows, quantized_rows(quantized, rows, weight.len())?))
 }
 
 /// A thread for each of `values` values.

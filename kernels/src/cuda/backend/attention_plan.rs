@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Builds the attention plans of a step and keeps them in device memory. It builds them once for
-//! each step and each shape of query tiles, at addresses that do not change from step to step. A
+//! each step, attention span and shape of query tiles, at addresses that do not change. A
 //! step of many rows has several plans, which use the buffer of partial results one after the
 //! other.
 

@@ -81,7 +81,7 @@ pub(super) struct AttentionPlanLimits {
     pub(super) partials_max: u32,
     pub(super) kv_heads: u32,
     pub(super) multiprocessors: u32,
-    /// Whether the device can compute splits in groups.
+    /// Whether there is a kernel that computes splits in groups, and the device has room for it.
     pub(super) has_groups: bool,
 }
 
