@@ -11,5 +11,4 @@
 #include "linear/wgmma_kernels.cuh"
 
 QUANT_KERNELS(q8_0, Q8_0)
-SKINNY_KERNEL(q8_0, Q8_0, 8)
 WGMMA_LEGACY_KERNELS(q8_0, LegacyProducts<Q8_0>)

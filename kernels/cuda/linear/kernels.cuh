@@ -30,11 +30,11 @@
     }                                                                                       \
     CHECK_SIGNATURE(matmul_##NAME##_##TOKENS, LinearMatmul);
 
-#define SKINNY_KERNEL(NAME, FORMAT, TOKENS)                                                             \
-    extern "C" __global__ void __launch_bounds__(32 * SKINNY_WARPS_##TOKENS) skinny_##NAME##_##TOKENS(  \
-        const __grid_constant__ LinearParams params, const __grid_constant__ SkinnyPipeline pipeline) { \
-        skinny_matmul::multiply<FORMAT, TOKENS / ACT_TILE_TOKENS>(params, pipeline);                    \
-    }                                                                                                   \
+#define SKINNY_KERNEL(NAME, TOKENS, FORMAT)                                                 \
+    extern "C" __global__ void __launch_bounds__(skinny_matmul::THREADS, 1)                 \
+        skinny_##NAME##_##TOKENS(const __grid_constant__ LinearParams params, int stages) { \
+        skinny_matmul::multiply<FORMAT, TOKENS / ACT_TILE_TOKENS>(params, stages);          \
+    }                                                                                       \
     CHECK_SIGNATURE(skinny_##NAME##_##TOKENS, LinearSkinny);
 
 // QUANT_MATMULS is in abi/linear.cuh, which the build writes from MatmulShape in
@@ -45,5 +45,6 @@
     MATVEC_KERNEL(NAME, FORMAT, 3)   \
     MATVEC_KERNEL(NAME, FORMAT, 4)   \
     NORM_MATVEC_KERNEL(NAME, FORMAT) \
-    SKINNY_KERNEL(NAME, FORMAT, 16)  \
+    SKINNY_KERNEL(NAME, 8, FORMAT)   \
+    SKINNY_KERNEL(NAME, 16, FORMAT)  \
     QUANT_MATMULS(NAME, FORMAT)

@@ -54,11 +54,11 @@ __device__ inline void minimum_products(int (&out)[4], uint32_t upper, uint32_t 
                                         const uint8_t *act_tile) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     uint2 sums = *reinterpret_cast<const uint2 *>(act_tile + ACT_TILE_SUMS + g * 32 + t * 8);
-    int high[4];
+    int high[4], low[4];
     mma16_u8(high, upper, lower, __byte_perm(sums.x, sums.y, 0x7531));
+    mma16_u8_u8(low, upper, lower, __byte_perm(sums.x, sums.y, 0x6420));
 #pragma unroll
-    for (int i = 0; i < 4; i++) high[i] *= 256;
-    mma16_u8_u8(out, upper, lower, __byte_perm(sums.x, sums.y, 0x6420), high);
+    for (int i = 0; i < 4; i++) out[i] = high[i] * 256 + low[i];
 }
 
 // Q4_K and Q5_K: eight sub-blocks of 32 with 6-bit scales and minimums.
@@ -89,6 +89,11 @@ struct AffineKQuant {
         uint32_t q = (s % 2 ? w >> 4 : w) & 0x0F0F0F0F;
         if constexpr (BITS == 5) q |= (s < 4 ? high_bits << (4 - s) : high_bits >> (s - 4)) & 0x10101010;
         return q;
+    }
+
+    // The same; or 16 times as much if `raised` and s is odd, without a shift.
+    static __device__ uint32_t expand_raised(uint32_t w, uint32_t high_bits, int s, bool raised) {
+        return raised && s % 2 ? w & 0xF0F0F0F0 : expand(w, high_bits, s);
     }
 
     static __device__ uint4 expand16(uint4 w, uint4 high_bits, int s) {
@@ -161,7 +166,9 @@ struct AffineKQuant {
                 load_matrices(high_bits[mt],
                               tile + mt * tile_stride + HIGH_BITS + plane_offset<32>(lane % 16, lane / 16));
         }
-        int products[MT][NT][4] = {};
+        // Sums of even and of odd sub-blocks. The odd ones may be 16 times as large, at most 2^28.
+        constexpr bool RAISED = BITS == 4 && MT * NT <= 2;
+        int products[MT][NT][4] = {}, odd[MT][NT][4] = {};
 #pragma unroll
         for (int pair = 0; pair < 4; pair++) {
             uint32_t a[MT][2][4];
@@ -173,7 +180,8 @@ struct AffineKQuant {
 #pragma unroll
                 for (int k = 0; k < 2; k++)
 #pragma unroll
-                    for (int i = 0; i < 4; i++) a[mt][k][i] = expand(q[i], high_bits[mt][i], 2 * pair + k);
+                    for (int i = 0; i < 4; i++)
+                        a[mt][k][i] = expand_raised(q[i], high_bits[mt][i], 2 * pair + k, RAISED);
             }
 #pragma unroll
             for (int nt = 0; nt < NT; nt++) {
@@ -189,7 +197,7 @@ struct AffineKQuant {
                         mma_u8(sum, a[mt][k], b[2 * k], b[2 * k + 1], 0);
 #pragma unroll
                         for (int i = 0; i < 4; i++)
-                            products[mt][nt][i] +=
+                            (RAISED && k ? odd : products)[mt][nt][i] +=
                                 int(byte_of(headers[mt][i / 2].scales[s / 4], s % 4)) * sum[i];
                     }
                 }
@@ -213,7 +221,7 @@ struct AffineKQuant {
                 for (int i = 0; i < 4; i++)
                     accumulate(mt, nt, i,
                                affine(i % 2 ? da.y : da.x, headers[mt][i / 2].d, headers[mt][i / 2].dmin,
-                                      products[mt][nt][i], mins[i]));
+                                      products[mt][nt][i] + (odd[mt][nt][i] >> 4), mins[i]));
             }
         }
     }

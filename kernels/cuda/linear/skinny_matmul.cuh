@@ -1,39 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // out[t][r] = sum_k weights[r][k] * x[t][k] + bias[r] on the tensor cores, for at most 8 NT tokens.
-// `out` is f32 [tokens][rows]; weights and `x` are tiles (tile.cuh). A warp computes the values of
-// one weight tile at a time: 16 rows by 256 columns by 8 NT tokens.
+// `out` is f32 [tokens][rows]; weights and `x` are tiles (tile.cuh). A block has a run of row
+// tiles, whose weight tiles lie one after the other. A warp computes the values of one weight tile
+// at a time: 16 rows by 256 columns by 8 NT tokens.
 //
-//      weight tiles of a block, row tile by row tile        a warp and a stage
-//   +---------+---------+---------+---------+              +--------------------+
-//   | 16 rows | x 256   | ...     |         | row tile 0   | 16 rows x 256 cols |
-//   +---------+---------+---------+---------+              +--------------------+
-//   | ...     |         |         |         | row tile 1
+//      weight tiles of a block, row tile by row tile
 //   +---------+---------+---------+---------+
-//   tiles go to the warps in turn
+//   | 16 rows | x 256   | ...     |         | row tile 0    a stage: TILES successive weight tiles
+//   +---------+---------+---------+---------+               a round: a weight tile for each of the
+//   | ...     |         |         |         | row tile 1             WARPS multiplying warps
+//   +---------+---------+---------+---------+
 //
-//   Each warp has a pipeline of its own, as in matvec.cuh. Its first copy starts before the
-//   previous kernel has ended:
-//     bulk copies   tile 0 -> stage 0 | tile W -> stage 1 | ...
-//     products                        | tile 0            | tile W
-//                   values of 256 columns go to shared memory
-//     epilogue      a thread per element of the output adds its values by ascending columns
+//   copying warp       stage 0 | stage 1 | stage 2 | ...     weights, ahead of the others
+//   multiplying warps            round 0         | round 1   values of 256 columns -> buffer
+//   adding warps                                 | round 0   buffer -> sums by ascending columns
 //
-// Shared memory holds the activation tiles of all columns for the whole block. Each column tile has
-// a barrier, so that a warp waits only for the activations that it needs. The order of sums is that
-// of matmul.cuh.
+//   barriers          completes when
+//     full[stage]     the copies of the stage have arrived
+//     empty[stage]    the warps have used its tiles
+//     act_full[piece] the activations of TILES column tiles have arrived
+//     valued[buffer]  the warps have stored the values of a round
+//     added[buffer]   the adding warps have loaded them
 //
-// Limit: instructions; a warp issues some 320 for a weight tile and 16 tokens. Measured on an H200
-// for 16 tokens, times in us of this kernel, of matmul.cuh, and of the weights' bytes alone, when
-// each tile took two divisions more:
+// So no warp waits for another one of its kind. Shared memory holds the activation tiles of all
+// columns for the whole block. The order of sums is that of matmul.cuh.
 //
-//                   4096 x 12288          4096 x 151936
-//   Q4_K            14.2, 17.5, 6.6       138, 186, 82
-//   Q6_K            18.2, 21.0, 9.6       175, 223, 119
-//   Q8_0            17.2, 19.3, 12.5      172, 193, 154
+// Limit: weight bytes over memory bandwidth (an H200 copies at 4.3 TB/s). A multiplying warp issues
+// 251 instructions for a weight tile of Q4_K and 8 tokens, 369 for 16 tokens. Measured, times in us
+// of this kernel, of matmul.cuh, and of the weights' bytes alone:
 //
-// For 4096 x 4096 both are equal. For up to 8 tokens, matmul.cuh is faster with Q4_K, and
-// this kernel with Q8_0. Rows of 12288 do not fit shared memory with 16 tokens.
+//                   8 tokens                                  16 tokens
+//                   4096 x 12288         4096 x 151936        4096 x 12288         4096 x 151936
+//   Q4_K            10.8, 10.8, 6.6      92, 98, 82           13.2, 16.5, 6.6      115, 173, 82
+//   Q6_K            14.4, 14.2, 9.6      131, 129, 119        15.7, 21.0, 9.6      140, 220, 119
+//   Q8_0            15.0, 15.9, 12.5     158, 159, 154        17.6, 19.5, 12.5     175, 195, 154
+//
+// In a step it gains more than that, since the memory works while the kernel before ends. With one
+// adding warp instead of four, the second product of Q4_K took 105 us.
 
 #pragma once
 
@@ -42,128 +46,249 @@
 
 namespace skinny_matmul {
 
-// Elements of the output per row tile.
-template <int NT>
-constexpr int ELEMENTS = TILE_ROWS * ACT_TILE_TOKENS * NT;
+// Warps that multiply. The next ones add, each an element of all C fragments, and the last one
+// copies. One adding warp would take longer for a round than the others.
+constexpr int WARPS = SKINNY_WARPS, ADDING_WARPS = SKINNY_ADDING_WARPS, COPYING_WARP = WARPS + ADDING_WARPS;
+constexpr int THREADS = 32 * (COPYING_WARP + 1);
+static_assert(ADDING_WARPS == 4);
+// Weight tiles of a stage. Copies of fewer bytes take longer for each byte.
+constexpr int TILES = SKINNY_STAGE_TILES;
+static_assert(WARPS % TILES == 0);
+constexpr int BUFFERS = SKINNY_VALUE_BUFFERS;
+// Stages of a round. The ring has whole rounds, so that a stage is always used by the same warps: a
+// warp that is ahead of others would take an earlier phase of `full` for its own.
+constexpr int ROUND_STAGES = WARPS / TILES;
+// Bytes of weights that are copied before the activations are. More would delay these.
+constexpr int EARLY_BYTES_MAX = 40 << 10;
 
-// A weight tile of the block: its row tile, counted from the block's first one, and its column
-// tile.
-struct WarpTile {
-    int row_tile, col;
+template <class Format, int NT>
+struct Matmul {
+    static constexpr int TILE_BYTES = Format::TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
+    static constexpr int ACT_TILE_BYTES = act_tile_bytes(Format::ACTIVATION);
+    // Values of a weight tile: elements of C fragments (mma.cuh), [NT][4 elements][32 lanes].
+    static constexpr int TILE_VALUES = 128 * NT;
 
-    __device__ void advance(int tiles, int col_tiles) {
-        for (col += tiles; col >= col_tiles; col -= col_tiles) row_tile++;
+    const LinearParams &params;
+    const int stages, col_tiles;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint8_t *ring, *act_tiles;
+    float *values;
+    uint64_t *full, *empty, *act_full, *valued, *added;
+    // The block's row tiles, counted over all matrices, and its weight tiles.
+    int first_row_tile, tiles;
+
+    __device__ Matmul(const LinearParams &params, int stages, uint8_t *shared)
+        : params(params), stages(stages), col_tiles(params.col_tiles), ring(shared) {
+        act_tiles = ring + stages * STAGE_BYTES;
+        values = reinterpret_cast<float *>(act_tiles + NT * col_tiles * ACT_TILE_BYTES);
+        full = reinterpret_cast<uint64_t *>(values + BUFFERS * WARPS * TILE_VALUES);
+        empty = full + stages, valued = empty + stages, added = valued + BUFFERS, act_full = added + BUFFERS;
+        int total = count_row_tile_groups<1>(params);
+        first_row_tile = static_cast<int64_t>(blockIdx.x) * total / gridDim.x;
+        tiles = (static_cast<int64_t>(blockIdx.x + 1) * total / gridDim.x - first_row_tile) * col_tiles;
+    }
+
+    __device__ int act_pieces() const { return (col_tiles + TILES - 1) / TILES; }
+
+    // Each warp initialises some of the barriers.
+    __device__ void init_barriers() const {
+        int barriers = 2 * stages + 2 * BUFFERS + act_pieces();
+        for (int at = warp; at < barriers; at += COPYING_WARP + 1) {
+            uint64_t *barrier = full + at;
+            int warps_arriving = barrier < valued ? TILES : barrier < added ? WARPS : ADDING_WARPS;
+            int arrivals = barrier < empty || barrier >= act_full ? 1 : 32 * warps_arriving;
+            barrier_init(barrier, arrivals);
+        }
+        barrier_init_done();
+    }
+
+    // Where the copying warp is: tiles of the matrix from `from` on.
+    struct Cursor {
+        int matrix, left, copied;
+        const uint8_t *from;
+    };
+
+    __device__ void copy_stage(Cursor &cursor, int stage) const {
+        int count = min(TILES, tiles - cursor.copied);
+        uint8_t *to = ring + stage * STAGE_BYTES;
+        barrier_expect(full + stage, count * TILE_BYTES);
+        cursor.copied += count;
+        while (count > 0) {
+            while (cursor.left == 0) {
+                cursor.matrix++;
+                cursor.from = params.weights[cursor.matrix];
+                cursor.left = row_tiles(params, cursor.matrix) * col_tiles;
+            }
+            int part = min(count, cursor.left);
+            bulk_copy(to, cursor.from, part * TILE_BYTES, full + stage);
+            to += part * TILE_BYTES, cursor.from += part * TILE_BYTES;
+            count -= part, cursor.left -= part;
+        }
+    }
+
+    __device__ void copy_act_piece(int piece) const {
+        int groups = (params.tokens + ACT_TILE_TOKENS - 1) / ACT_TILE_TOKENS, col = piece * TILES;
+        uint32_t bytes = min(TILES, col_tiles - col) * ACT_TILE_BYTES;
+        barrier_expect(act_full + piece, groups * bytes);
+        for (int group = 0; group < groups; group++) {
+            size_t at = (static_cast<size_t>(group) * col_tiles + col) * ACT_TILE_BYTES;
+            bulk_copy(act_tiles + at, params.act_tiles + at, bytes, act_full + piece);
+        }
+    }
+
+    // Copies the first stages' weights before the previous kernel has ended. Behind it, a piece of
+    // activations comes before the stage that needs it first.
+    __device__ void copy() const {
+        RowTile first = find_row_tile<1>(params, first_row_tile);
+        Cursor cursor = {
+            first.matrix, (row_tiles(params, first.matrix) - first.first) * col_tiles, 0,
+            params.weights[first.matrix] + static_cast<size_t>(first.first) * col_tiles * TILE_BYTES};
+        const int early_stages = max(1, min(stages, EARLY_BYTES_MAX / STAGE_BYTES));
+        int stage = 0, piece = 0, phase = 1;
+        for (; stage < early_stages && cursor.copied < tiles; stage++) copy_stage(cursor, stage);
+        wait_for_input(params);
+        launch_next_kernel();
+        for (; piece <= early_stages && piece < act_pieces(); piece++) copy_act_piece(piece);
+        for (; cursor.copied < tiles; stage++) {
+            if (stage == stages) stage = 0, phase ^= 1;
+            barrier_wait(empty + stage, phase);
+            copy_stage(cursor, stage);
+            if (piece < act_pieces()) copy_act_piece(piece++);
+        }
+        for (; piece < act_pieces(); piece++) copy_act_piece(piece);
+    }
+
+    __device__ void multiply() const {
+        int stage = warp / TILES, phase = 0, buffer = 0, buffer_phase = 1;
+        int col = warp % col_tiles;
+        const int ring_offset = warp % TILES * TILE_BYTES;
+        float *own = values + warp * TILE_VALUES + lane;
+        for (int at = warp; at - warp < tiles; at += WARPS) {
+            bool has_tile = at < tiles;
+            float value[NT][4];
+            if (has_tile) {
+                barrier_wait(act_full + col / TILES, 0);
+                barrier_wait(full + stage, phase);
+                Format::template products<1, NT>(ring + stage * STAGE_BYTES + ring_offset, TILE_BYTES,
+                                                 act_tiles + col * ACT_TILE_BYTES, col_tiles * ACT_TILE_BYTES,
+                                                 [&](int, int nt, int i, float v) { value[nt][i] = v; });
+            }
+            // Also without a tile: an arrival must not count for the round before.
+            barrier_wait(added + buffer, buffer_phase);
+            if (has_tile) {
+                float *to = own + buffer * WARPS * TILE_VALUES;
+#pragma unroll
+                for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) to[(nt * 4 + i) * 32] = value[nt][i];
+            }
+            barrier_arrive(valued + buffer);
+            if (has_tile) barrier_arrive(empty + stage);
+            for (col += WARPS; col >= col_tiles;) col -= col_tiles;
+            if ((stage += ROUND_STAGES) >= stages) stage -= stages, phase ^= 1;
+            if (++buffer == BUFFERS) buffer = 0, buffer_phase ^= 1;
+        }
+    }
+
+    // Where an adding warp stores: rows of a matrix from `row` on. Its lane has one row and a token
+    // of each activation tile.
+    struct Output {
+        int matrix, row, rows;
+        float *out;
+        const float *bias;
+
+        __device__ void begin(const LinearParams &params, int matrix_index, int row_tile) {
+            matrix = matrix_index, row = row_tile * TILE_ROWS, rows = params.rows[matrix];
+            out = params.out[matrix], bias = params.bias[matrix];
+        }
+
+        // Stores the sums of a row tile, and goes on to the next one.
+        __device__ void store(const LinearParams &params, int lane_row, int lane_token,
+                              const float (&sums)[NT]) {
+            int r = row + lane_row;
+            float added = bias != nullptr && r < rows ? bias[r] : 0;
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++) {
+                int token = nt * ACT_TILE_TOKENS + lane_token;
+                if (r < rows && token < params.tokens)
+                    out[static_cast<size_t>(token) * rows + r] =
+                        bias != nullptr ? sums[nt] + added : sums[nt];
+            }
+            row += TILE_ROWS;
+            while (row >= rows && matrix + 1 < params.matrices) begin(params, matrix + 1, 0);
+        }
+    };
+
+    __device__ void add() const {
+        // Tiles that are added without a look at each, if they are of one row tile.
+        constexpr int STEP = 4;
+        static_assert(WARPS % STEP == 0);
+        const int element = warp - WARPS;
+        const int lane_row = lane / 4 + element / 2 * 8, lane_token = lane % 4 * 2 + element % 2;
+        RowTile first = find_row_tile<1>(params, first_row_tile);
+        Output output;
+        output.begin(params, first.matrix, first.first);
+        float sums[NT] = {};
+        int col = 0, buffer = 0, phase = 0;
+        auto end_row_tile = [&] {
+            output.store(params, lane_row, lane_token, sums);
+            col = 0;
+#pragma unroll
+            for (int nt = 0; nt < NT; nt++) sums[nt] = 0;
+        };
+        for (int round = 0; round < tiles; round += WARPS) {
+            barrier_wait(valued + buffer, phase);
+            const float *from = values + buffer * WARPS * TILE_VALUES + element * 32 + lane;
+            // Those beyond the last tile are old values, which are not added.
+            float loaded[WARPS][NT];
+#pragma unroll
+            for (int j = 0; j < WARPS; j++)
+#pragma unroll
+                for (int nt = 0; nt < NT; nt++) loaded[j][nt] = from[j * TILE_VALUES + nt * 128];
+            barrier_arrive(added + buffer);
+#pragma unroll
+            for (int step = 0; step < WARPS; step += STEP) {
+                if (col + STEP <= col_tiles && round + step + STEP <= tiles) {
+#pragma unroll
+                    for (int j = 0; j < STEP; j++)
+#pragma unroll
+                        for (int nt = 0; nt < NT; nt++) sums[nt] += loaded[step + j][nt];
+                    if ((col += STEP) == col_tiles) end_row_tile();
+                    continue;
+                }
+#pragma unroll
+                for (int j = 0; j < STEP; j++) {
+                    if (round + step + j >= tiles) break;
+#pragma unroll
+                    for (int nt = 0; nt < NT; nt++) sums[nt] += loaded[step + j][nt];
+                    if (++col == col_tiles) end_row_tile();
+                }
+            }
+            if (++buffer == BUFFERS) buffer = 0, phase ^= 1;
+        }
+    }
+
+    __device__ void run() const {
+        if (lane == 0) init_barriers();
+        __syncthreads();
+        if (warp == COPYING_WARP && lane == 0) {
+            copy();
+        } else {
+            wait_for_input(params);
+            launch_next_kernel();
+            if (warp < WARPS)
+                multiply();
+            else if (warp < COPYING_WARP)
+                add();
+        }
+        wait_for_products_beside(params);
     }
 };
 
-// Copies the activation tiles of a column tile to their places in `act_tiles`.
-template <class Format>
-__device__ void copy_act_tiles(const LinearParams &params, int col, uint8_t *act_tiles, uint64_t *full) {
-    constexpr int BYTES = act_tile_bytes(Format::ACTIVATION);
-    int groups = (params.tokens + ACT_TILE_TOKENS - 1) / ACT_TILE_TOKENS;
-    barrier_expect(full, groups * BYTES);
-    for (int group = 0; group < groups; group++) {
-        size_t index = static_cast<size_t>(group) * params.col_tiles + col;
-        bulk_copy(act_tiles + index * BYTES, params.act_tiles + index * BYTES, BYTES, full);
-    }
-}
-
-// Adds the values of an element of the output. `values` has those of row tiles from `first_tile`
-// on.
-template <int NT>
-__device__ void store_sum(const LinearParams &params, int first_tile, const float *values, int at) {
-    int row_tile = at / ELEMENTS<NT>, element = at % ELEMENTS<NT>;
-    const float *from = values + row_tile * params.col_tiles * ELEMENTS<NT> + element;
-    float sum = 0;
-#pragma unroll 8
-    for (int c = 0; c < params.col_tiles; c++) sum += from[c * ELEMENTS<NT>];
-    // C fragments (mma.cuh): element i of lane l, for activation tile nt.
-    int l = element % 32, i = element / 32 % 4, nt = element / 128;
-    RowTile output = find_row_tile<1>(params, first_tile + row_tile);
-    store_output(params, output.matrix, output.first * TILE_ROWS + l / 4 + i / 2 * 8,
-                 nt * ACT_TILE_TOKENS + l % 4 * 2 + i % 2, sum);
-}
-
 template <class Format, int NT>
-__device__ void multiply(const LinearParams &params, const SkinnyPipeline &pipeline) {
+__device__ void multiply(const LinearParams &params, int stages) {
     extern __shared__ __align__(128) uint8_t shared[];
-    constexpr int TILE_BYTES = Format::TILE_BYTES, ACT_TILE_BYTES = act_tile_bytes(Format::ACTIVATION);
-    constexpr int ELEMENTS = skinny_matmul::ELEMENTS<NT>;
-    int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int col_tiles = params.col_tiles, stages = pipeline.stages, batch_tiles = pipeline.batch_tiles;
-    int values_per_batch = batch_tiles * col_tiles * ELEMENTS;
-    uint8_t *ring = shared;
-    uint8_t *act_tiles = ring + warps * stages * TILE_BYTES;
-    float *values = reinterpret_cast<float *>(act_tiles + NT * col_tiles * ACT_TILE_BYTES);
-    uint64_t *full = reinterpret_cast<uint64_t *>(values + pipeline.value_buffers * values_per_batch);
-    uint64_t *act_full = full + warps * stages;
-
-    ring += warp * stages * TILE_BYTES;
-    full += warp * stages;
-    int total = count_row_tile_groups<1>(params);
-    int first_tile = static_cast<int64_t>(blockIdx.x) * total / gridDim.x;
-    int row_tiles = static_cast<int64_t>(blockIdx.x + 1) * total / gridDim.x - first_tile;
-    WarpTile own = {}, next = {};
-    own.advance(warp, col_tiles);
-    next = own;
-    auto load_next = [&](int stage) {
-        RowTile row_tile = find_row_tile<1>(params, first_tile + next.row_tile);
-        size_t index = static_cast<size_t>(row_tile.first) * col_tiles + next.col;
-        barrier_expect(full + stage, TILE_BYTES);
-        bulk_copy(ring + stage * TILE_BYTES, params.weights[row_tile.matrix] + index * TILE_BYTES, TILE_BYTES,
-                  full + stage);
-        next.advance(warps, col_tiles);
-    };
-    if (lane == 0) {
-        for (int stage = 0; stage < stages; stage++) barrier_init(full + stage);
-        for (int col = warp; col < col_tiles; col += warps) barrier_init(act_full + col);
-        barrier_init_done();
-        if (next.row_tile < row_tiles) load_next(0);
-    }
-    wait_for_input(params);
-    launch_next_kernel();
-    if (lane == 0) {
-        for (int col = warp; col < col_tiles; col += warps)
-            copy_act_tiles<Format>(params, col, act_tiles, act_full + col);
-        // Not before the activations, which would wait for them.
-        for (int stage = 1; stage < stages && next.row_tile < row_tiles; stage++) load_next(stage);
-    }
-    // Other warps' barriers of activations exist from here on.
-    __syncthreads();
-
-    int stage = 0, phase = 0, rotation = 0;
-    float *batch_values = values;
-    for (int batch = 0; batch < row_tiles; batch += batch_tiles) {
-        int batch_end = min(batch + batch_tiles, row_tiles);
-        for (; own.row_tile < batch_end; own.advance(warps, col_tiles)) {
-            barrier_wait(full + stage, phase);
-            barrier_wait(act_full + own.col, 0);
-            float *to = batch_values + ((own.row_tile - batch) * col_tiles + own.col) * ELEMENTS + lane;
-            Format::template products<1, NT>(
-                ring + stage * TILE_BYTES, TILE_BYTES, act_tiles + own.col * ACT_TILE_BYTES,
-                col_tiles * ACT_TILE_BYTES,
-                [&](int, int nt, int i, float value) { to[(nt * 4 + i) * 32] = value; });
-            __syncwarp();
-            if (lane == 0 && next.row_tile < row_tiles) load_next(stage);
-            if (++stage == stages) stage = 0, phase ^= 1;
-        }
-        // With two buffers, one barrier per batch is enough: a warp writes to this buffer again
-        // only after the next batch's barrier, which every thread reaches after its sums below.
-        __syncthreads();
-        // Successive batches give their sums to different warps.
-        int elements = (batch_end - batch) * ELEMENTS;
-        int thread = threadIdx.x + rotation;
-        if (thread >= blockDim.x) thread -= blockDim.x;
-        for (int at = thread; at < elements; at += blockDim.x)
-            store_sum<NT>(params, first_tile + batch, batch_values, at);
-        rotation = (rotation + elements) % blockDim.x;
-        if (pipeline.value_buffers == 1) {
-            __syncthreads();
-        } else {
-            batch_values = batch_values == values ? values + values_per_batch : values;
-        }
-    }
-    wait_for_products_beside(params);
+    Matmul<Format, NT>(params, stages, shared).run();
 }
 
 }  // namespace skinny_matmul

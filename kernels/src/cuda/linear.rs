@@ -14,7 +14,7 @@ use quant::layout::{TILE_COLS, TILE_ROWS, Tiles};
 use super::abi::float_linear::FloatMatmul;
 use super::abi::linear::{
     LinearMatmul, LinearMatvec, LinearParams, LinearSkinny, LinearWgmma, MATVEC_TILES_PER_STAGE,
-    MATVEC_WARPS, SkinnyPipeline, WGMMA_PRODUCT_SHARED_BYTES,
+    MATVEC_WARPS, WGMMA_PRODUCT_SHARED_BYTES,
 };
 pub use super::abi::linear::{MATRICES_MAX, MatmulShape};
 use super::error::device_error;
@@ -24,7 +24,7 @@ use super::linear_names::{matmul_name, matvec_name};
 use super::module::image;
 use super::quantize::{ACT_TILE_TOKENS, QuantizedActivations, act_row_bytes, activation_bytes};
 pub use super::skinny_linear::SKINNY_TOKENS;
-use super::skinny_linear::{self, SharedMemoryDivision, skinny_name};
+use super::skinny_linear::{self, skinny_name};
 pub use super::wgmma_linear::{WgmmaShape, has_kernels as has_wgmma_kernels, takes_f16_sums};
 use super::wgmma_linear::{f16_sums, wgmma_name};
 use super::{CudaError, Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream, f32_linear};
@@ -149,9 +149,9 @@ impl LinearKernels {
         family.map(|(_, module)| module).ok_or(OpError::Type { op: OP, dtype })
     }
 
-    /// The fastest method for `row_tiles` tiles of 16 rows and this many tokens.
-    pub fn method(&self, dtype: DType, row_tiles: usize, tokens: usize) -> LinearMethod {
-        self.method_on(self.multiprocessors(), dtype, row_tiles, tokens)
+    /// The fastest method for a matrix and this many tokens.
+    pub fn method(&self, shape: Tiles, tokens: usize) -> LinearMethod {
+        self.method_on(self.multiprocessors(), shape, shape.row_tiles(), tokens)
     }
 
     pub(super) fn device(&self) -> &Device {
@@ -162,14 +162,16 @@ impl LinearKernels {
         (self.device.multiprocessors() as usize).max(1)
     }
 
-    /// [`Self::method`] if this many multiprocessors are free.
+    /// The same if this many multiprocessors are free, for matrices like `shape` that have
+    /// `row_tiles` tiles of 16 rows together.
     fn method_on(
         &self,
         multiprocessors: usize,
-        dtype: DType,
+        shape: Tiles,
         row_tiles: usize,
         tokens: usize,
     ) -> LinearMethod {
+        let dtype = shape.dtype();
         if dtype == DType::F32 {
             return LinearMethod::Scalar;
         }
@@ -180,7 +182,7 @@ impl LinearKernels {
         if tokens <= MATVEC_TOKENS_MAX {
             return LinearMethod::Matvec(tokens);
         }
-        if skinny_linear::is_fastest(dtype, tokens) {
+        if skinny_linear::is_fastest(shape, tokens) {
             return LinearMethod::Skinny;
         }
         if let Some(shape) = WgmmaShape::fastest(&self.device, multiprocessors, dtype, row_tiles, tokens) {
@@ -210,12 +212,11 @@ impl LinearKernels {
     ) -> Result<Before, OpError> {
         let Some(first) = products.first() else { return Ok(Before::Other) };
         let row_tiles = products.iter().map(|product| product.shape.row_tiles()).sum();
-        let first_dtype = first.shape.dtype();
         let multiprocessors = match before {
             Before::Product { free } if free > 0 => free,
             _ => self.multiprocessors(),
         };
-        let mut method = self.method_on(multiprocessors, first_dtype, row_tiles, x.tokens);
+        let mut method = self.method_on(multiprocessors, first.shape, row_tiles, x.tokens);
         let mut launched = self.launch_after(stream, before, method, x, products);
         if let Err(OpError::Shape { what: NO_SHARED_MEMORY, .. }) = launched {
             // Rows are too long for the device's shared memory. The memory of these shapes does not
@@ -280,11 +281,11 @@ impl LinearKernels {
                 Ok(launch.grid.0)
             }
             LinearMethod::Skinny => {
-                let name = skinny_name(dtype, skinny_linear::capacity(dtype, x.tokens))
+                let name = skinny_name(dtype, skinny_linear::capacity(x.tokens))
                     .ok_or_else(|| no_kernel(x.tokens))?;
-                let (launch, pipeline) = self.skinny_launch(family, name, x, products).map_err(in_op)?;
+                let (launch, stages) = self.skinny_launch(family, name, x, products).map_err(in_op)?;
                 // SAFETY: as above, for linear/skinny_matmul.cuh.
-                unsafe { launch_kernel(family, name, stream, launch, &LinearSkinny { params, pipeline }) }
+                unsafe { launch_kernel(family, name, stream, launch, &LinearSkinny { params, stages }) }
                     .map_err(device_error(OP))?;
                 Ok(launch.grid.0)
             }
@@ -374,16 +375,13 @@ impl LinearKernels {
         name: KernelName<LinearSkinny>,
         x: QuantizedActivations<'_>,
         products: &[MatrixProduct<'_>],
-    ) -> Result<(LaunchConfig, SkinnyPipeline), LaunchError> {
-        if x.tokens > SKINNY_TOKENS {
-            return Err(no_kernel(x.tokens).into());
-        }
+    ) -> Result<(LaunchConfig, i32), LaunchError> {
         let row_tiles = products.iter().map(|product| product.shape.row_tiles()).sum();
-        let shape = products[0].shape;
-        let tokens = skinny_linear::capacity(shape.dtype(), x.tokens);
-        let division = SharedMemoryDivision::new(&self.device, shape, row_tiles, tokens, x.layout.format)?;
-        let SharedMemoryDivision { warps, pipeline, shared_bytes } = division;
-        Ok((self.persistent_launch(family, name, row_tiles, warps, shared_bytes)?, pipeline))
+        let tokens = skinny_linear::capacity(x.tokens);
+        let (stages, shared_bytes) =
+            skinny_linear::pipeline(&self.device, products[0].shape, tokens, x.layout.format)?;
+        let launch = self.persistent_launch(family, name, row_tiles, skinny_linear::WARPS, shared_bytes)?;
+        Ok((launch, stages))
     }
 
     /// The launch of a matmul kernel and its number of pipeline stages. linear/matmul.cuh divides

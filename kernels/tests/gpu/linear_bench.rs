@@ -76,7 +76,7 @@ impl ColdWeights {
         let quantize = QuantizeKernels::new(&gpu.device);
         let x = quantize.launch(&gpu.stream, layout, values.view(), tokens, cols, &mut scratch)?;
         let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
-        let chosen = vec![linear.method(dtype, rows.div_ceil(16), tokens)];
+        let chosen = vec![linear.method(self.shape, tokens)];
         let all = methods(gpu, dtype, tokens).into_iter().filter(|&method| is_sensible(method, tokens));
         for method in if full { all.collect() } else { chosen } {
             let calls = if tokens > 64 { self.copies.min(4) } else { self.copies };

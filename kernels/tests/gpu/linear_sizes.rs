@@ -25,7 +25,7 @@ const SKINNY_COLS_MAX: usize = 4096;
 
 fn fitting_methods(gpu: &TestGpu, shape: Tiles, tokens: usize) -> Vec<LinearMethod> {
     let fits = |method: &LinearMethod| {
-        let is_few = tokens <= ACT_TILE_TOKENS && shape.dtype() == DType::Q8_0;
+        let is_few = tokens <= ACT_TILE_TOKENS;
         *method != LinearMethod::Skinny || shape.cols() <= SKINNY_COLS_MAX || is_few
     };
     methods(gpu, shape.dtype(), tokens).into_iter().filter(fits).collect()
@@ -81,7 +81,7 @@ fn compare_with_single_rows(
         let mut one = LinearInput::new(gpu, random, dtype, 1, cols)?;
         one.device_x = Buffer::from_host(&gpu.stream, &x[token * cols..][..cols])?;
         let mut out = Buffer::<f32>::new(&gpu.device, rows)?;
-        one.run(gpu, &linear, 1, linear.method(dtype, 65, 1), &mut [case.product(&mut out)])?;
+        one.run(gpu, &linear, 1, linear.method(case.shape, 1), &mut [case.product(&mut out)])?;
         alone.extend(out.to_host(&gpu.stream)?);
     }
     for &tokens in counts {

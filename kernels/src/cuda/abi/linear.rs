@@ -30,10 +30,12 @@ abi! {
         const LINEAR_F32_TILE_TOKENS: usize = 8;
         /// Warps of its block along the rows, and along the tokens.
         const LINEAR_F32_TILE_WARPS: usize = 4;
-        /// Warps of a block of linear/skinny_matmul.cuh at most, for up to 8 tokens and for 16. 32
-        /// warps have 64 registers a thread, which the kernel for 16 tokens exceeds.
-        const SKINNY_WARPS_8: usize = 32;
-        const SKINNY_WARPS_16: usize = 16;
+        /// linear/skinny_matmul.cuh: warps of a block that multiply, and that add; weight tiles of
+        /// a stage, and rounds of values that wait to be added.
+        const SKINNY_WARPS: usize = 16;
+        const SKINNY_ADDING_WARPS: usize = 4;
+        const SKINNY_STAGE_TILES: usize = 4;
+        const SKINNY_VALUE_BUFFERS: usize = 2;
         /// A block of linear/wgmma_product.cuh: its bytes of shared memory, of a multiprocessor's
         /// 227 KiB.
         const WGMMA_PRODUCT_SHARED_BYTES: usize = 216 << 10;
@@ -75,15 +77,6 @@ abi! {
             quantized: QuantizedRows,
             eps: f32,
         }
-        /// How linear/skinny_matmul.cuh divides shared memory.
-        struct SkinnyPipeline [12 bytes] {
-            /// Pipeline stages of each warp.
-            stages: i32,
-            /// Row tiles whose values are collected before they are added.
-            batch_tiles: i32,
-            /// Buffers for these values: one or two.
-            value_buffers: i32,
-        }
     }
     kernels {
         /// `residual`, f32 [tokens][rows], is null if there are several matrices.
@@ -99,7 +92,7 @@ abi! {
             first_blocks: i32,
         );
         kernel LinearMatmul(params: LinearParams, stages: i32);
-        kernel LinearSkinny(params: LinearParams, pipeline: SkinnyPipeline);
+        kernel LinearSkinny(params: LinearParams, stages: i32);
         /// `sums` are empty for types other than Q4_K and Q5_K.
         kernel LinearWgmma(params: LinearParams, sums: F16Sums);
         kernel LinearF32(
