@@ -35,18 +35,14 @@ MMA_K32(mma_s8, "s8")
 MMA_K32(mma_u8, "u8")
 #undef MMA_K32
 
-// D = A B + C, and D = A B.
-#define MMA_K16(NAME, ATYPE, BTYPE)                                                                    \
-    __device__ inline void NAME(int(&d)[4], uint32_t a0, uint32_t a1, uint32_t b0, const int(&c)[4]) { \
-        asm("mma.sync.aligned.m16n8k16.row.col.s32." ATYPE "." BTYPE                                   \
-            ".s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "                                                  \
-            "{%7, %8, %9, %10};"                                                                       \
-            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                           \
-            : "r"(a0), "r"(a1), "r"(b0), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));                  \
-    }                                                                                                  \
-    __device__ inline void NAME(int(&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {                   \
-        const int zero[4] = {0, 0, 0, 0};                                                              \
-        NAME(d, a0, a1, b0, zero);                                                                     \
+// D = A B.
+#define MMA_K16(NAME, ATYPE, BTYPE)                                                  \
+    __device__ inline void NAME(int(&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) { \
+        asm("mma.sync.aligned.m16n8k16.row.col.s32." ATYPE "." BTYPE                 \
+            ".s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "                                \
+            "{%7, %7, %7, %7};"                                                      \
+            : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                         \
+            : "r"(a0), "r"(a1), "r"(b0), "r"(0));                                    \
     }
 MMA_K16(mma16_s8, "s8", "s8")
 MMA_K16(mma16_u8, "u8", "s8")

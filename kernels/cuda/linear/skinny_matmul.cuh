@@ -23,7 +23,8 @@
 //     valued[buffer]  the warps have stored the values of a round
 //     added[buffer]   the adding warps have loaded them
 //
-// So no warp waits for another one of its kind. Shared memory holds the activation tiles of all
+// So no barrier stops all warps, and a multiplying warp may be up to two rounds ahead of others of
+// its kind. Shared memory holds the activation tiles of all
 // columns for the whole block. The order of sums is that of matmul.cuh.
 //
 // Limit: weight bytes over memory bandwidth (an H200 copies at 4.3 TB/s). A multiplying warp issues
@@ -55,10 +56,11 @@ static_assert(ADDING_WARPS == 4);
 constexpr int TILES = SKINNY_STAGE_TILES;
 static_assert(WARPS % TILES == 0);
 constexpr int BUFFERS = SKINNY_VALUE_BUFFERS;
-// Stages of a round. The ring has whole rounds, so that a stage is always used by the same warps: a
-// warp that is ahead of others would take an earlier phase of `full` for its own.
+// Stages of a round. The ring has whole rounds, so that a stage is always used by the same warps.
+// Otherwise a warp that is ahead of others would take an earlier phase of `full` for its own.
 constexpr int ROUND_STAGES = WARPS / TILES;
-// Bytes of weights that are copied before the activations are. More would delay these.
+// Bytes of weights that are copied before the activations are, which wait for the copies before
+// them.
 constexpr int EARLY_BYTES_MAX = 40 << 10;
 
 template <class Format, int NT>
@@ -136,7 +138,7 @@ struct Matmul {
         }
     }
 
-    // Copies the first stages' weights before the previous kernel has ended. Behind it, a piece of
+    // Copies the first stages' weights before the previous kernel has ended. After that, a piece of
     // activations comes before the stage that needs it first.
     __device__ void copy() const {
         RowTile first = find_row_tile<1>(params, first_row_tile);
@@ -271,8 +273,9 @@ struct Matmul {
     __device__ void run() const {
         if (lane == 0) init_barriers();
         __syncthreads();
-        if (warp == COPYING_WARP && lane == 0) {
-            copy();
+        if (warp == COPYING_WARP) {
+            // The other lanes must not wait for the previous kernel while this one starts copies.
+            if (lane == 0) copy();
         } else {
             wait_for_input(params);
             launch_next_kernel();

@@ -48,8 +48,8 @@ pub struct MatrixProduct<'a> {
 pub enum LinearMethod {
     /// linear/matvec.cuh, for one to four tokens. Each lane computes one row over 256 columns.
     Matvec(usize),
-    /// linear/skinny_matmul.cuh, for up to [`SKINNY_TOKENS`] tokens. Each warp computes 16 rows
-    /// over 256 columns.
+    /// linear/skinny_matmul.cuh, for up to [`SKINNY_TOKENS`] tokens. Each multiplying warp computes
+    /// 16 rows over 256 columns at a time.
     Skinny,
     /// linear/matmul.cuh, on the tensor cores.
     Matmul(MatmulShape),
@@ -98,15 +98,16 @@ impl MatmulShape {
     }
 }
 
-/// Above this number of tokens, products use the tensor cores. Measured on an H200 with Q4_K. 4096
-/// x 12288: two tokens take 10.3 us by matvec and 12.6 by matmul, four take 12.6 and 12.6. 12288 x
-/// 4096: two take 12.0 and 12.1, four take 15.8 and 12.1.
+/// Above this number of tokens, products use the tensor cores. Measured on an H200 with Q4_K by
+/// linear/matmul.cuh; linear/skinny_matmul.cuh was not compared. 4096 x 12288: two tokens take 10.3
+/// us by matvec and 12.6 by matmul, four take 12.6 and 12.6. 12288 x 4096: two take 12.0 and 12.1,
+/// four take 15.8 and 12.1.
 const MATVEC_TOKENS_MAX: usize = 3;
 /// Bytes of the copies in flight. 40 KiB per multiprocessor hide the latency of an H200's memory,
 /// and two blocks share a multiprocessor. Four times as many bytes changed no time by more than
 /// 10%.
 const PIPELINE_BYTES: usize = 64 << 10;
-pub(super) const PIPELINE_STAGES: (usize, usize) = (2, 6);
+const PIPELINE_STAGES: (usize, usize) = (2, 6);
 /// The static shared memory of a matvec kernel, at most: sums of a norm, or the chosen experts of a
 /// row. What a block may have holds for static and dynamic memory together.
 const MATVEC_STATIC_BYTES: usize = 256;
@@ -162,7 +163,7 @@ impl LinearKernels {
         (self.device.multiprocessors() as usize).max(1)
     }
 
-    /// The same if this many multiprocessors are free, for matrices like `shape` that have
+    /// [`Self::method`] if this many multiprocessors are free, for matrices like `shape` that have
     /// `row_tiles` tiles of 16 rows together.
     fn method_on(
         &self,
@@ -218,11 +219,13 @@ impl LinearKernels {
         };
         let mut method = self.method_on(multiprocessors, first.shape, row_tiles, x.tokens);
         let mut launched = self.launch_after(stream, before, method, x, products);
-        if let Err(OpError::Shape { what: NO_SHARED_MEMORY, .. }) = launched {
-            // Rows are too long for the device's shared memory. The memory of these shapes does not
-            // depend on the rows.
-            method = LinearMethod::Matmul(MatmulShape::QUANTS[usize::from(x.tokens > ACT_TILE_TOKENS)]);
-            launched = self.launch_after(stream, before, method, x, products);
+        // If rows are too long for the device's shared memory: the memory of these shapes does not
+        // depend on the rows. The second one needs less than the first.
+        for shape in &MatmulShape::QUANTS[usize::from(x.tokens > ACT_TILE_TOKENS)..2] {
+            if let Err(OpError::Shape { what: NO_SHARED_MEMORY, .. }) = launched {
+                method = LinearMethod::Matmul(*shape);
+                launched = self.launch_after(stream, before, method, x, products);
+            }
         }
         let blocks = launched?;
         if blocks == 0 || !method.runs_side_by_side() {

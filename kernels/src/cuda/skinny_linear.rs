@@ -18,14 +18,14 @@ use super::quantize::activation_bytes;
 
 /// Tokens of the larger kernel.
 pub const SKINNY_TOKENS: usize = 16;
-/// Columns up to which it is faster than linear/matmul.cuh for up to eight tokens. Each block loads
-/// the activations of whole rows. With two row tiles a block, this takes as long as its weights: on
-/// an H200 with 8 tokens, 4096 rows of 12,288 columns take 10.7 us instead of 10.1 (Q4_K), and 15.0
-/// instead of 13.7 (Q6_K).
+/// Columns up to which it is taken for up to eight tokens. Each block loads the activations of
+/// whole rows before it has used them. On an H200 with 8 tokens, 4096 rows of 12,288 columns take
+/// 10.7 us instead of 10.1 by linear/matmul.cuh (Q4_K), and 15.0 instead of 13.7 (Q6_K). With 4096
+/// columns it is faster (Q4_K, Q8_0), or equal (Q6_K).
 const COLS_MAX: usize = 8192;
 /// Warps of a block; the last one copies.
 pub(super) const WARPS: usize = SKINNY_WARPS + SKINNY_ADDING_WARPS + 1;
-/// Stages of a round, which has one weight tile for each of these warps. The kernel has whole
+/// Stages of a round, which has one weight tile for each multiplying warp. The ring has whole
 /// rounds of stages.
 const ROUND_STAGES: usize = SKINNY_WARPS / SKINNY_STAGE_TILES;
 /// Rounds in the ring. Two of Q4_K are 72 KiB, more than hide the memory's latency. With three or

@@ -401,29 +401,51 @@ pub(crate) fn embeddings_are_decoded_as_on_the_host(gpu: &TestGpu) -> anyhow::Re
 }
 
 pub(crate) fn matrices_of_one_launch(gpu: &TestGpu) -> anyhow::Result<()> {
-    let linear = LinearKernels::new(&gpu.device);
     let mut random = TestRng::new(7);
-    let cols = 1024;
     for dtype in TYPES {
-        let cases: Vec<LinearCase> = [100, 16, 33, 250]
-            .into_iter()
-            .map(|rows| LinearCase::new(gpu, &mut random, dtype, cols, rows))
-            .collect::<Result<_, _>>()?;
-        for tokens in [1, 4, 6, 20, 40, 130].into_iter().take(if gpu.small { 3 } else { 6 }) {
-            let mut input = LinearInput::new(gpu, &mut random, dtype, tokens, cols)?;
-            for method in methods(gpu, dtype, tokens) {
-                let mut outs: Vec<Buffer<f32>> = cases
-                    .iter()
-                    .map(|case| Buffer::new(&gpu.device, tokens * case.shape.rows()))
-                    .collect::<Result<_, _>>()?;
-                let mut products: Vec<MatrixProduct<'_>> =
-                    cases.iter().zip(&mut outs).map(|(case, out)| case.product(out)).collect();
-                input.run(gpu, &linear, tokens, method, &mut products)?;
-                drop(products);
-                for (at, (case, out)) in cases.iter().zip(&outs).enumerate() {
-                    let what = format!("{dtype}, matrix {at}, {tokens} tokens, {method:?}");
-                    ensure_bits(&what, &out.to_host(&gpu.stream)?, &case.expected(&input.x)?)?;
-                }
+        let counts = [1, 4, 6, 12, 20, 40, 130].into_iter().take(if gpu.small { 3 } else { 7 });
+        compare_matrices(gpu, &mut random, dtype, 1024, [100, 16, 33, 250], counts)?;
+    }
+    if gpu.small {
+        return Ok(());
+    }
+    // Blocks of several row tiles, which begin within a matrix and end within another. Rows of 11
+    // column tiles end within the pieces that some methods copy.
+    for dtype in [DType::Q4_K, DType::Q6_K, DType::Q8_0] {
+        compare_matrices(gpu, &mut random, dtype, 2816, [2000, 40, 3000, 700], [3, 8, 12].into_iter())?;
+    }
+    Ok(())
+}
+
+fn compare_matrices(
+    gpu: &TestGpu,
+    random: &mut TestRng,
+    dtype: DType,
+    cols: usize,
+    rows: [usize; 4],
+    counts: impl Iterator<Item = usize>,
+) -> anyhow::Result<()> {
+    let linear = LinearKernels::new(&gpu.device);
+    let cases: Vec<LinearCase> = rows
+        .into_iter()
+        .map(|rows| LinearCase::new(gpu, random, dtype, cols, rows))
+        .collect::<Result<_, _>>()?;
+    for tokens in counts {
+        let mut input = LinearInput::new(gpu, random, dtype, tokens, cols)?;
+        let expected: Vec<Vec<f32>> =
+            cases.iter().map(|case| case.expected(&input.x)).collect::<Result<_, _>>()?;
+        for method in methods(gpu, dtype, tokens) {
+            let mut outs: Vec<Buffer<f32>> = cases
+                .iter()
+                .map(|case| Buffer::new(&gpu.device, tokens * case.shape.rows()))
+                .collect::<Result<_, _>>()?;
+            let mut products: Vec<MatrixProduct<'_>> =
+                cases.iter().zip(&mut outs).map(|(case, out)| case.product(out)).collect();
+            input.run(gpu, &linear, tokens, method, &mut products)?;
+            drop(products);
+            for (at, (expected, out)) in expected.iter().zip(&outs).enumerate() {
+                let what = format!("{dtype}, matrix {at} of {cols} columns, {tokens} tokens, {method:?}");
+                ensure_bits(&what, &out.to_host(&gpu.stream)?, expected)?;
             }
         }
     }

@@ -40,10 +40,11 @@ impl Outputs {
 
 pub(crate) fn products_beside_each_other(gpu: &TestGpu) -> anyhow::Result<()> {
     let mut random = TestRng::new(12);
-    // In the first set, the first product takes longest and leaves multiprocessors free. So what
-    // reads its output too early reads an older one.
+    // In the first two sets, the first product takes longest and leaves multiprocessors free. So
+    // what reads its output too early reads an older one.
     for (types, cols, rows) in [
         ([DType::Q6_K, DType::Q4_K, DType::Q5_K], 12_288, [3840, 64, 64]),
+        ([DType::Q4_K, DType::Q6_K, DType::Q5_K], 4096, [1920, 64, 64]),
         ([DType::Q4_K, DType::Q6_K, DType::Q2_K], 4096, [5120, 1024, 256]),
         ([DType::Q8_0, DType::Q5_0, DType::Q4_0], 4096, [5120, 1024, 256]),
     ] {

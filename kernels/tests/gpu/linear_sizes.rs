@@ -104,11 +104,19 @@ pub(crate) fn repeated_products_are_equal(gpu: &TestGpu) -> anyhow::Result<()> {
     let linear = LinearKernels::new(&gpu.device);
     let quantize = QuantizeKernels::new(&gpu.device);
     let mut random = TestRng::new(11);
-    let (cols, rows, repeats) = if gpu.small { (2048, 24, 3) } else { (12_288, 4096, REPEATS) };
+    let repeats = if gpu.small { 3 } else { REPEATS };
+    let shapes: &[(usize, usize, &[usize])] = if gpu.small {
+        &[(2048, 24, &[8, 12, 60, 84, 140])]
+    } else {
+        &[(12_288, 4096, &[8, 12, 60, 84, 140]), (4096, 12_288, &[8, 12])]
+    };
     let mut failures = Vec::new();
-    for dtype in [DType::Q4_K, DType::Q6_K, DType::Q8_0] {
+    let types = [DType::Q4_K, DType::Q6_K, DType::Q8_0];
+    for (dtype, &(cols, rows, counts)) in
+        types.into_iter().flat_map(|dtype| shapes.iter().map(move |shape| (dtype, shape)))
+    {
         let case = case(gpu, &mut random, dtype, cols, rows)?;
-        for tokens in [12, 60, 84, 140] {
+        for &tokens in counts {
             let mut input = LinearInput::new(gpu, &mut random, dtype, tokens, cols)?;
             let new_out = |_| Ok(Buffer::new(&gpu.device, tokens * rows)?);
             let mut outs: Vec<Buffer<f32>> = (0..repeats).map(new_out).collect::<anyhow::Result<_>>()?;

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Compares linear/wgmma_product.cuh with the 8-bit products at the limits of exact sums.
+//! Compares linear/wgmma_product.cuh and the other methods with one of the 8-bit products at the
+//! limits of exact sums.
 
 use kernels::cuda::Buffer;
-use kernels::cuda::linear::{LinearKernels, LinearMethod, MatmulShape, WgmmaShape, has_wgmma_kernels};
+use kernels::cuda::linear::{LinearKernels, LinearMethod, MatmulShape, has_wgmma_kernels};
 use quant::DType;
 use quant::layout::Tiles;
 
 use crate::TestGpu;
-use crate::linear::{LinearCase, LinearInput, ensure_bits};
+use crate::linear::{LinearCase, LinearInput, ensure_bits, methods};
 use crate::random::TestRng;
 
 /// How blocks of a type are filled.
@@ -79,8 +80,7 @@ impl BlockBytes {
     }
 }
 
-/// Compares wgmma with the 8-bit products for blocks whose sums are as large as they can be, sparse
-/// or of any bits.
+/// Compares all methods for blocks whose sums are as large as they can be, sparse or of any bits.
 pub(crate) fn extreme_blocks_give_the_same_bits_on_wgmma(gpu: &TestGpu) -> anyhow::Result<()> {
     if !has_wgmma_kernels(&gpu.device, DType::Q4_K) {
         println!("SKIPPED: this GPU or build has no wgmma");
@@ -98,6 +98,8 @@ fn compare(gpu: &TestGpu, blocks: &BlockBytes) -> anyhow::Result<()> {
     let dtype = blocks.dtype;
     for (cols, rows, tokens) in [
         (256, 16, 1),
+        (1024, 145, 8),
+        (4096, 40, 13),
         (512, 145, 70),
         (1024, 1040, 128),
         (1280, 17_000, 40),
@@ -116,17 +118,16 @@ fn compare(gpu: &TestGpu, blocks: &BlockBytes) -> anyhow::Result<()> {
                 *x = if positive { 1.0 } else { -1.0 };
             }
             input.device_x = Buffer::from_host(&gpu.stream, &x)?;
-            let mut outs = Vec::new();
-            let wgmma = WgmmaShape::of(dtype).map(LinearMethod::Wgmma);
-            for method in [LinearMethod::Matmul(MatmulShape::all()[3])].into_iter().chain(wgmma) {
+            let mut run = |method| -> anyhow::Result<Vec<f32>> {
                 let mut out = Buffer::<f32>::new(&gpu.device, tokens * rows)?;
                 out.view_mut().fill_bytes(&gpu.stream, 0xFF)?;
                 input.run(gpu, &linear, tokens, method, &mut [case.product(&mut out)])?;
-                outs.push(out.to_host(&gpu.stream)?);
-            }
-            for (found, block) in outs[1..].iter().zip(WgmmaShape::of(dtype)) {
-                let what = format!("{dtype}, kind {kind}, {cols} x {rows}, {tokens} tokens by {block:?}");
-                ensure_bits(&what, found, &outs[0])?;
+                Ok(out.to_host(&gpu.stream)?)
+            };
+            let expected = run(LinearMethod::Matmul(MatmulShape::all()[3]))?;
+            for method in methods(gpu, dtype, tokens) {
+                let what = format!("{dtype}, kind {kind}, {cols} x {rows}, {tokens} tokens by {method:?}");
+                ensure_bits(&what, &run(method)?, &expected)?;
             }
         }
     }
