@@ -12,20 +12,21 @@
 //   | ...     |         |         |         | row tile 1             WARPS multiplying warps
 //   +---------+---------+---------+---------+
 //
-//   copying warp       stage 0 | stage 1 | stage 2 | ...     weights, ahead of the others
-//   multiplying warps            round 0         | round 1   values of 256 columns -> buffer
-//   adding warps                                 | round 0   buffer -> sums by ascending columns
+//   Warps are specialised:
+//     copying warp       stage 0 | stage 1 | stage 2 | ...     weights, ahead of the others
+//     multiplying warps            round 0         | round 1   values of 256 columns -> buffer
+//     adding warps                                 | round 0   buffer -> sums by ascending columns
 //
-//   barriers          completes when
-//     full[stage]     the copies of the stage have arrived
-//     empty[stage]    the warps have used its tiles
-//     act_full[piece] the activations of TILES column tiles have arrived
-//     valued[buffer]  the warps have stored the values of a round
-//     added[buffer]   the adding warps have loaded them
+//   barriers                completes when
+//     full[stage]           the copies of the stage have arrived
+//     empty[stage]          the warps have used its tiles
+//     act_full[piece]       the activations of TILES column tiles have arrived
+//     values_full[buffer]   the warps have stored the values of a round
+//     values_empty[buffer]  the adding warps have loaded them
 //
 // So no barrier stops all warps, and a multiplying warp may be up to two rounds ahead of others of
-// its kind. Shared memory holds the activation tiles of all
-// columns for the whole block. The order of sums is that of matmul.cuh.
+// its kind. Shared memory holds the activation tiles of all columns for the whole block. The order
+// of sums is that of matmul.cuh.
 //
 // Limit: weight bytes over memory bandwidth (an H200 copies at 4.3 TB/s). A multiplying warp issues
 // 251 instructions for a weight tile of Q4_K and 8 tokens, 369 for 16 tokens. Measured, times in us
@@ -75,7 +76,7 @@ struct Matmul {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint8_t *ring, *act_tiles;
     float *values;
-    uint64_t *full, *empty, *act_full, *valued, *added;
+    uint64_t *full, *empty, *act_full, *values_full, *values_empty;
     // The block's row tiles, counted over all matrices, and its weight tiles.
     int first_row_tile, tiles;
 
@@ -84,7 +85,8 @@ struct Matmul {
         act_tiles = ring + stages * STAGE_BYTES;
         values = reinterpret_cast<float *>(act_tiles + NT * col_tiles * ACT_TILE_BYTES);
         full = reinterpret_cast<uint64_t *>(values + BUFFERS * WARPS * TILE_VALUES);
-        empty = full + stages, valued = empty + stages, added = valued + BUFFERS, act_full = added + BUFFERS;
+        empty = full + stages, values_full = empty + stages, values_empty = values_full + BUFFERS,
+        act_full = values_empty + BUFFERS;
         int total = count_row_tile_groups<1>(params);
         first_row_tile = static_cast<int64_t>(blockIdx.x) * total / gridDim.x;
         tiles = (static_cast<int64_t>(blockIdx.x + 1) * total / gridDim.x - first_row_tile) * col_tiles;
@@ -97,7 +99,9 @@ struct Matmul {
         int barriers = 2 * stages + 2 * BUFFERS + act_pieces();
         for (int at = warp; at < barriers; at += COPYING_WARP + 1) {
             uint64_t *barrier = full + at;
-            int warps_arriving = barrier < valued ? TILES : barrier < added ? WARPS : ADDING_WARPS;
+            int warps_arriving = barrier < values_full    ? TILES
+                                 : barrier < values_empty ? WARPS
+                                                          : ADDING_WARPS;
             int arrivals = barrier < empty || barrier >= act_full ? 1 : 32 * warps_arriving;
             barrier_init(barrier, arrivals);
         }
@@ -176,7 +180,7 @@ struct Matmul {
                                                  [&](int, int nt, int i, float v) { value[nt][i] = v; });
             }
             // Also without a tile: an arrival must not count for the round before.
-            barrier_wait(added + buffer, buffer_phase);
+            barrier_wait(values_empty + buffer, buffer_phase);
             if (has_tile) {
                 float *to = own + buffer * WARPS * TILE_VALUES;
 #pragma unroll
@@ -184,7 +188,7 @@ struct Matmul {
 #pragma unroll
                     for (int i = 0; i < 4; i++) to[(nt * 4 + i) * 32] = value[nt][i];
             }
-            barrier_arrive(valued + buffer);
+            barrier_arrive(values_full + buffer);
             if (has_tile) barrier_arrive(empty + stage);
             for (col += WARPS; col >= col_tiles;) col -= col_tiles;
             if ((stage += ROUND_STAGES) >= stages) stage -= stages, phase ^= 1;
@@ -208,13 +212,13 @@ struct Matmul {
         __device__ void store(const LinearParams &params, int lane_row, int lane_token,
                               const float (&sums)[NT]) {
             int r = row + lane_row;
-            float added = bias != nullptr && r < rows ? bias[r] : 0;
+            float bias_value = bias != nullptr && r < rows ? bias[r] : 0;
 #pragma unroll
             for (int nt = 0; nt < NT; nt++) {
                 int token = nt * ACT_TILE_TOKENS + lane_token;
                 if (r < rows && token < params.tokens)
                     out[static_cast<size_t>(token) * rows + r] =
-                        bias != nullptr ? sums[nt] + added : sums[nt];
+                        bias != nullptr ? sums[nt] + bias_value : sums[nt];
             }
             row += TILE_ROWS;
             while (row >= rows && matrix + 1 < params.matrices) begin(params, matrix + 1, 0);
@@ -239,7 +243,7 @@ struct Matmul {
             for (int nt = 0; nt < NT; nt++) sums[nt] = 0;
         };
         for (int round = 0; round < tiles; round += WARPS) {
-            barrier_wait(valued + buffer, phase);
+            barrier_wait(values_full + buffer, phase);
             const float *from = values + buffer * WARPS * TILE_VALUES + element * 32 + lane;
             // Those beyond the last tile are old values, which are not added.
             float loaded[WARPS][NT];
@@ -247,7 +251,7 @@ struct Matmul {
             for (int j = 0; j < WARPS; j++)
 #pragma unroll
                 for (int nt = 0; nt < NT; nt++) loaded[j][nt] = from[j * TILE_VALUES + nt * 128];
-            barrier_arrive(added + buffer);
+            barrier_arrive(values_empty + buffer);
 #pragma unroll
             for (int step = 0; step < WARPS; step += STEP) {
                 if (col + STEP <= col_tiles && round + step + STEP <= tiles) {
