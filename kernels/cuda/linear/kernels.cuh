@@ -15,12 +15,12 @@
     }                                                                                                   \
     CHECK_SIGNATURE(matvec_##NAME##_##M, LinearMatvec);
 
-#define NORM_MATVEC_KERNEL(NAME, FORMAT)                                              \
-    extern "C" __global__ void __launch_bounds__(matvec::THREADS)                     \
-        norm_matvec_##NAME(const __grid_constant__ LinearParams params,               \
-                           const __grid_constant__ NormedInput input, int stages) {   \
-        matvec::multiply_normed<FORMAT>(params, input, stages, matvec::all_blocks()); \
-    }                                                                                 \
+#define NORM_MATVEC_KERNEL(NAME, FORMAT)                                            \
+    extern "C" __global__ void __launch_bounds__(matvec::THREADS)                   \
+        norm_matvec_##NAME(const __grid_constant__ LinearParams params,             \
+                           const __grid_constant__ NormedInput input, int stages) { \
+        matvec::multiply_normed<FORMAT>(params, input, stages, all_blocks());       \
+    }                                                                               \
     CHECK_SIGNATURE(norm_matvec_##NAME, LinearNormMatvec);
 
 #define MATMUL_KERNEL(NAME, TOKENS, FORMAT, MT, NT, WM, WN, WK)                             \
@@ -30,11 +30,11 @@
     }                                                                                       \
     CHECK_SIGNATURE(matmul_##NAME##_##TOKENS, LinearMatmul);
 
-#define SKINNY_KERNEL(NAME, TOKENS, FORMAT)                                                 \
-    extern "C" __global__ void __launch_bounds__(skinny_matmul::THREADS, 1)                 \
-        skinny_##NAME##_##TOKENS(const __grid_constant__ LinearParams params, int stages) { \
-        skinny_matmul::multiply<FORMAT, TOKENS / ACT_TILE_TOKENS>(params, stages);          \
-    }                                                                                       \
+#define SKINNY_KERNEL(NAME, TOKENS, FORMAT)                                                      \
+    extern "C" __global__ void __launch_bounds__(skinny_matmul::THREADS, 1)                      \
+        skinny_##NAME##_##TOKENS(const __grid_constant__ LinearParams params, int stages) {      \
+        skinny_matmul::multiply<FORMAT, TOKENS / ACT_TILE_TOKENS>(params, stages, all_blocks()); \
+    }                                                                                            \
     CHECK_SIGNATURE(skinny_##NAME##_##TOKENS, LinearSkinny);
 
 // QUANT_MATMULS is in abi/linear.cuh, which the build writes from MatmulShape in

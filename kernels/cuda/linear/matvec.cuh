@@ -123,13 +123,6 @@ __device__ void add_values(const LinearParams &params, float *residual, int firs
     }
 }
 
-// The blocks of a launch that compute the matrices of one type, and this one's place among them.
-struct BlockRange {
-    int block, blocks;
-};
-
-__device__ inline BlockRange all_blocks() { return {int(blockIdx.x), int(gridDim.x)}; }
-
 // `fill` waits for the previous kernel, starts loads of activations, calls the function that it is
 // given, and fills the activation rows. That function starts more copies of weights. If these came
 // first, the loads would wait for them: 107 to 147 KiB a multiprocessor take 3 to 4 us.

@@ -40,6 +40,13 @@ __device__ inline int count_row_tile_groups(const LinearParams &params) {
     return groups;
 }
 
+// The blocks of a launch that compute the matrices of one type, and this one's place among them.
+struct BlockRange {
+    int block, blocks;
+};
+
+__device__ inline BlockRange all_blocks() { return {int(blockIdx.x), int(gridDim.x)}; }
+
 // Products with the same input run side by side: the second one takes the multiprocessors that the
 // first one leaves free. The first one lets it start when the input is complete, so it need not
 // wait before it reads. It waits for the first one before it ends, because the kernels behind it

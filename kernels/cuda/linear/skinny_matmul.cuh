@@ -60,9 +60,9 @@ constexpr int BUFFERS = SKINNY_VALUE_BUFFERS;
 // Stages of a round. The ring has whole rounds, so that a stage is always used by the same warps.
 // Otherwise a warp that is ahead of others would take an earlier phase of `full` for its own.
 constexpr int ROUND_STAGES = WARPS / TILES;
-// Bytes of weights that are copied before the activations are, which wait for the copies before
+// Stages of weights that are copied before the activations are, which wait for the copies before
 // them.
-constexpr int EARLY_BYTES_MAX = 40 << 10;
+constexpr int EARLY_STAGES = ROUND_STAGES;
 
 template <class Format, int NT>
 struct Matmul {
@@ -80,7 +80,7 @@ struct Matmul {
     // The block's row tiles, counted over all matrices, and its weight tiles.
     int first_row_tile, tiles;
 
-    __device__ Matmul(const LinearParams &params, int stages, uint8_t *shared)
+    __device__ Matmul(const LinearParams &params, int stages, BlockRange range, uint8_t *shared)
         : params(params), stages(stages), col_tiles(params.col_tiles), ring(shared) {
         act_tiles = ring + stages * STAGE_BYTES;
         values = reinterpret_cast<float *>(act_tiles + NT * col_tiles * ACT_TILE_BYTES);
@@ -88,8 +88,8 @@ struct Matmul {
         empty = full + stages, values_full = empty + stages, values_empty = values_full + BUFFERS,
         act_full = values_empty + BUFFERS;
         int total = count_row_tile_groups<1>(params);
-        first_row_tile = static_cast<int64_t>(blockIdx.x) * total / gridDim.x;
-        tiles = (static_cast<int64_t>(blockIdx.x + 1) * total / gridDim.x - first_row_tile) * col_tiles;
+        first_row_tile = static_cast<int64_t>(range.block) * total / range.blocks;
+        tiles = (static_cast<int64_t>(range.block + 1) * total / range.blocks - first_row_tile) * col_tiles;
     }
 
     __device__ int act_pieces() const { return (col_tiles + TILES - 1) / TILES; }
@@ -149,7 +149,7 @@ struct Matmul {
         Cursor cursor = {
             first.matrix, (row_tiles(params, first.matrix) - first.first) * col_tiles, 0,
             params.weights[first.matrix] + static_cast<size_t>(first.first) * col_tiles * TILE_BYTES};
-        const int early_stages = max(1, min(stages, EARLY_BYTES_MAX / STAGE_BYTES));
+        const int early_stages = EARLY_STAGES;
         int stage = 0, piece = 0, phase = 1;
         for (; stage < early_stages && cursor.copied < tiles; stage++) copy_stage(cursor, stage);
         wait_for_input(params);
@@ -293,9 +293,23 @@ struct Matmul {
 };
 
 template <class Format, int NT>
-__device__ void multiply(const LinearParams &params, int stages) {
+__device__ void multiply(const LinearParams &params, int stages, BlockRange range) {
     extern __shared__ __align__(128) uint8_t shared[];
-    Matmul<Format, NT>(params, stages, shared).run();
+    Matmul<Format, NT>(params, stages, range, shared).run();
+}
+
+// The same for matrices of two types. The first `first_blocks` blocks compute those of the first
+// type.
+template <class First, class Second, int NT>
+__device__ void multiply_both(const LinearParams &first, const LinearParams &second, int first_stages,
+                              int second_stages, int first_blocks) {
+    static_assert(First::ACTIVATION == Second::ACTIVATION);
+    const int block = blockIdx.x, blocks = gridDim.x;
+    if (block < first_blocks) {
+        multiply<First, NT>(first, first_stages, {block, first_blocks});
+    } else {
+        multiply<Second, NT>(second, second_stages, {block - first_blocks, blocks - first_blocks});
+    }
 }
 
 }  // namespace skinny_matmul

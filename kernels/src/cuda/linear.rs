@@ -102,7 +102,7 @@ impl MatmulShape {
 /// linear/matmul.cuh; linear/skinny_matmul.cuh was not compared. 4096 x 12288: two tokens take 10.3
 /// us by matvec and 12.6 by matmul, four take 12.6 and 12.6. 12288 x 4096: two take 12.0 and 12.1,
 /// four take 15.8 and 12.1.
-const MATVEC_TOKENS_MAX: usize = 3;
+pub(super) const MATVEC_TOKENS_MAX: usize = 3;
 /// Bytes of the copies in flight. 40 KiB per multiprocessor hide the latency of an H200's memory,
 /// and two blocks share a multiprocessor. Four times as many bytes changed no time by more than
 /// 10%.

@@ -4,7 +4,9 @@
 
 use quant::DType;
 
-use super::abi::linear::{LinearMatmul, LinearMatvec, LinearNormMatvec, LinearNormMatvecPair, MatmulShape};
+use super::abi::linear::{
+    LinearMatmul, LinearMatvec, LinearNormMatvec, LinearNormMatvecPair, LinearSkinnyPair, MatmulShape,
+};
 use super::launch::{KernelName, kernel_name};
 
 /// Calls a macro with the quantized types, each with its name in the names of kernels.
@@ -82,6 +84,21 @@ pub(super) fn norm_matvec_pair_name(first: DType, second: DType) -> Option<Kerne
     match (first, second) {
         (DType::Q4_K, DType::Q6_K) => Some(kernel_name!("linear_mixed", "norm_matvec_q4_k_q6_k")),
         (DType::Q5_K, DType::Q6_K) => Some(kernel_name!("linear_mixed", "norm_matvec_q5_k_q6_k")),
+        _ => None,
+    }
+}
+
+/// As [`norm_matvec_pair_name`], for as many tokens as `skinny_linear::capacity` says.
+pub(super) fn skinny_pair_name(
+    first: DType,
+    second: DType,
+    capacity: usize,
+) -> Option<KernelName<LinearSkinnyPair>> {
+    match (first, second, capacity) {
+        (DType::Q4_K, DType::Q6_K, 8) => Some(kernel_name!("linear_mixed", "skinny_q4_k_q6_k_8")),
+        (DType::Q4_K, DType::Q6_K, 16) => Some(kernel_name!("linear_mixed", "skinny_q4_k_q6_k_16")),
+        (DType::Q5_K, DType::Q6_K, 8) => Some(kernel_name!("linear_mixed", "skinny_q5_k_q6_k_8")),
+        (DType::Q5_K, DType::Q6_K, 16) => Some(kernel_name!("linear_mixed", "skinny_q5_k_q6_k_16")),
         _ => None,
     }
 }

@@ -1,27 +1,70 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Launcher of linear_mixed.cu: the norm of one token, multiplied with matrices of two types.
+//! Launchers of linear_mixed.cu: products with matrices of two types.
 
 use ops::OpError;
 use quant::DType;
 use quant::layout::Tiles;
 
-use super::abi::linear::{LinearNormMatvecPair, MATVEC_WARPS};
+use super::abi::linear::{LinearNormMatvecPair, LinearSkinnyPair, MATVEC_WARPS};
 use super::error::device_error;
 use super::fused_linear::{NormInput, check_norm};
-use super::launch::launch_kernel;
+use super::launch::{KernelName, launch_kernel};
 use super::linear::{
-    LinearKernels, MatrixProduct, NO_SHARED_MEMORY, OP, check_products, linear_params, matvec_pipeline,
-    no_kernel,
+    LinearKernels, LinearMethod, MATVEC_TOKENS_MAX, MatrixProduct, NO_SHARED_MEMORY, OP, check_products,
+    linear_params, matvec_pipeline, no_kernel,
 };
-use super::linear_names::norm_matvec_pair_name;
+use super::linear_names::{norm_matvec_pair_name, skinny_pair_name};
 use super::quantize::QuantizedActivations;
-use super::{LaunchConfig, Stream};
+use super::{LaunchConfig, Stream, skinny_linear};
 
 impl LinearKernels {
     /// Whether [`Self::launch_normed_both`] takes matrices of these types.
-    pub(super) fn can_mix(first: DType, second: DType) -> bool {
+    pub(super) fn can_mix_normed(first: DType, second: DType) -> bool {
         norm_matvec_pair_name(first, second).is_some()
+    }
+
+    /// Whether [`Self::launch_both`] takes matrices of these types, for this many tokens.
+    pub(super) fn can_mix(first: DType, second: DType, tokens: usize) -> bool {
+        tokens > MATVEC_TOKENS_MAX
+            && skinny_pair_name(first, second, skinny_linear::capacity(tokens)).is_some()
+    }
+
+    /// Computes [`Self::launch`] for `first`, and for `second`, which are of another type. If there
+    /// is no such kernel, or others are faster, nothing is computed and the result is `false`.
+    pub(super) fn launch_both(
+        &self,
+        stream: &Stream,
+        x: QuantizedActivations<'_>,
+        first: &[MatrixProduct<'_>],
+        second: &[MatrixProduct<'_>],
+    ) -> Result<bool, OpError> {
+        let ([one, ..], [other, ..]) = (first, second) else { return Ok(false) };
+        let shapes = [one.shape, other.shape];
+        let capacity = skinny_linear::capacity(x.tokens);
+        check_products(x, first)?;
+        check_products(x, second)?;
+        let are_skinny = shapes.iter().all(|&shape| self.method(shape, x.tokens) == LinearMethod::Skinny);
+        let name = skinny_pair_name(one.shape.dtype(), other.shape.dtype(), capacity);
+        let (true, Some(name)) = (are_skinny, name) else { return Ok(false) };
+        let pipelines =
+            shapes.map(|shape| skinny_linear::pipeline(self.device(), shape, capacity, x.layout.format));
+        let Some(pipelines) = both_fit(pipelines)? else { return Ok(false) };
+        let (first_blocks, launch) =
+            self.mixed_launch(name, skinny_linear::WARPS, pipelines, [row_tiles(first), row_tiles(second)])?;
+        let [(first_stages, _), (second_stages, _)] = pipelines;
+        let arguments = LinearSkinnyPair {
+            first: linear_params(x, first),
+            second: linear_params(x, second),
+            first_stages,
+            second_stages,
+            first_blocks,
+        };
+        // SAFETY: as in `LinearKernels::launch`, for the matrices of both types. Shared memory
+        // suffices for either type.
+        unsafe { launch_kernel(&self.mixed, name, stream, launch, &arguments) }
+            .map(|()| true)
+            .map_err(device_error(OP))
     }
 
     /// Computes [`Self::launch_normed`] for `first`, and for `second`, which are of another type.
@@ -45,37 +88,57 @@ impl LinearKernels {
             let (tile_bytes, col_tiles) = (shape.tile_bytes(), shape.col_tiles());
             matvec_pipeline(self.device(), tile_bytes, col_tiles, x.tokens, x.layout.format)
         });
-        let [(first_stages, first_bytes), (second_stages, second_bytes)] = match pipelines {
-            [Ok(first), Ok(second)] => [first, second],
-            [Err(OpError::Shape { what: NO_SHARED_MEMORY, .. }), _]
-            | [_, Err(OpError::Shape { what: NO_SHARED_MEMORY, .. })] => return Ok(false),
-            [Err(error), _] | [_, Err(error)] => return Err(error),
-        };
-        let shared_bytes = first_bytes.max(second_bytes);
-        let block = 32 * MATVEC_WARPS as u32;
-        let kernel = self.mixed.kernel(name.as_c_str()).map_err(device_error(OP))?;
-        let resident = kernel.blocks_per_multiprocessor(block, shared_bytes).map_err(device_error(OP))?;
-        let blocks = resident.max(1) as usize * self.multiprocessors();
-        let (first_blocks, second_blocks) = divide_blocks(blocks, row_tiles(first), row_tiles(second));
-        let launch = LaunchConfig {
-            grid: ((first_blocks + second_blocks) as u32, 1, 1),
-            block,
-            shared_bytes,
-            overlaps_predecessor: true,
-        };
+        let Some(pipelines) = both_fit(pipelines)? else { return Ok(false) };
+        let (first_blocks, launch) =
+            self.mixed_launch(name, MATVEC_WARPS, pipelines, [row_tiles(first), row_tiles(second)])?;
+        let [(first_stages, _), (second_stages, _)] = pipelines;
         let arguments = LinearNormMatvecPair {
             first: linear_params(x, first),
             second: linear_params(x, second),
             input: norm.arguments(x),
             first_stages,
             second_stages,
-            first_blocks: first_blocks as i32,
+            first_blocks,
         };
         // SAFETY: as in `launch_normed`, for the matrices of both types. Shared memory suffices for
         // either type.
         unsafe { launch_kernel(&self.mixed, name, stream, launch, &arguments) }
             .map(|()| true)
             .map_err(device_error(OP))
+    }
+
+    /// The blocks that compute the matrices of the first type, and the launch of them and of those
+    /// of the second type: no more than run at once.
+    fn mixed_launch<A>(
+        &self,
+        name: KernelName<A>,
+        warps: usize,
+        pipelines: [Pipeline; 2],
+        [first, second]: [RowTiles; 2],
+    ) -> Result<(i32, LaunchConfig), OpError> {
+        let [(_, first_bytes), (_, second_bytes)] = pipelines;
+        let shared_bytes = first_bytes.max(second_bytes);
+        let block = 32 * warps as u32;
+        let kernel = self.mixed.kernel(name.as_c_str()).map_err(device_error(OP))?;
+        let resident = kernel.blocks_per_multiprocessor(block, shared_bytes).map_err(device_error(OP))?;
+        let blocks = resident.max(1) as usize * self.multiprocessors();
+        let (first_blocks, second_blocks) = divide_blocks(blocks, first, second);
+        let grid = ((first_blocks + second_blocks) as u32, 1, 1);
+        let launch = LaunchConfig { grid, block, shared_bytes, overlaps_predecessor: true };
+        Ok((first_blocks as i32, launch))
+    }
+}
+
+/// Stages, and bytes of shared memory.
+type Pipeline = (i32, u32);
+
+/// The pipelines, unless rows are too long for the device's shared memory.
+fn both_fit(pipelines: [Result<Pipeline, OpError>; 2]) -> Result<Option<[Pipeline; 2]>, OpError> {
+    match pipelines {
+        [Ok(first), Ok(second)] => Ok(Some([first, second])),
+        [Err(OpError::Shape { what: NO_SHARED_MEMORY, .. }), _]
+        | [_, Err(OpError::Shape { what: NO_SHARED_MEMORY, .. })] => Ok(None),
+        [Err(error), _] | [_, Err(error)] => Err(error),
     }
 }
 

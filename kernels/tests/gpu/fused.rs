@@ -234,8 +234,10 @@ fn normed_sums(ops: &mut OpRunner, dtype: DType, rows: usize, width: usize) -> R
 pub(crate) fn products_of_two_types_are_those_of_single_ops(gpu: &TestGpu) -> Result<()> {
     let mut pair = pair(gpu)?;
     for first in [DType::Q4_K, DType::Q5_K, DType::Q6_K] {
-        for (width, rows_of) in [(2304, [4000, 600, 1230]), (256, [41, 16, 1]), (4096, [300, 17, 100])] {
-            for rows in [1, 2] {
+        // Several row tiles a block, or fewer than blocks.
+        let many = if first == DType::Q4_K { [4000, 600, 1230] } else { [300, 60, 120] };
+        for (width, rows_of) in [(2304, many), (256, [41, 16, 1]), (4096, [300, 17, 100])] {
+            for rows in [1, 2, 4, 13] {
                 let what = format!("{rows} rows of {width} for {first} and Q6_K");
                 compare(&mut pair, &what, |ops| products_of_two_types(ops, first, rows, width, rows_of))?;
             }

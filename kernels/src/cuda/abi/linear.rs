@@ -93,6 +93,14 @@ abi! {
         );
         kernel LinearMatmul(params: LinearParams, stages: i32);
         kernel LinearSkinny(params: LinearParams, stages: i32);
+        /// As for LinearNormMatvecPair.
+        kernel LinearSkinnyPair(
+            first: LinearParams,
+            second: LinearParams,
+            first_stages: i32,
+            second_stages: i32,
+            first_blocks: i32,
+        );
         /// `sums` are empty for types other than Q4_K and Q5_K.
         kernel LinearWgmma(params: LinearParams, sums: F16Sums);
         kernel LinearF32(

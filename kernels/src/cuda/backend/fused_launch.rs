@@ -7,7 +7,7 @@ use ops::OpError;
 
 use super::command::{CommandList, KernelCommand};
 use super::fusion::{count_fusible, divide_sums, split_types};
-use super::kernel_set::{KernelSet, matrix_product, rope_angles};
+use super::kernel_set::{KernelSet, matrix_product, matrix_products, rope_angles};
 use super::liveness::are_overwritten_unread;
 use super::operand::{ActivationTiles, FloatRange};
 use crate::cuda::Stream;
@@ -151,11 +151,8 @@ impl KernelSet {
         unsafe {
             let mut rows =
                 NormInput { x: x.view(), weight: weight.view(), eps: eps.value(), out: out.view_mut() };
-            let matrices = |products: &[KernelCommand]| {
-                products.iter().map(|product| matrix_product(product)).collect::<Result<Vec<_>, _>>()
-            };
             let (first, second) = split_types(products);
-            let (one, other) = (matrices(first)?, matrices(second)?);
+            let (one, other) = (matrix_products(first)?, matrix_products(second)?);
             let input = activation_tiles.activations();
             let is_launched = if second.is_empty() {
                 self.linear.launch_normed(stream, &mut rows, input, &one)?
@@ -166,8 +163,7 @@ impl KernelSet {
                 let mut output = activation_tiles.quantized_output(true);
                 output.is_before_product = true;
                 self.enqueue_quantized(stream, norm, activation_tiles.cols, output, plans)?;
-                let before = self.enqueue_products(stream, Before::Other, activation_tiles, first)?;
-                self.enqueue_products(stream, before, activation_tiles, second)?;
+                self.enqueue_products(stream, Before::Other, activation_tiles, products)?;
             }
         }
         Ok(())

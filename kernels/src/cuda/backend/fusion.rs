@@ -5,6 +5,7 @@
 //!
 //! ```text
 //! products of one type with the same input            one launch of linear_*.cu
+//! the same and of another type behind, for few tokens linear_mixed.cu
 //! norm, gate or attention, then quantize              the kernel that also writes activation tiles
 //! norm of what is added, residual sum and norm        norm.cu normalises what it adds
 //! [2 norms of heads,] 2 rotations, write to the cache norm_rope_kv.cu
@@ -18,6 +19,8 @@
 //! A fused launch writes the same bits to the same places as its commands would one by one, except
 //! values that nothing reads (`liveness`). [`count_fusible`] decides what is fused.
 //! `KernelSet::enqueue` must handle every combination that it returns.
+
+use quant::DType;
 
 use super::command::KernelCommand;
 use super::expert_command::ExpertCommand;
@@ -75,8 +78,12 @@ fn count_products(list: &[KernelCommand]) -> usize {
 }
 
 /// The number of products at the beginning of `behind` that the launch of `products` computes too,
-/// with another type of weights.
-fn count_mixed(products: &[KernelCommand], behind: &[KernelCommand]) -> usize {
+/// with another type of weights. `can_mix` says whether a launch takes both types.
+fn count_mixed(
+    products: &[KernelCommand],
+    behind: &[KernelCommand],
+    can_mix: impl Fn(DType, DType, usize) -> bool,
+) -> usize {
     let (
         [KernelCommand::Product { activation_tiles, matrix, .. }, ..],
         [KernelCommand::Product { activation_tiles: input, matrix: other, .. }, ..],
@@ -84,7 +91,7 @@ fn count_mixed(products: &[KernelCommand], behind: &[KernelCommand]) -> usize {
     else {
         return 0;
     };
-    let is_mixed = activation_tiles == input && LinearKernels::can_mix(matrix.dtype, other.dtype);
+    let is_mixed = activation_tiles == input && can_mix(matrix.dtype, other.dtype, input.tokens as usize);
     if is_mixed { count_products(behind) } else { 0 }
 }
 
@@ -104,7 +111,7 @@ pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddres
             {
                 2
             }
-            _ => products,
+            _ => products + count_mixed(&list[..products], &list[products..], LinearKernels::can_mix),
         };
     }
     if let [KernelCommand::Experts(ExpertCommand::RowDown { out, .. }), KernelCommand::Add { y, .. }, ..] =
@@ -125,7 +132,8 @@ pub(super) fn count_fusible(list: &[KernelCommand], plans: &[AttentionPlanAddres
     {
         let products = &list[2..];
         let first = count_products(products);
-        return 2 + first + count_mixed(&products[..first], &products[first..]);
+        let can_mix = |first, second, _| LinearKernels::can_mix_normed(first, second);
+        return 2 + first + count_mixed(&products[..first], &products[first..], can_mix);
     }
     if adds_normed(list) {
         return 1 + count_quantized(&list[1..], plans);

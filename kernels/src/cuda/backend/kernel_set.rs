@@ -5,6 +5,7 @@
 use ops::{OpError, RopePairing};
 
 use super::command::KernelCommand;
+use super::fusion::split_types;
 use super::operand::{ActivationTiles, AttentionOperands, F32Bits, FloatRange};
 use crate::cuda::act_and_mul::ActAndMulKernels;
 use crate::cuda::argmax::ArgmaxKernels;
@@ -14,7 +15,7 @@ use crate::cuda::error::device_error;
 use crate::cuda::experts::ExpertKernels;
 use crate::cuda::gather::GatherKernels;
 use crate::cuda::kv_write::KvWriteKernels;
-use crate::cuda::linear::{Before, LinearKernels, MATRICES_MAX, MatrixProduct};
+use crate::cuda::linear::{Before, LinearKernels, MatrixProduct};
 use crate::cuda::norm::NormKernels;
 use crate::cuda::norm_rope_kv::{NormRopeKvKernels, NormRopeKvOperands};
 use crate::cuda::quantize::QuantizeKernels;
@@ -59,7 +60,8 @@ impl KernelSet {
         }
     }
 
-    /// `before` and the result are as in [`LinearKernels::launch`].
+    /// Enqueues products of one or two types. `before` and the result are as in
+    /// [`LinearKernels::launch`].
     ///
     /// # Safety
     /// As [`Self::enqueue`].
@@ -70,14 +72,19 @@ impl KernelSet {
         activation_tiles: ActivationTiles,
         commands: &[KernelCommand],
     ) -> Result<Before, OpError> {
-        let mut products = Vec::with_capacity(MATRICES_MAX);
-        for command in commands {
-            // SAFETY: the caller's contract.
-            products.push(unsafe { matrix_product(command)? });
-        }
+        let (first, second) = split_types(commands);
+        // SAFETY: the caller's contract.
+        let (mut first, mut second) = unsafe { (matrix_products(first)?, matrix_products(second)?) };
         // SAFETY: as above.
         let x = unsafe { activation_tiles.activations() };
-        self.linear.launch(stream, before, x, &mut products)
+        if second.is_empty() {
+            return self.linear.launch(stream, before, x, &mut first);
+        }
+        if self.linear.launch_both(stream, x, &first, &second)? {
+            return Ok(Before::Other);
+        }
+        let before = self.linear.launch(stream, before, x, &mut first)?;
+        self.linear.launch(stream, before, x, &mut second)
     }
 
     /// # Safety
@@ -269,6 +276,15 @@ pub(super) unsafe fn matrix_product<'a>(command: &KernelCommand) -> Result<Matri
             out: out.view_mut(),
         })
     }
+}
+
+/// # Safety
+/// As [`KernelSet::enqueue`].
+pub(super) unsafe fn matrix_products<'a>(
+    commands: &[KernelCommand],
+) -> Result<Vec<MatrixProduct<'a>>, OpError> {
+    // SAFETY: the caller's contract.
+    commands.iter().map(|command| unsafe { matrix_product(command) }).collect()
 }
 
 /// # Safety
