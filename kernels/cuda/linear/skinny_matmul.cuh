@@ -61,7 +61,7 @@ constexpr int BUFFERS = SKINNY_VALUE_BUFFERS;
 // Otherwise a warp that is ahead of others would take an earlier phase of `full` for its own.
 constexpr int ROUND_STAGES = WARPS / TILES;
 // Stages of weights that are copied before the activations are, which wait for the copies before
-// them.
+// them. With two, eight streams of qwen3-8b Q8_0 decode 2.3% slower (H200).
 constexpr int EARLY_STAGES = ROUND_STAGES;
 
 template <class Format, int NT>

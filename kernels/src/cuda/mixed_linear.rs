@@ -49,20 +49,19 @@ impl LinearKernels {
         let (true, Some(name)) = (are_skinny, name) else { return Ok(false) };
         let pipelines =
             shapes.map(|shape| skinny_linear::pipeline(self.device(), shape, capacity, x.layout.format));
-        let Some(pipelines) = both_fit(pipelines)? else { return Ok(false) };
-        let (first_blocks, launch) =
-            self.mixed_launch(name, skinny_linear::WARPS, pipelines, [row_tiles(first), row_tiles(second)])?;
-        let [(first_stages, _), (second_stages, _)] = pipelines;
+        let Some(mixed) = self.mixed_launch(name, skinny_linear::WARPS, pipelines, [first, second])? else {
+            return Ok(false);
+        };
         let arguments = LinearSkinnyPair {
             first: linear_params(x, first),
             second: linear_params(x, second),
-            first_stages,
-            second_stages,
-            first_blocks,
+            first_stages: mixed.first_stages,
+            second_stages: mixed.second_stages,
+            first_blocks: mixed.first_blocks,
         };
         // SAFETY: as in `LinearKernels::launch`, for the matrices of both types. Shared memory
         // suffices for either type.
-        unsafe { launch_kernel(&self.mixed, name, stream, launch, &arguments) }
+        unsafe { launch_kernel(&self.mixed, name, stream, mixed.launch, &arguments) }
             .map(|()| true)
             .map_err(device_error(OP))
     }
@@ -88,35 +87,36 @@ impl LinearKernels {
             let (tile_bytes, col_tiles) = (shape.tile_bytes(), shape.col_tiles());
             matvec_pipeline(self.device(), tile_bytes, col_tiles, x.tokens, x.layout.format)
         });
-        let Some(pipelines) = both_fit(pipelines)? else { return Ok(false) };
-        let (first_blocks, launch) =
-            self.mixed_launch(name, MATVEC_WARPS, pipelines, [row_tiles(first), row_tiles(second)])?;
-        let [(first_stages, _), (second_stages, _)] = pipelines;
+        let Some(mixed) = self.mixed_launch(name, MATVEC_WARPS, pipelines, [first, second])? else {
+            return Ok(false);
+        };
         let arguments = LinearNormMatvecPair {
             first: linear_params(x, first),
             second: linear_params(x, second),
             input: norm.arguments(x),
-            first_stages,
-            second_stages,
-            first_blocks,
+            first_stages: mixed.first_stages,
+            second_stages: mixed.second_stages,
+            first_blocks: mixed.first_blocks,
         };
         // SAFETY: as in `launch_normed`, for the matrices of both types. Shared memory suffices for
         // either type.
-        unsafe { launch_kernel(&self.mixed, name, stream, launch, &arguments) }
+        unsafe { launch_kernel(&self.mixed, name, stream, mixed.launch, &arguments) }
             .map(|()| true)
             .map_err(device_error(OP))
     }
 
-    /// The blocks that compute the matrices of the first type, and the launch of them and of those
-    /// of the second type: no more than run at once.
+    /// The launch of both types. None if rows are too long for the device's shared memory.
     fn mixed_launch<A>(
         &self,
         name: KernelName<A>,
         warps: usize,
-        pipelines: [Pipeline; 2],
-        [first, second]: [RowTiles; 2],
-    ) -> Result<(i32, LaunchConfig), OpError> {
-        let [(_, first_bytes), (_, second_bytes)] = pipelines;
+        pipelines: [Result<Pipeline, OpError>; 2],
+        products: [&[MatrixProduct<'_>]; 2],
+    ) -> Result<Option<MixedLaunch>, OpError> {
+        let Some([(first_stages, first_bytes), (second_stages, second_bytes)]) = both_fit(pipelines)? else {
+            return Ok(None);
+        };
+        let [first, second] = products.map(row_tiles);
         let shared_bytes = first_bytes.max(second_bytes);
         let block = 32 * warps as u32;
         let kernel = self.mixed.kernel(name.as_c_str()).map_err(device_error(OP))?;
@@ -125,8 +125,17 @@ impl LinearKernels {
         let (first_blocks, second_blocks) = divide_blocks(blocks, first, second);
         let grid = ((first_blocks + second_blocks) as u32, 1, 1);
         let launch = LaunchConfig { grid, block, shared_bytes, overlaps_predecessor: true };
-        Ok((first_blocks as i32, launch))
+        Ok(Some(MixedLaunch { first_stages, second_stages, first_blocks: first_blocks as i32, launch }))
     }
+}
+
+/// A launch of no more blocks than run at once.
+struct MixedLaunch {
+    first_stages: i32,
+    second_stages: i32,
+    /// Blocks that compute the matrices of the first type.
+    first_blocks: i32,
+    launch: LaunchConfig,
 }
 
 /// Stages, and bytes of shared memory.
