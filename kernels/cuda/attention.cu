@@ -11,6 +11,7 @@
 //                         all splits of its rows, merges them, and quantizes the rows
 //   attention_grouped_kv_* few decode rows of few keys without a window: the same, four splits side
 //                         by side (attention/grouped_kv.cuh)
+//   attention_clustered_kv_* the same with a cluster of blocks
 //   attention_prefill_*   long runs of tokens (attention/prefill.cuh)
 //   attention_prefill_wgmma_*  the same on sm_90a, for caches of two bytes and heads of 64 and 128
 //                         (attention/prefill_wgmma.cuh)
@@ -108,10 +109,10 @@ SPLIT_KV_KERNEL(96, F16Cache<96>)
 SPLIT_KV_KERNEL(128, F16Cache<128>)
 SPLIT_KV_KERNEL(192, F16Cache<192>)
 SPLIT_KV_KERNEL(256, F16Cache<256>)
-GROUPED_KV_KERNEL(64, F16Cache<64>)
-GROUPED_KV_KERNEL(80, F16Cache<80>)
-GROUPED_KV_KERNEL(96, F16Cache<96>)
-GROUPED_KV_KERNEL(128, F16Cache<128>)
+GROUPED_KV_KERNELS(64, F16Cache<64>)
+GROUPED_KV_KERNELS(80, F16Cache<80>)
+GROUPED_KV_KERNELS(96, F16Cache<96>)
+GROUPED_KV_KERNELS(128, F16Cache<128>)
 PREFILL_KERNEL(64, F16Cache<64>)
 PREFILL_KERNEL(80, F16Cache<80>)
 PREFILL_KERNEL(96, F16Cache<96>)

@@ -44,6 +44,8 @@ extern "C" __global__ void __launch_bounds__(WORD_COPY_THREADS)
         uint32_t at = first + i * WORD_COPY_THREADS;
         if (at < end) copies.to[range][at] = words[i];
     }
+    // The next kernel may read them before it waits.
+    __threadfence();
 }
 CHECK_SIGNATURE(fetch_words, FetchWords);
 

@@ -132,5 +132,6 @@ functions! {
     set_function_attribute = "cuFuncSetAttribute", (CUfunction, CUfunction_attribute, c_int);
     launch = "cuLaunchKernelEx", (*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void);
     occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor", (*mut c_int, CUfunction, c_int, usize);
+    active_clusters = "cuOccupancyMaxActiveClusters", (*mut c_int, CUfunction, *const CUlaunchConfig);
     encode_tensor_map = "cuTensorMapEncodeTiled", (*mut CUtensorMap, CUtensorMapDataType, c_uint, *mut c_void, *const u64, *const u64, *const c_uint, *const c_uint, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 }

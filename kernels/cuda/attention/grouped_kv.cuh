@@ -1,17 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Attention for few decode rows. A block computes all splits of one row and KV head, as
-// attention_merged_kv does, but four at a time: four groups of four warps have a split each.
+// attention_merged_kv does, but four at a time: four groups of four warps have a split each. If a
+// row has more than four splits, a cluster of blocks may have them. With two blocks:
 //
-//   group 0 | split 0 | split 4 | ...      a split is one tile of 64 keys
-//   group 1 | split 1 | split 5 |          if the block prepares its heads (raw_heads.cuh), copies
-//   group 2 | split 2 |                    of the first four tiles start before the previous
-//   group 3 | split 3 |                    kernel has ended
-//                     ^ all threads merge the results of up to four splits, in order
+//             block 0                       block 1
+//   group 0 | split 0 | split 8  |       | split 4 | split 12 |    a split is one tile of 64 keys
+//   group 1 | split 1 | split 9  |       | split 5 | ...           if the block prepares its heads
+//   group 2 | split 2 | split 10 |       | split 6 |               (raw_heads.cuh), copies of the
+//   group 3 | split 3 | split 11 |       | split 7 |               first tiles start before the
+//                     ^ round ends                                 previous kernel has ended
+//
+//   at the end of a round, in shared memory:
+//     largest scores and sums of weights     each group stores them in all blocks
+//     sums, a tile of 256 columns after      the block whose turn it is loads them from all blocks,
+//     the other                              and merges splits in order
 //
 // So no kernel has to merge afterwards, which takes some 3 us more on an H200.
 //
-//   grid: (KV heads, entries of the plan)
+//   grid: (KV heads times blocks of a cluster, entries of the plan)
 //   shared memory: a stage for each group | query rows | weights for each group | results for each
 //   group, [query heads of the KV head][DIM] f32
 
@@ -19,6 +26,7 @@
 
 #include "kv_pipeline.cuh"
 #include "raw_heads.cuh"
+#include "row_blocks.cuh"
 #include "split_results.cuh"
 #include "split_tiles.cuh"
 
@@ -36,52 +44,85 @@ struct GroupBarrier {
     }
 };
 
-template <class Cache>
+template <class Cache, class Blocks>
 struct GroupedShared {
     float largest_by_warp[GROUPS][WARPS][16];
     typename Cache::KeyAddress addresses[GROUPS][TILE];
-    // Largest score and sum of weights.
-    float2 split_weights[GROUPS][16];
+    // Largest score and sum of weights, for the splits of a round in all blocks.
+    float2 split_weights[Blocks::COUNT_MAX * GROUPS][16];
     typename RawHeads<Cache>::Shared raw;
 };
 
-// Stores the results of a split for `MergedValues`; called by a group.
+// What is behind the stages in the dynamic shared memory of a block.
+struct GroupedMemory {
+    __half *query_rows, *weight_tiles;
+    float *split_sums;
+};
+
 template <class Cache>
+__device__ __forceinline__ GroupedMemory divide_memory(uint8_t *stages) {
+    __half *query_rows = reinterpret_cast<__half *>(stages + GROUPS * Cache::STAGE_BYTES);
+    __half *weight_tiles = query_rows + 16 * Cache::PITCH;
+    return {query_rows, weight_tiles, reinterpret_cast<float *>(weight_tiles + GROUPS * 16 * WEIGHT_PITCH)};
+}
+
+// Stores the results of a split for `MergedValues`: `sums` in this block, and the weights in all
+// blocks. Called by a group.
+template <class Cache, class Blocks>
 __device__ __forceinline__ void store_split(const SplitTiles<Cache, false> &state, int pairs, int warp,
-                                            float2 *weights, float *sums) {
+                                            const Blocks &blocks, float2 *weights, float *sums) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int pair = lane / 4 + 8 * half;
         if (pair >= pairs) continue;
-        if (warp == 0 && lane % 4 == 0)
-            weights[pair] = make_float2(state.softmax[half].largest, state.weight_sum[2 * half]);
+        // Each of the four lanes of a pair sends to some of the blocks.
+        if (warp == 0)
+            for (int of = lane % 4; of < blocks.count; of += 4)
+                blocks.store(of, weights + pair,
+                             make_float2(state.softmax[half].largest, state.weight_sum[2 * half]));
         Cache::store_sums(sums + pair * Cache::DIM, state.sums, half, warp, lane);
     }
 }
 
-// The merged values of one thread: value threadIdx.x of all values of the row's heads, and further
-// ones at a distance of GROUPED_THREADS.
-template <class Cache>
+// The merged values of one thread. The column tiles of all values of the row's heads are dealt to
+// the blocks in turn.
+template <class Cache, class Blocks>
 struct MergedValues {
     static constexpr int COUNT = (16 * Cache::DIM + GROUPED_THREADS - 1) / GROUPED_THREADS;
+    static_assert(GROUPED_THREADS % TILE_COLS == 0);
 
+    const Blocks &blocks;
     // Values of all heads.
     int values;
     SplitMerge total[COUNT] = {};
     float sums[COUNT] = {}, weights[COUNT] = {};
 
+    // The thread's k-th value.
+    __device__ __forceinline__ int value(int k) const {
+        const int tile = threadIdx.x / TILE_COLS + k * (GROUPED_THREADS / TILE_COLS);
+        return (tile * blocks.count + blocks.rank) * TILE_COLS + threadIdx.x % TILE_COLS;
+    }
+
+    // Merges `splits` splits, up to GROUPS of each block.
     __device__ __forceinline__ void merge(const float *split_sums, const float2 (*split_weights)[16],
                                           int splits) {
 #pragma unroll
         for (int k = 0; k < COUNT; k++) {
-            const int at = threadIdx.x + k * GROUPED_THREADS;
+            const int at = value(k);
             if (at >= values) break;
-            for (int split = 0; split < splits; split++) {
-                const float2 weight = split_weights[split][at / Cache::DIM];
-                total[k].update(weight.x);
-                weights[k] = total[k].merge(weights[k], weight.y);
-                sums[k] = total[k].merge(sums[k], split_sums[split * values + at]);
+            for (int first = 0, of = 0; first < splits; first += GROUPS, of++) {
+                // All loads come before the first use. Beyond the last split are old values.
+                float sum[GROUPS];
+                blocks.load(of, split_sums + at, values, sum);
+#pragma unroll
+                for (int group = 0; group < GROUPS; group++) {
+                    if (first + group >= splits) break;
+                    const float2 weight = split_weights[first + group][at / Cache::DIM];
+                    total[k].update(weight.x);
+                    weights[k] = total[k].merge(weights[k], weight.y);
+                    sums[k] = total[k].merge(sums[k], sum[group]);
+                }
             }
         }
     }
@@ -89,14 +130,21 @@ struct MergedValues {
     __device__ __forceinline__ void store(float *out, float *rows) const {
 #pragma unroll
         for (int k = 0; k < COUNT; k++) {
-            const int at = threadIdx.x + k * GROUPED_THREADS;
+            const int at = value(k);
             if (at >= values) break;
-            const float value = __fdiv_rn(sums[k], weights[k]);
-            out[at] = value;
-            rows[at] = value;
+            const float merged = __fdiv_rn(sums[k], weights[k]);
+            out[at] = merged;
+            rows[at] = merged;
         }
     }
 };
+
+template <class Cache>
+__device__ __forceinline__ void load_group_tile(uint8_t *stage, const typename Cache::KeyAddress *addresses,
+                                                const KvLayerAddress &kv, const KeyRange &copied) {
+    Cache::load(stage, addresses, kv.head_bytes, copied);
+    commit_copies();
+}
 
 // Waits for the previous kernel, fills the query rows of the block, and starts the first copies.
 template <class Cache, class LoadFirst>
@@ -120,57 +168,76 @@ __device__ __forceinline__ void fill_query_rows(bool is_raw, const RawHeads<Cach
     __syncthreads();
 }
 
-template <class Cache>
+// Stores the merged rows, and quantizes them if the next product wants quants.
+template <class Cache, class Blocks>
+__device__ __forceinline__ void end_row(const MergedValues<Cache, Blocks> &merged, const Blocks &blocks,
+                                        const QueryTile &query_tile, const AttentionQueries &queries,
+                                        uint32_t kv_head, uint8_t *stages, float *out,
+                                        ActivationFormat quantizer, const QuantizedRows &quantized) {
+    // The stages are free. Other blocks may still read the results of splits.
+    static_assert(16 * Cache::DIM * sizeof(float) <= Cache::STAGE_BYTES);
+    float *const rows = reinterpret_cast<float *>(stages);
+    const size_t first_head = size_t(query_tile.row) * queries.heads + kv_head * queries.group;
+    // Loads of other groups from these stages come before the barrier of the cluster. Racecheck of
+    // compute-sanitizer reports hazards without this one.
+    __syncthreads();
+    merged.store(out + first_head * Cache::DIM, rows);
+    quantize_merged<Cache>(query_tile, queries, kv_head, rows, quantizer, quantized, blocks.rank,
+                           blocks.count);
+    blocks.wait_last();
+}
+
+template <class Cache, class Blocks>
 __device__ void attention_grouped_kv(const KvLayerAddress &kv, const AttentionQueries &queries,
                                      const uint32_t *tables, const KvSplits *splits,
                                      const uint32_t *split_count, const NormRopeKvParams &raw_params,
                                      float *out, int quantizer, const QuantizedRows &quantized) {
-    constexpr int DIM = Cache::DIM;
     extern __shared__ __align__(16) uint8_t shared_stages[];
-    __half *const query_rows = reinterpret_cast<__half *>(shared_stages + GROUPS * Cache::STAGE_BYTES);
-    __half *const weight_tiles = query_rows + 16 * Cache::PITCH;
-    float *const split_sums = reinterpret_cast<float *>(weight_tiles + GROUPS * 16 * WEIGHT_PITCH);
-    __shared__ GroupedShared<Cache> shared;
-    static_assert(sizeof(shared) <= ATTENTION_GROUPED_BYTES);
+    const auto [query_rows, weight_tiles, split_sums] = divide_memory<Cache>(shared_stages);
+    __shared__ GroupedShared<Cache, Blocks> shared;
+    static_assert(sizeof(shared) <= Blocks::SHARED_BYTES_MAX);
 
     // The host sent plans and tables before this part of the step, and what fetches them lets
     // nothing start early. So this kernel may read them before the previous one has ended.
     const uint32_t count = *split_count;
     const QueryTile query_tile = splits[blockIdx.y].queries;
     if (blockIdx.y >= count) return;
-    const uint32_t kv_head = blockIdx.x, last = query_tile.position;
-    const int tiles = last / TILE + 1, pairs = queries.group, values = pairs * DIM;
+    const Blocks blocks;
+    // The others may store in this block once it has started.
+    blocks.arrive();
+    const uint32_t kv_head = blockIdx.x >> (__ffs(blocks.count) - 1), last = query_tile.position;
+    const int tiles = last / TILE + 1, pairs = queries.group, values = pairs * Cache::DIM;
     const int group = threadIdx.x / THREADS, warp = threadIdx.x % THREADS / 32;
+    // Splits of a round, and the group's own one.
+    const int round_splits = GROUPS * blocks.count, own_split = GROUPS * blocks.rank + group;
     const GroupBarrier barrier{group};
-    const bool is_raw = Cache::TAKES_RAW_HEADS && raw_params.queries != nullptr;
-    const bool has_own_key = is_raw && (tiles - 1) % GROUPS == group;
+    const bool is_raw = Cache::TAKES_RAW_HEADS && raw_params.queries != nullptr,
+               block_has_key = is_raw && ((tiles - 1) / GROUPS & (blocks.count - 1)) == blocks.rank,
+               has_own_key = block_has_key && (tiles - 1) % GROUPS == group;
     uint8_t *const stage = shared_stages + group * Cache::STAGE_BYTES;
 
-    // The tiles of this group. Their numbers begin with that of the group.
+    // The tiles of this group, from its own split on.
     const KeyAddresses<Cache> keys{
-        kv, tables + query_tile.table, kv_head, uint32_t(group * TILE), 0, last, has_own_key};
+        kv, tables + query_tile.table, kv_head, uint32_t(own_split * TILE), 0, last, has_own_key};
     typename Cache::KeyAddress *const addresses = shared.addresses[group];
     const uint32_t first_block = keys.block(0);
-    uint32_t next_block = keys.block(GROUPS);
-    RawHeads<Cache> raw{raw_params, shared.raw, query_tile.row, kv_head, is_raw};
+    uint32_t next_block = keys.block(round_splits);
+    RawHeads<Cache> raw{raw_params, shared.raw, query_tile.row, kv_head, block_has_key};
     // While the entries of the block table arrive.
     if (is_raw) raw.prefetch();
     keys.store(addresses, 0, first_block);
     barrier();
-    auto load_tile = [&](int tile) {
-        Cache::load(stage, addresses, kv.head_bytes, keys.copied(tile));
-        commit_copies();
-    };
-
+    auto load_tile = [&](int tile) { load_group_tile<Cache>(stage, addresses, kv, keys.copied(tile)); };
     fill_query_rows<Cache>(is_raw, raw, kv, queries, query_tile, kv_head, query_rows, [&]() {
-        if (group < tiles) load_tile(0);
+        if (own_split < tiles) load_tile(0);
     });
     SplitTiles<Cache, false> state(query_tile, queries, query_rows, weight_tiles + group * 16 * WEIGHT_PITCH,
                                    shared.largest_by_warp[group]);
-    MergedValues<Cache> merged{values};
+    MergedValues<Cache, Blocks> merged{blocks, values};
 
-    for (int round = 0; round < tiles; round += GROUPS) {
-        const int tile = round + group;
+    for (int round = 0; round < tiles; round += round_splits) {
+        const int tile = round + own_split;
+        blocks.wait();
         if (tile < tiles) {
             wait_copies<0>();
             barrier();
@@ -179,35 +246,40 @@ __device__ void attention_grouped_kv(const KvLayerAddress &kv, const AttentionQu
                 barrier();
             }
             state.add_tile(stage, tile * TILE, warp, barrier);
-            store_split<Cache>(state, pairs, warp, shared.split_weights[group], split_sums + group * values);
+            store_split<Cache>(state, pairs, warp, blocks, shared.split_weights[own_split],
+                               split_sums + group * values);
             // The stage, the weights and the warps' maxima are free.
             barrier();
-            if (tile + GROUPS < tiles) {
-                keys.store(addresses, round + GROUPS, next_block);
-                next_block = keys.block(round + 2 * GROUPS);
+            if (tile + round_splits < tiles) {
+                keys.store(addresses, round + round_splits, next_block);
+                next_block = keys.block(round + 2 * round_splits);
                 barrier();
-                load_tile(round + GROUPS);
+                load_tile(round + round_splits);
                 state.reset();
             }
         }
-        __syncthreads();
-        merged.merge(split_sums, shared.split_weights, min(GROUPS, tiles - round));
-        // The next round, or the merged rows, overwrite the results.
-        __syncthreads();
+        blocks.arrive();
+        blocks.wait();
+        merged.merge(split_sums, shared.split_weights, min(round_splits, tiles - round));
+        blocks.arrive();
     }
-    merged.store(out + (size_t(query_tile.row) * queries.heads + kv_head * pairs) * DIM, split_sums);
-    quantize_merged<Cache>(query_tile, queries, kv_head, split_sums, ActivationFormat(quantizer), quantized);
+    end_row(merged, blocks, query_tile, queries, kv_head, shared_stages, out, ActivationFormat(quantizer),
+            quantized);
 }
 
 }  // namespace
 
-#define GROUPED_KV_KERNEL(DIM, CACHE)                                                                    \
-    extern "C" __global__ void __launch_bounds__(GROUPED_THREADS) attention_grouped_kv_##DIM(            \
-        const __grid_constant__ KvLayerAddress kv, const __grid_constant__ AttentionQueries queries,     \
-        const uint32_t *tables, const KvSplits *splits, const uint32_t *split_count,                     \
-        const __grid_constant__ NormRopeKvParams raw_heads, float *out, int quantizer,                   \
-        const __grid_constant__ QuantizedRows quantized) {                                               \
-        attention_grouped_kv<CACHE>(kv, queries, tables, splits, split_count, raw_heads, out, quantizer, \
-                                    quantized);                                                          \
-    }                                                                                                    \
-    CHECK_SIGNATURE(attention_grouped_kv_##DIM, AttentionGroupedKv);
+#define GROUPED_KV_KERNEL(NAME, CACHE, BLOCKS)                                                            \
+    extern "C" __global__ void __launch_bounds__(GROUPED_THREADS)                                         \
+        NAME(const __grid_constant__ KvLayerAddress kv, const __grid_constant__ AttentionQueries queries, \
+             const uint32_t *tables, const KvSplits *splits, const uint32_t *split_count,                 \
+             const __grid_constant__ NormRopeKvParams raw_heads, float *out, int quantizer,               \
+             const __grid_constant__ QuantizedRows quantized) {                                           \
+        attention_grouped_kv<CACHE, BLOCKS>(kv, queries, tables, splits, split_count, raw_heads, out,     \
+                                            quantizer, quantized);                                        \
+    }                                                                                                     \
+    CHECK_SIGNATURE(NAME, AttentionGroupedKv);
+
+#define GROUPED_KV_KERNELS(DIM, CACHE)                              \
+    GROUPED_KV_KERNEL(attention_grouped_kv_##DIM, CACHE, LoneBlock) \
+    GROUPED_KV_KERNEL(attention_clustered_kv_##DIM, CACHE, BlocksOfCluster)

@@ -43,15 +43,18 @@ struct PartialResults {
     __device__ __forceinline__ void finish(const QueryTile &, const AttentionQueries &, uint32_t, float *) {}
 };
 
-// The heads of a KV head are whole column tiles. A warp quantizes one column tile of a token.
+// The heads of a KV head are whole column tiles. A warp quantizes one column tile of a token. The
+// tiles are dealt to `blocks` blocks; this one has number `rank`.
 template <class Cache, class Quantizer>
 __device__ __forceinline__ void quantize_col_tiles(const QueryTile &query_tile,
                                                    const AttentionQueries &queries, uint32_t kv_head,
-                                                   const float *rows, const QuantizedRows &quantized) {
+                                                   const float *rows, const QuantizedRows &quantized,
+                                                   int rank, int blocks) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int token_cols = queries.group * Cache::DIM, col_tiles = token_cols / TILE_COLS;
     const int all_col_tiles = queries.heads * Cache::DIM / TILE_COLS;
-    for (int item = warp; item < query_tile.tokens * col_tiles; item += blockDim.x / 32) {
+    for (int item = warp * blocks + rank; item < query_tile.tokens * col_tiles;
+         item += blockDim.x / 32 * blocks) {
         const int token = item / col_tiles, col_tile = item % col_tiles;
         const float *from = rows + token * token_cols + col_tile * TILE_COLS + lane * 8;
         float v[8];
@@ -67,11 +70,13 @@ __device__ __forceinline__ void quantize_col_tiles(const QueryTile &query_tile,
 template <class Cache>
 __device__ __forceinline__ void quantize_merged(const QueryTile &query_tile, const AttentionQueries &queries,
                                                 uint32_t kv_head, const float *rows,
-                                                ActivationFormat quantizer, const QuantizedRows &quantized) {
+                                                ActivationFormat quantizer, const QuantizedRows &quantized,
+                                                int rank = 0, int blocks = 1) {
     if (quantized.act_tiles == nullptr) return;
     __syncthreads();
     auto quantize = [&](auto format) {
-        quantize_col_tiles<Cache, decltype(format)>(query_tile, queries, kv_head, rows, quantized);
+        quantize_col_tiles<Cache, decltype(format)>(query_tile, queries, kv_head, rows, quantized, rank,
+                                                    blocks);
     };
     switch (quantizer) {
         case ActivationFormat::Q8_0: return quantize(QuantizePer32<ActivationFormat::Q8_0>());

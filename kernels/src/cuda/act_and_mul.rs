@@ -54,6 +54,7 @@ impl ActAndMulKernels {
             block: ACT_AND_MUL_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: true,
+            cluster: 1,
         };
         let values = gate.len();
         let (gate, up) = (gate.address(), up.address());
@@ -106,6 +107,7 @@ impl ActAndMulKernels {
             block: 32 * ACT_AND_MUL_WARPS as u32,
             shared_bytes: 0,
             overlaps_predecessor: true,
+            cluster: 1,
         };
         let arguments = ActAndMulQuantized {
             gate: gate.address(),

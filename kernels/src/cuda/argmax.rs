@@ -38,6 +38,7 @@ impl ArgmaxKernels {
             block: ARGMAX_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: true,
+            cluster: 1,
         };
         let arguments = ArgmaxRows { x: x.address(), cols: cols as u32, out: out.address() };
         // SAFETY: cluster r reads `cols` values at r * cols and writes value r. If `cols` is a

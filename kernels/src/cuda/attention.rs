@@ -7,14 +7,15 @@ use ops::{AttentionSpan, AttentionSpec, KvType};
 use quant::layout::TILE_COLS;
 
 use super::abi::attention::{
-    ATTENTION_GROUPED_BYTES, ATTENTION_GROUPS, ATTENTION_PAD, ATTENTION_PAD_BYTES, ATTENTION_STAGES,
-    ATTENTION_TILE, ATTENTION_WARPS, AttentionGroupedKv, AttentionMerge, AttentionMergeQuantized,
-    AttentionMergedKv, AttentionQueries, AttentionScalar, AttentionSplitKv, NO_WINDOW, SPLIT_KV_PAIRS,
+    ATTENTION_CLUSTER_MAX, ATTENTION_CLUSTERED_BYTES, ATTENTION_GROUPED_BYTES, ATTENTION_GROUPS,
+    ATTENTION_PAD, ATTENTION_PAD_BYTES, ATTENTION_STAGES, ATTENTION_TILE, ATTENTION_WARPS,
+    AttentionGroupedKv, AttentionMerge, AttentionMergeQuantized, AttentionMergedKv, AttentionQueries,
+    AttentionScalar, AttentionSplitKv, NO_WINDOW, SPLIT_KV_PAIRS,
 };
 use super::abi::kv::NormRopeKvParams;
 use super::abi::tiles::QuantizedRows;
 use super::attention_names::{
-    GROUPED_HEAD_DIM_MAX, HEAD_DIMS, grouped_kv_name, merged_kv_name, split_kv_name,
+    GROUPED_HEAD_DIM_MAX, HEAD_DIMS, clustered_kv_name, grouped_kv_name, merged_kv_name, split_kv_name,
 };
 use super::attention_prefill::PrefillMethod;
 use super::kv_write::{KvLayerAddress, q8_scale_bytes};
@@ -39,6 +40,8 @@ pub struct AttentionKernels {
     floats: LazyModule,
     bf16: LazyModule,
     q8_0: LazyModule,
+    /// Shared memory of a block.
+    shared_bytes_max: usize,
 }
 
 /// Device addresses of an attention plan, and upper bounds of its counts. Grids have the size of
@@ -65,6 +68,9 @@ pub struct AttentionPlanAddress {
     pub partial_weights: u64,
 }
 
+/// Blocks of a cluster of attention_clustered_kv, ascending.
+pub const CLUSTERS: [u32; 3] = [2, 4, ATTENTION_CLUSTER_MAX as u32];
+
 /// What computes the splits of a row and merges them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum SplitMerge {
@@ -73,8 +79,9 @@ pub enum SplitMerge {
     Kernel,
     /// A block for all splits of its rows, one after the other.
     Block,
-    /// A block for all splits of its row, several at a time.
-    Groups,
+    /// `blocks` blocks for all splits of their row, several at a time in each. If there are several
+    /// blocks, they are a cluster.
+    Groups { blocks: u32 },
 }
 
 /// The kernels for a model's attention shape. The choice depends on the model and the device, never
@@ -105,7 +112,7 @@ impl AttentionMethod {
             return Self::Scalar;
         }
         let prefill_pairs = prefill.pairs();
-        let grouped_bytes = grouped_launch(kind, *spec, 1).shared_bytes as usize + ATTENTION_GROUPED_BYTES;
+        let grouped_bytes = grouped_launch(kind, *spec, 1, 1).shared_bytes as usize + ATTENTION_GROUPED_BYTES;
         Self::TensorCores {
             split_tokens: SPLIT_KV_PAIRS / group,
             prefill_tokens: prefill_pairs / group,
@@ -158,6 +165,7 @@ impl AttentionKernels {
             floats: LazyModule::new(device, "attention", image!("attention")),
             bf16: LazyModule::new(device, "attention_bf16", image!("attention_bf16")),
             q8_0: LazyModule::new(device, "attention_q8_0", image!("attention_q8_0")),
+            shared_bytes_max: device.shared_bytes_max() as usize,
         }
     }
 
@@ -169,12 +177,27 @@ impl AttentionKernels {
         }
     }
 
+    /// How many clusters of each size of [`CLUSTERS`] the device runs at the same time, with a
+    /// cache of f16. Caches of other types need no more shared memory.
+    pub(super) fn clusters(&self, spec: &AttentionSpec) -> Result<[u32; CLUSTERS.len()], CudaError> {
+        let mut clusters = [0; CLUSTERS.len()];
+        let launch = |blocks: u32| grouped_launch(KvType::F16, *spec, 1, blocks);
+        if launch(1).shared_bytes as usize + ATTENTION_CLUSTERED_BYTES > self.shared_bytes_max {
+            return Ok(clusters);
+        }
+        let kernel = self.floats.kernel(clustered_kv_name(KvType::F16, spec.head_dim).as_c_str())?;
+        for (found, blocks) in clusters.iter_mut().zip(CLUSTERS) {
+            *found = kernel.active_clusters(&launch(blocks))?;
+        }
+        Ok(clusters)
+    }
+
     /// Whether the kernel that merges can also quantize its output. To do so, it must write all
     /// rows of the plan, and its blocks whole column tiles.
     pub(super) fn can_quantize(spec: &AttentionSpec, plan: &AttentionPlanAddress) -> bool {
         let heads = match plan.merge {
             SplitMerge::Kernel => spec.heads,
-            SplitMerge::Block | SplitMerge::Groups => spec.heads / spec.kv_heads.max(1),
+            SplitMerge::Block | SplitMerge::Groups { .. } => spec.heads / spec.kv_heads.max(1),
         };
         plan.merges_all_rows
             && TILE_COLS.is_multiple_of(spec.head_dim.max(1))
@@ -230,7 +253,7 @@ impl AttentionKernels {
                     SplitMerge::Block => {
                         self.merged_kv(stream, inputs, plan, raw_heads, out, quantized.as_ref())?;
                     }
-                    SplitMerge::Groups => {
+                    SplitMerge::Groups { .. } => {
                         self.grouped_kv(stream, inputs, plan, raw_heads, out, quantized.as_ref())?;
                     }
                 }
@@ -341,8 +364,11 @@ impl AttentionKernels {
             quantizer,
             quantized,
         };
-        let (name, launch) =
-            (grouped_kv_name(kind, spec.head_dim), grouped_launch(kind, spec, plan.splits_max));
+        let (blocks, name) = match plan.merge {
+            SplitMerge::Groups { blocks } if blocks > 1 => (blocks, clustered_kv_name(kind, spec.head_dim)),
+            _ => (1, grouped_kv_name(kind, spec.head_dim)),
+        };
+        let launch = grouped_launch(kind, spec, plan.splits_max, blocks);
         // SAFETY: as in `merged_kv`. `grouped_launch` counts the memory as the kernel divides it.
         unsafe { launch_kernel(self.family(kind), name, stream, launch, &arguments) }
     }
@@ -389,6 +415,7 @@ impl AttentionKernels {
             block: TILE_COLS as u32,
             shared_bytes: 0,
             overlaps_predecessor: true,
+            cluster: 1,
         };
         let name = quantized.select([
             kernel_name!("attention", "attention_merge_q8_0"),
@@ -491,15 +518,16 @@ fn raw_params(
     Ok(params)
 }
 
-/// The launch of attention_grouped_kv for up to `rows` rows.
-fn grouped_launch(kind: KvType, spec: AttentionSpec, rows: u32) -> LaunchConfig {
+/// The launch of attention_grouped_kv or attention_clustered_kv for up to `rows` rows, with
+/// `blocks` blocks for each row and KV head.
+fn grouped_launch(kind: KvType, spec: AttentionSpec, rows: u32, blocks: u32) -> LaunchConfig {
     let group = spec.heads / spec.kv_heads.max(1);
     let weights_and_results =
         SPLIT_KV_PAIRS * row_pitch_bytes(ATTENTION_TILE) + group * spec.head_dim * size_of::<f32>();
     let shared_bytes = ATTENTION_GROUPS * (KvStageBytes::of(kind, spec.head_dim).stage + weights_and_results)
         + SPLIT_KV_PAIRS * query_pitch_bytes(kind, spec.head_dim);
-    let launch = launch_shape((spec.kv_heads as u32, rows, 1), shared_bytes);
-    LaunchConfig { block: ATTENTION_GROUPS as u32 * BLOCK, ..launch }
+    let launch = launch_shape((spec.kv_heads as u32 * blocks, rows, 1), shared_bytes);
+    LaunchConfig { block: ATTENTION_GROUPS as u32 * BLOCK, cluster: blocks, ..launch }
 }
 
 /// The number of the format of `quantized` rows, and their addresses; null if there are none.
@@ -553,5 +581,11 @@ pub(super) fn window_of(span: AttentionSpan) -> u32 {
 }
 
 pub(super) fn launch_shape(grid: (u32, u32, u32), shared_bytes: usize) -> LaunchConfig {
-    LaunchConfig { grid, block: BLOCK, shared_bytes: shared_bytes as u32, overlaps_predecessor: true }
+    LaunchConfig {
+        grid,
+        block: BLOCK,
+        shared_bytes: shared_bytes as u32,
+        overlaps_predecessor: true,
+        cluster: 1,
+    }
 }

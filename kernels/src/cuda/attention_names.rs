@@ -43,19 +43,29 @@ pub(super) fn merged_kv_name(kind: KvType, head_dim: usize) -> KernelName<Attent
     by_head_dim!("attention_merged_kv", kind, head_dim)
 }
 
+/// As `by_head_dim!`, for heads of up to [`GROUPED_HEAD_DIM_MAX`].
+macro_rules! by_small_head_dim {
+    ($kernel:literal, $kind:expr, $head_dim:expr) => {
+        match $kind {
+            KvType::Bf16 => by_small_head_dim!(in "attention_bf16", $kernel, $head_dim),
+            KvType::Q8_0 => by_small_head_dim!(in "attention_q8_0", $kernel, $head_dim),
+            KvType::F32 | KvType::F16 => by_small_head_dim!(in "attention", $kernel, $head_dim),
+        }
+    };
+    (in $image:literal, $kernel:literal, $head_dim:expr) => {
+        match $head_dim {
+            64 => kernel_name!($image, concat!($kernel, "_64")),
+            80 => kernel_name!($image, concat!($kernel, "_80")),
+            96 => kernel_name!($image, concat!($kernel, "_96")),
+            _ => kernel_name!($image, concat!($kernel, "_128")),
+        }
+    };
+}
+
 pub(super) fn grouped_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionGroupedKv> {
-    match (kind, head_dim) {
-        (KvType::Bf16, 64) => kernel_name!("attention_bf16", "attention_grouped_kv_64"),
-        (KvType::Bf16, 80) => kernel_name!("attention_bf16", "attention_grouped_kv_80"),
-        (KvType::Bf16, 96) => kernel_name!("attention_bf16", "attention_grouped_kv_96"),
-        (KvType::Bf16, _) => kernel_name!("attention_bf16", "attention_grouped_kv_128"),
-        (KvType::Q8_0, 64) => kernel_name!("attention_q8_0", "attention_grouped_kv_64"),
-        (KvType::Q8_0, 80) => kernel_name!("attention_q8_0", "attention_grouped_kv_80"),
-        (KvType::Q8_0, 96) => kernel_name!("attention_q8_0", "attention_grouped_kv_96"),
-        (KvType::Q8_0, _) => kernel_name!("attention_q8_0", "attention_grouped_kv_128"),
-        (_, 64) => kernel_name!("attention", "attention_grouped_kv_64"),
-        (_, 80) => kernel_name!("attention", "attention_grouped_kv_80"),
-        (_, 96) => kernel_name!("attention", "attention_grouped_kv_96"),
-        (_, _) => kernel_name!("attention", "attention_grouped_kv_128"),
-    }
+    by_small_head_dim!("attention_grouped_kv", kind, head_dim)
+}
+
+pub(super) fn clustered_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionGroupedKv> {
+    by_small_head_dim!("attention_clustered_kv", kind, head_dim)
 }

@@ -53,6 +53,7 @@ impl ChecksumKernels {
             block: CHECKSUM_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: false,
+            cluster: 1,
         };
         let arguments =
             ChecksumPieces { bytes: bytes.address(), total: bytes.len() as u64, out: out.address() };

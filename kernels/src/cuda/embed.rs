@@ -65,6 +65,7 @@ impl EmbedKernels {
             // The first kernel of a step. Those behind it may read what the host sent before they
             // wait, so it must have arrived when this one starts.
             overlaps_predecessor: false,
+            cluster: 1,
         };
         let dtype = shape.dtype().id() as i32;
         let (cols, rows) = (cols as i32, rows as i32);

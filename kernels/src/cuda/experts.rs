@@ -159,6 +159,7 @@ impl ExpertKernels {
             block,
             shared_bytes: 0,
             overlaps_predecessor: true,
+            cluster: 1,
         };
         let (logits, experts) = (logits.address(), routing.experts.address());
         let expert_weights = routing.expert_weights.address();
@@ -228,6 +229,7 @@ impl ExpertKernels {
             block: 32 * EXPERT_QUANTIZE_WARPS as u32,
             shared_bytes: 0,
             overlaps_predecessor: true,
+            cluster: 1,
         };
         let GroupAddress { sorted_pairs, .. } = grouping.addresses(groups.address(), pairs, count);
         let arguments = ExpertQuantize {
@@ -320,7 +322,13 @@ impl ExpertKernels {
         let row_blocks = shape.row_tiles().div_ceil(block_row_tiles);
         let output_tiles = grouping.groups_max(pairs, count) * row_blocks * stacks.len();
         let blocks = output_tiles.min((resident.max(1) * self.device.multiprocessors()) as usize) as u32;
-        let launch = LaunchConfig { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true };
+        let launch = LaunchConfig {
+            grid: (blocks, 1, 1),
+            block,
+            shared_bytes,
+            overlaps_predecessor: true,
+            cluster: 1,
+        };
         // SAFETY: by this function's contract the experts of groups are below `count`, and slots
         // and pairs are below their numbers. So the kernel reads and writes tiles, activation tiles
         // and outputs inside the lengths that were checked.
@@ -379,7 +387,7 @@ impl ExpertKernels {
         }
         let grid = (shape.rows().div_ceil(EXPERT_MATVEC_WARPS) as u32, pairs as u32, 1);
         let block = 32 * EXPERT_MATVEC_WARPS as u32;
-        let launch = LaunchConfig { grid, block, shared_bytes: 0, overlaps_predecessor: true };
+        let launch = LaunchConfig { grid, block, shared_bytes: 0, overlaps_predecessor: true, cluster: 1 };
         let (weights, x, experts) = (stack.tiles.address(), x.address(), experts.address());
         let (rows, cols, out) = (shape.rows() as i32, shape.cols() as i32, stack.out.address());
         let pairs_per_token = pairs_per_token as i32;
@@ -431,6 +439,7 @@ impl ExpertKernels {
             block: EXPERT_COMBINE_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: true,
+            cluster: 1,
         };
         let arguments = ExpertCombine {
             contributions: contributions.address(),

@@ -55,6 +55,7 @@ pub(super) fn launch(
         block: 32 * warps as u32,
         shared_bytes: 0,
         overlaps_predecessor: true,
+        cluster: 1,
     };
     let arguments = LinearF32 {
         weights: product.tiles.address(),

@@ -37,6 +37,7 @@ impl GatherKernels {
             block: GATHER_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: true,
+            cluster: 1,
         };
         let arguments =
             GatherRows { x: x.address(), rows: rows.address(), out: out.address(), cols: cols as i32 };

@@ -94,6 +94,7 @@ impl KvWriteKernels {
             block: KV_WRITE_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: true,
+            cluster: 1,
         };
         let arguments = KvWrite {
             kv: layer,

@@ -425,7 +425,7 @@ impl LinearKernels {
         let block = 32 * warps as u32;
         let resident = family.kernel(name.as_c_str())?.blocks_per_multiprocessor(block, shared_bytes)?;
         let blocks = (work_items as u32).min(resident.max(1) * self.device.multiprocessors());
-        Ok(LaunchConfig { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true })
+        Ok(LaunchConfig { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true, cluster: 1 })
     }
 }
 

@@ -124,7 +124,7 @@ impl LinearKernels {
         let blocks = resident.max(1) as usize * self.multiprocessors();
         let (first_blocks, second_blocks) = divide_blocks(blocks, first, second);
         let grid = ((first_blocks + second_blocks) as u32, 1, 1);
-        let launch = LaunchConfig { grid, block, shared_bytes, overlaps_predecessor: true };
+        let launch = LaunchConfig { grid, block, shared_bytes, overlaps_predecessor: true, cluster: 1 };
         Ok(Some(MixedLaunch { first_stages, second_stages, first_blocks: first_blocks as i32, launch }))
     }
 }

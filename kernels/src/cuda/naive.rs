@@ -50,6 +50,7 @@ impl NaiveKernels {
             block: NAIVE_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: false,
+            cluster: 1,
         };
         let arguments = NaiveAttention {
             queries: queries.address(),
@@ -91,6 +92,7 @@ impl NaiveKernels {
             block: NAIVE_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: false,
+            cluster: 1,
         };
         let arguments = NaiveMatmul {
             weights: weights.address(),

@@ -160,6 +160,7 @@ impl NormKernels {
             block: 32 * NORM_HEADS as u32,
             shared_bytes: 0,
             overlaps_predecessor: true,
+            cluster: 1,
         };
         let arguments = RmsNormHeads {
             x: x.address(),
@@ -228,6 +229,7 @@ fn launch_of_values(values: usize) -> LaunchConfig {
         block: ADD_THREADS,
         shared_bytes: 0,
         overlaps_predecessor: true,
+        cluster: 1,
     }
 }
 
@@ -270,6 +272,7 @@ fn one_block_per_row(rows: usize) -> LaunchConfig {
         block: NORM_THREADS,
         shared_bytes: 0,
         overlaps_predecessor: true,
+        cluster: 1,
     }
 }
 

@@ -104,6 +104,7 @@ impl NormRopeKvKernels {
             block: 32 * NORM_ROPE_WARPS as u32,
             shared_bytes: 0,
             overlaps_predecessor: true,
+            cluster: 1,
         };
         let name = match kind {
             KvType::F32 => kernel_name!("norm_rope_kv", "norm_rope_kv_write_f32"),

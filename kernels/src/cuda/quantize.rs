@@ -158,6 +158,7 @@ impl QuantizeKernels {
                     block: 32 * QUANTIZE_WARPS as u32,
                     shared_bytes: 0,
                     overlaps_predecessor: true,
+                    cluster: 1,
                 };
                 let quantized = layout.rows(out.address(), tokens, cols);
                 let (tokens, cols) = (tokens as i32, cols as i32);

@@ -88,7 +88,8 @@ fn row_bytes(shape: &Tiles) -> i64 {
 /// The launch of a repack kernel, or None if there is no tile.
 fn launch_shape(shape: &Tiles) -> Option<LaunchConfig> {
     let grid = (shape.col_tiles() as u32, shape.row_tiles() as u32, 1);
-    let launch = LaunchConfig { grid, block: THREADS, shared_bytes: 0, overlaps_predecessor: false };
+    let launch =
+        LaunchConfig { grid, block: THREADS, shared_bytes: 0, overlaps_predecessor: false, cluster: 1 };
     (grid.0 > 0 && grid.1 > 0).then_some(launch)
 }
 

@@ -46,6 +46,7 @@ impl RopeKernels {
             block: ROPE_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: true,
+            cluster: 1,
         };
         let arguments = Rope {
             x: x.address(),

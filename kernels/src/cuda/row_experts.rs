@@ -101,6 +101,7 @@ impl ExpertKernels {
             block: EXPERT_ROUTE_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: true,
+            cluster: 1,
         };
         // SAFETY: the block reads `count` logits and `cols` values, writes `used` experts below
         // `count` with their weights, and the row's activation tiles.
@@ -202,7 +203,13 @@ impl ExpertKernels {
         for ((weights, out), stack) in params.weights.iter_mut().zip(&mut params.out).zip(stacks) {
             (*weights, *out) = (stack.tiles.address(), stack.out.address());
         }
-        let launch = LaunchConfig { grid: (blocks, 1, 1), block, shared_bytes, overlaps_predecessor: true };
+        let launch = LaunchConfig {
+            grid: (blocks, 1, 1),
+            block,
+            shared_bytes,
+            overlaps_predecessor: true,
+            cluster: 1,
+        };
         // SAFETY: by this function's contract experts are below `count`. So the kernel reads and
         // writes tiles, activation tiles, outputs and the residual stream inside the lengths that
         // were checked. It divides shared memory as `matvec_pipeline` does.

@@ -85,6 +85,7 @@ impl ShortlistKernels {
             block: SHORTLIST_THREADS,
             shared_bytes: 0,
             overlaps_predecessor: true,
+            cluster: 1,
         };
         let blocks = cols.div_ceil(SHORTLIST_BLOCK);
         let results = work.address();

@@ -100,6 +100,7 @@ impl ExpertKernels {
             block: 32 * EXPERT_WGMMA_WARPS as u32,
             shared_bytes: WGMMA_PRODUCT_SHARED_BYTES as u32,
             overlaps_predecessor: true,
+            cluster: 1,
         };
         let arguments = ExpertWgmma { params, stacks: stacks.len() as i32, sums };
         // SAFETY: by this function's contract the experts of groups are below `count`, and slots

@@ -83,5 +83,6 @@ fn launch_of(blocks: u32) -> LaunchConfig {
         block: WORD_COPY_THREADS,
         shared_bytes: 0,
         overlaps_predecessor: true,
+        cluster: 1,
     }
 }

@@ -425,7 +425,7 @@ fn chunks_neighbours_and_blocks_change_nothing(
             lengths.iter().map(|len| len.saturating_sub(back)).map(|at| at..at + 1).enumerate().collect(),
         );
     }
-    for at in [0, 1, 63, 64, 255, 2047, 2048, 2049, 4095, 4096] {
+    for at in [0, 1, 63, 64, 255, 256, 300, 511, 512, 700, 1023, 1024, 1500, 2047, 2048, 2049, 4095, 4096] {
         if at < len {
             steps.push(vec![(0, at..at + 1)]);
         }
@@ -451,6 +451,41 @@ fn chunks_neighbours_and_blocks_change_nothing(
                 differs.is_none(),
                 "{heads} heads on {kv_heads} of {head_dim}, {kind:?}, {span:?}, blocks of {block_tokens}, step {step:?}: value {differs:?}"
             );
+        }
+    }
+    Ok(())
+}
+
+/// On a large GPU, clusters compute rows of these lengths: two blocks and two rounds if there are
+/// 16 rows, and up to four blocks for each alone. Rows of two tokens have a block for each split.
+pub(crate) fn clusters_have_the_bits_of_other_kernels(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(23);
+    let lengths: Vec<usize> = match gpu.small {
+        true => vec![300, 270],
+        false => (0..16).map(|sequence| 400 + 37 * sequence % 600).collect(),
+    };
+    let rows = |tokens: usize| lengths.iter().map(move |&len| len - tokens..len).enumerate();
+    for kind in [KvType::F16, KvType::Bf16, KvType::Q8_0] {
+        for (heads, kv_heads, head_dim) in
+            [(8, 4, 64), (12, 4, 96), (16, 4, 128), (12, 4, 80), (8, 1, 128), (32, 2, 128)]
+        {
+            let paged = PagedAttention::new(&mut random, spec(heads, kv_heads, head_dim), kind, &lengths);
+            let mut cuda = Cuda::new(&gpu.device)?;
+            let width = heads * head_dim;
+            let together = paged.run(&mut cuda, 16, &[rows(1).collect()])?.concat();
+            let alone: Vec<_> = rows(1).map(|row| vec![row]).collect();
+            let alone = paged.run(&mut cuda, 16, &alone)?.concat();
+            let pairs: Vec<_> = rows(2).map(|pair| vec![pair]).collect();
+            let pairs = paged.run(&mut cuda, 16, &pairs)?;
+            let expected: Vec<f32> = pairs.iter().flat_map(|pair| &pair[width..]).copied().collect();
+            for (what, found) in [("together", &together), ("alone", &alone)] {
+                ensure!(found.len() == expected.len(), "{} values, {}", found.len(), expected.len());
+                let differs = found.iter().zip(&expected).position(|(a, b)| a.to_bits() != b.to_bits());
+                ensure!(
+                    differs.is_none(),
+                    "{heads} heads on {kv_heads} of {head_dim}, {kind:?}, {what}: value {differs:?}"
+                );
+            }
         }
     }
     Ok(())

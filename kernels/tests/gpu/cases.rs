@@ -69,6 +69,7 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
         "attention: chunks, batch neighbours and blocks change nothing",
         attention::it_depends_on_neither_chunks_nor_batch_neighbours_nor_blocks,
     ),
+    ("attention: clusters", attention::clusters_have_the_bits_of_other_kernels),
     ("attention: long runs", attention_prefill::long_runs_have_the_bits_of_short_ones),
     ("attention: the cache grows", attention::the_cache_grows_as_it_is_written),
     ("windows: they are those of the reference", windows::windows_are_those_of_the_reference),
@@ -84,6 +85,7 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
     ("fused: sums of experts are those", fused::sums_of_experts_are_those_of_single_ops),
     ("fused: attention blocks are those", fused::attention_blocks_are_those_of_single_ops),
     ("fused: decode attention is that", fused::decode_attention_is_that_of_single_ops),
+    ("fused: attention of clusters is that", fused::attention_of_clusters_is_that_of_single_ops),
     ("experts: they are those of the reference", experts::they_are_those_of_the_reference),
     ("experts: rows take the experts of the host", routing::rows_take_the_experts_of_the_host),
     (

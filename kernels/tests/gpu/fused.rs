@@ -496,6 +496,37 @@ pub(crate) fn decode_attention_is_that_of_single_ops(gpu: &TestGpu) -> Result<()
     Ok(())
 }
 
+/// Rows and keys for which, on a large GPU, clusters of two, four and eight blocks have a row and
+/// KV head; the last ones compute two rounds.
+const CLUSTERED: [(usize, Range<usize>); 5] =
+    [(1, 300..306), (3, 260..500), (1, 1_000..1_020), (2, 1_500..2_030), (16, 400..1_000)];
+
+pub(crate) fn attention_of_clusters_is_that_of_single_ops(gpu: &TestGpu) -> Result<()> {
+    let mut pair = pair(gpu)?;
+    for kind in [KvType::F16, KvType::Bf16, KvType::Q8_0] {
+        for (heads, kv_heads, head_dim, norms, pairing, dtype) in [
+            (4, 2, 64, true, RopePairing::Halves, DType::Q4_K),
+            (8, 4, 128, true, RopePairing::Halves, DType::Q4_K),
+            (16, 8, 64, false, RopePairing::Adjacent, DType::Q8_0),
+            (8, 1, 128, false, RopePairing::Adjacent, DType::F16),
+            (8, 2, 128, true, RopePairing::Halves, DType::Q8_0),
+            (3, 1, 96, true, RopePairing::Halves, DType::Q8_0),
+            (4, 1, 80, true, RopePairing::Halves, DType::Q8_0),
+        ] {
+            let spec = AttentionSpec { heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt() };
+            let (span, pairs) = (AttentionSpan::Full, head_dim / 2);
+            let block = AttentionBlock { spec, kind, span, norms, pairing, pairs, dtype, is_followed: true };
+            for (sequences, keys) in CLUSTERED.into_iter().take(if gpu.small { 1 } else { 5 }) {
+                let what =
+                    format!("{sequences} rows of {keys:?} keys, {heads} heads on {kv_heads}, {kind:?}");
+                let steps = AttentionSteps::of_decode(sequences, keys);
+                compare(&mut pair, &what, |ops| attention_block(ops, &block, &steps))?;
+            }
+        }
+    }
+    Ok(())
+}
+
 fn attention_block(ops: &mut OpRunner, block: &AttentionBlock, steps: &AttentionSteps) -> Result<()> {
     let AttentionSpec { heads, kv_heads, head_dim, .. } = block.spec;
     let (width, kv_width) = (heads * head_dim, kv_heads * head_dim);

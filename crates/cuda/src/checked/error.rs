@@ -55,6 +55,7 @@ codes! {
     SYSTEM_DRIVER_MISMATCH = 803;
     STREAM_CAPTURE_UNSUPPORTED = 900;
     STREAM_CAPTURE_INVALIDATED = 901;
+    INVALID_CLUSTER_SIZE = 912;
     UNKNOWN = 999;
 }
 
@@ -137,6 +138,7 @@ pub enum DriverCall {
     FuncSetAttribute,
     LaunchKernelEx,
     OccupancyMaxActiveBlocksPerMultiprocessor,
+    OccupancyMaxActiveClusters,
     TensorMapEncodeTiled,
 }
 

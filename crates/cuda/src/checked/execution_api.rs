@@ -47,6 +47,9 @@ pub struct LaunchConfig {
     /// ends. Such a kernel executes `griddepcontrol.wait` before it touches what the predecessor
     /// writes or reads.
     pub overlaps_predecessor: bool,
+    /// Successive blocks of a row of the grid that form a cluster: they run at the same time and
+    /// read each other's shared memory. 1 if blocks are on their own. Divides `grid.0`.
+    pub cluster: u32,
 }
 
 /// A tensor of 32-bit elements in device memory, and the boxes of it that kernels copy. The first
@@ -210,6 +213,16 @@ pub trait ExecutionApi {
         function: RawFunction,
         block: u32,
         shared_bytes: u32,
+    ) -> Result<u32, DriverError>;
+
+    /// Clusters of a launch like `config` that the device runs at the same time.
+    ///
+    /// # Safety
+    /// A function of a loaded module.
+    unsafe fn active_clusters(
+        &self,
+        function: RawFunction,
+        config: &LaunchConfig,
     ) -> Result<u32, DriverError>;
 
     /// Encodes a layout. Refuses one that the copy engine cannot read. Touches no memory.

@@ -203,6 +203,10 @@ impl ExecutionApi for FakeDriver {
         unsupported(DriverCall::OccupancyMaxActiveBlocksPerMultiprocessor)
     }
 
+    unsafe fn active_clusters(&self, _: RawFunction, _: &LaunchConfig) -> Result<u32, DriverError> {
+        unsupported(DriverCall::OccupancyMaxActiveClusters)
+    }
+
     fn encode_tensor_map(&self, _: &TensorBoxLayout) -> Result<EncodedTensorMap, DriverError> {
         unsupported(DriverCall::TensorMapEncodeTiled)
     }

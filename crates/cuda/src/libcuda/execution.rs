@@ -254,6 +254,21 @@ impl ExecutionApi for LibCuda {
         Ok(blocks.max(0).cast_unsigned())
     }
 
+    unsafe fn active_clusters(
+        &self,
+        function: RawFunction,
+        config: &LaunchConfig,
+    ) -> Result<u32, DriverError> {
+        let mut clusters: c_int = 0;
+        let mut attributes = launch_attributes(config);
+        let raw = launch_config(config, std::ptr::null_mut(), &mut attributes);
+        // SAFETY: the caller vouches for the function; `raw` and its attributes live until the call
+        // returns, and one number is written.
+        let status = unsafe { (self.functions.active_clusters)(&mut clusters, function.pointer(), &raw) };
+        check(DriverCall::OccupancyMaxActiveClusters, status)?;
+        Ok(clusters.max(0).cast_unsigned())
+    }
+
     fn encode_tensor_map(&self, layout: &TensorBoxLayout) -> Result<EncodedTensorMap, DriverError> {
         let mut map = CUtensorMap { opaque: [0; 16] };
         let element_steps: [c_uint; 3] = [1; 3];
@@ -290,23 +305,8 @@ impl ExecutionApi for LibCuda {
         stream: RawStream,
         arguments: &mut [*mut c_void],
     ) -> Result<(), DriverError> {
-        let mut attribute = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        };
-        let raw = sys::CUlaunchConfig {
-            gridDimX: config.grid.0,
-            gridDimY: config.grid.1,
-            gridDimZ: config.grid.2,
-            blockDimX: config.block,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: config.shared_bytes,
-            hStream: stream.pointer(),
-            attrs: &mut attribute,
-            numAttrs: u32::from(config.overlaps_predecessor),
-        };
+        let mut attributes = launch_attributes(config);
+        let raw = launch_config(config, stream.pointer(), &mut attributes);
         // SAFETY: the caller vouches for the function, the stream and the arguments.
         let status = unsafe {
             (self.functions.launch)(&raw, function.pointer(), arguments.as_mut_ptr(), std::ptr::null_mut())
@@ -365,5 +365,48 @@ impl ExecutionApi for LibCuda {
         // SAFETY: the caller vouches for the stream and the range.
         let status = unsafe { (self.functions.enqueue_fill)(address, byte, bytes, stream.pointer()) };
         check(DriverCall::MemsetD8Async, status)
+    }
+}
+
+/// The attributes of a launch: the first `LaunchAttributes::count` of the array.
+struct LaunchAttributes {
+    all: [sys::CUlaunchAttribute; 2],
+    count: u32,
+}
+
+fn launch_attributes(config: &LaunchConfig) -> LaunchAttributes {
+    use sys::CUlaunchAttributeID::{
+        CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+    };
+    let attribute = |id, value| sys::CUlaunchAttribute { id, pad: [0; 4], value };
+    let overlaps = attribute(
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        sys::CUlaunchAttributeValue {
+            programmaticStreamSerializationAllowed: i32::from(config.overlaps_predecessor),
+        },
+    );
+    let cluster = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: config.cluster, y: 1, z: 1 };
+    let cluster =
+        attribute(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, sys::CUlaunchAttributeValue { clusterDim: cluster });
+    LaunchAttributes { all: [overlaps, cluster], count: 1 + u32::from(config.cluster > 1) }
+}
+
+/// Valid as long as `attributes`.
+fn launch_config(
+    config: &LaunchConfig,
+    stream: CUstream,
+    attributes: &mut LaunchAttributes,
+) -> sys::CUlaunchConfig {
+    sys::CUlaunchConfig {
+        gridDimX: config.grid.0,
+        gridDimY: config.grid.1,
+        gridDimZ: config.grid.2,
+        blockDimX: config.block,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: config.shared_bytes,
+        hStream: stream,
+        attrs: attributes.all.as_mut_ptr(),
+        numAttrs: attributes.count,
     }
 }

@@ -132,6 +132,18 @@ impl Kernel {
         Ok(unsafe { driver.blocks_per_multiprocessor(self.raw, block, shared_bytes) }?)
     }
 
+    /// Clusters of a launch like `config` that the device runs at the same time; 0 if it cannot run
+    /// one.
+    pub fn active_clusters(&self, config: &LaunchConfig) -> Result<u32, CudaError> {
+        self.allow_shared(config.shared_bytes)?;
+        let driver = self.module.context.driver();
+        // SAFETY: the function is loaded.
+        match unsafe { driver.active_clusters(self.raw, config) } {
+            Err(DriverError { code: ErrorCode::INVALID_CLUSTER_SIZE, .. }) => Ok(0),
+            clusters => Ok(clusters?),
+        }
+    }
+
     fn allow_shared(&self, bytes: u32) -> Result<(), CudaError> {
         let mut allowed = self.shared_bytes.lock().unwrap_or_else(PoisonError::into_inner);
         if bytes > *allowed {

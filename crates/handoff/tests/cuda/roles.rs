@@ -325,7 +325,8 @@ const STRAY_PTX: &CStr = c".version 7.0
 fn write_by_kernel(device: &Device, address: u64) -> Result<(), CudaError> {
     let module = LazyModule::new(device, "stray", STRAY_PTX.to_bytes_with_nul());
     let stream = Stream::new(device)?;
-    let config = LaunchConfig { grid: (1, 1, 1), block: 1, shared_bytes: 0, overlaps_predecessor: false };
+    let config =
+        LaunchConfig { grid: (1, 1, 1), block: 1, shared_bytes: 0, overlaps_predecessor: false, cluster: 1 };
     let mut argument = address;
     // SAFETY: the kernel takes one address. The test checks what happens when it writes there.
     unsafe { module.kernel(c"stray")?.launch(&stream, config, &mut [(&raw mut argument).cast()]) }?;

@@ -18,11 +18,16 @@ abi! {
         const ATTENTION_WARPS: usize = 4;
         /// Stages of the KV pipeline, if tiles are copied while others are multiplied.
         const ATTENTION_STAGES: usize = 2;
-        /// Groups of four warps of a block of attention_grouped_kv.
+        /// Groups of four warps of a block of attention_grouped_kv and attention_clustered_kv.
         const ATTENTION_GROUPS: usize = 4;
-        /// Shared memory that a block of that kernel has at most beside its dynamic shared memory:
-        /// addresses, maxima, weights, angles, and the row's own key and value.
+        /// Shared memory that a block of attention_grouped_kv has at most beside its dynamic shared
+        /// memory: addresses, maxima, weights, angles, and the row's own key and value.
         const ATTENTION_GROUPED_BYTES: usize = 6 << 10;
+        /// The same of attention_clustered_kv, which has the weights of all blocks.
+        const ATTENTION_CLUSTERED_BYTES: usize = 10 << 10;
+        /// Blocks of a cluster of attention_clustered_kv, at most. Every GPU takes clusters of 8,
+        /// unless it has too few multiprocessors.
+        const ATTENTION_CLUSTER_MAX: usize = 8;
         /// Padding between rows in shared memory, in 16-bit values. With it, the 16-byte vectors of
         /// a column are in different banks.
         const ATTENTION_PAD: usize = 8;

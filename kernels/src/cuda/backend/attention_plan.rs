@@ -5,7 +5,7 @@
 //! step of many rows has several plans, which use the buffer of partial results one after the
 //! other.
 
-use ops::{AttentionSpan, OpError};
+use ops::{AttentionSpan, AttentionSpec, OpError};
 
 use super::plan::{
     AttentionPlan, AttentionPlanLimits, KvSplits, PARTIALS_MAX, PartialMerge, PlannedRows, QueryTile,
@@ -15,29 +15,28 @@ use super::recorder::Recorder;
 use super::step::StepRows;
 use super::upload::StepUpload;
 use super::usage::allocated;
-use crate::cuda::attention::{AttentionPlanAddress, window_of};
+use crate::cuda::Buffer;
+use crate::cuda::attention::{AttentionPlanAddress, CLUSTERS, window_of};
 use crate::cuda::error::device_error;
-use crate::cuda::{Buffer, Stream};
 
 const OP: &str = "attention";
 /// Words for the counts at the beginning of a plan.
 const HEADER_WORDS: usize = 4;
 
 /// All that decides a plan and its memory, besides the rows of the step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct AttentionPlanShape {
     pub(super) split_tokens: usize,
     pub(super) prefill_tokens: usize,
     pub(super) has_groups: bool,
-    pub(super) heads: usize,
-    pub(super) kv_heads: usize,
-    pub(super) head_dim: usize,
+    pub(super) spec: AttentionSpec,
     pub(super) block_tokens: usize,
     pub(super) span: AttentionSpan,
 }
 
 pub(super) struct DeviceAttentionPlan {
     shape: AttentionPlanShape,
+    clusters: [u32; CLUSTERS.len()],
     /// The number of the step that `plans` belong to.
     step: u64,
     plans: Vec<AttentionPlan>,
@@ -48,17 +47,23 @@ pub(super) struct DeviceAttentionPlan {
 }
 
 impl DeviceAttentionPlan {
-    pub(super) fn new(stream: &Stream, shape: AttentionPlanShape) -> Result<Self, OpError> {
+    pub(super) fn new(recorder: &Recorder, shape: AttentionPlanShape) -> Result<Self, OpError> {
+        let stream = recorder.stream();
         let partials = |values: usize| {
-            Buffer::new(stream.device(), PARTIALS_MAX as usize * shape.heads * values)
+            Buffer::new(stream.device(), PARTIALS_MAX as usize * shape.spec.heads * values)
                 .map_err(device_error(OP))
+        };
+        let clusters = match shape.has_groups {
+            true => recorder.attentions().clusters(&shape.spec).map_err(device_error(OP))?,
+            false => Default::default(),
         };
         Ok(Self {
             shape,
+            clusters,
             step: 0,
             plans: Vec::new(),
             upload: StepUpload::new(stream).map_err(device_error(OP))?,
-            sums: partials(shape.head_dim)?,
+            sums: partials(shape.spec.head_dim)?,
             weights: partials(2)?,
             addresses: Vec::new(),
         })
@@ -92,16 +97,17 @@ impl DeviceAttentionPlan {
     }
 
     fn build(&mut self, recorder: &mut Recorder, rows: &StepRows, groups: &[usize]) -> Result<(), OpError> {
-        let AttentionPlanShape {
-            split_tokens, prefill_tokens, has_groups, kv_heads, block_tokens, span, ..
-        } = self.shape;
+        let AttentionPlanShape { split_tokens, prefill_tokens, has_groups, spec, block_tokens, span, .. } =
+            self.shape;
         let limits = AttentionPlanLimits {
             split_tokens,
             prefill_tokens,
             partials_max: PARTIALS_MAX,
-            kv_heads: kv_heads as u32,
+            kv_heads: spec.kv_heads as u32,
+            group: (spec.heads / spec.kv_heads.max(1)) as u32,
             multiprocessors: recorder.stream().device().multiprocessors(),
             has_groups,
+            clusters: self.clusters,
         };
         let written = rows.blocks_written(block_tokens);
         let groups: Vec<&[u32]> = groups.iter().map(|&group| rows.blocks(group)).collect();

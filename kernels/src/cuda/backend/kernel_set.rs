@@ -29,7 +29,7 @@ pub(super) struct KernelSet {
     pub(super) norms: NormKernels,
     ropes: RopeKernels,
     kv_writes: KvWriteKernels,
-    attentions: AttentionKernels,
+    pub(super) attentions: AttentionKernels,
     pub(super) gates: ActAndMulKernels,
     pub(super) heads: NormRopeKvKernels,
     gathers: GatherKernels,

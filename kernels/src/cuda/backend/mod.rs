@@ -238,7 +238,7 @@ impl Cuda {
         let at = match self.plans.iter().position(|plan| plan.shape() == shape) {
             Some(at) => at,
             None => {
-                self.plans.push(DeviceAttentionPlan::new(self.recorder.stream(), shape)?);
+                self.plans.push(DeviceAttentionPlan::new(&self.recorder, shape)?);
                 self.plans.len() - 1
             }
         };

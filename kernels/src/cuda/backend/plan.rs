@@ -7,8 +7,8 @@
 //! Every plan gives the same bits (attention.cu says why); a plan changes the speed alone.
 //!
 //! 1. A long run of consecutive tokens of one sequence goes to the prefill kernel.
-//! 2. Few decode rows of few keys get a block for each row and KV head, whose groups of warps
-//!    compute several splits at a time.
+//! 2. Few decode rows of few keys get a block for each row and KV head, or a cluster of blocks. The
+//!    groups of warps of these blocks compute several splits at a time.
 //! 3. Other decode rows and short runs are split along their keys. If there are so many that a
 //!    block for each of them and each KV head fills the device, a block computes all splits of its
 //!    rows and merges them.
@@ -20,7 +20,7 @@ use std::cmp::Reverse;
 use super::block_set::BlockSet;
 use crate::cuda::abi::attention::{ATTENTION_GROUPS, NO_WINDOW, SPLIT_KV_PAIRS};
 pub(super) use crate::cuda::abi::attention::{KvSplits, PartialMerge, QueryTile};
-use crate::cuda::attention::SplitMerge;
+use crate::cuda::attention::{CLUSTERS, SplitMerge};
 
 /// Keys of a tile. A tile is the smallest split.
 const TILE: u32 = 64;
@@ -33,6 +33,8 @@ pub(super) const PARTIALS_MAX: u32 = 1024;
 pub(super) const SPLITS_MAX: u32 = 32;
 /// The largest number of tokens of a query tile of the split-KV kernels.
 const SPLIT_TOKENS_MAX: u32 = SPLIT_KV_PAIRS as u32;
+/// The most query heads of a KV head with which clusters may have more than two blocks.
+const CLUSTER_GROUP_MAX: u32 = 4;
 /// The smallest run of tokens that the prefill kernel computes. A shorter run would leave most of
 /// the device idle in that kernel.
 const PREFILL_TOKENS_MIN: usize = 64;
@@ -80,9 +82,13 @@ pub(super) struct AttentionPlanLimits {
     pub(super) prefill_tokens: usize,
     pub(super) partials_max: u32,
     pub(super) kv_heads: u32,
+    /// Query heads of a KV head.
+    pub(super) group: u32,
     pub(super) multiprocessors: u32,
-    /// Whether there is a kernel that computes splits in groups, and the device has room for it.
+    /// Whether there are kernels that compute splits in groups, and the device has room for them.
     pub(super) has_groups: bool,
+    /// How many clusters of each size of [`CLUSTERS`] the device runs at the same time.
+    pub(super) clusters: [u32; CLUSTERS.len()],
 }
 
 /// The rows of a step, with what they read and write in a cache.
@@ -161,8 +167,8 @@ impl AttentionPlan {
     ) -> usize {
         let mut end = self.collect(start, rows, limits, u32::MAX);
         self.has_lone_rows = self.prefill_tiles.is_empty() && self.are_lone(rows);
-        self.merge = if self.fits_groups(limits) {
-            SplitMerge::Groups
+        self.merge = if let Some(blocks) = self.group_blocks(limits) {
+            SplitMerge::Groups { blocks }
         } else if self.fills_device(limits) {
             SplitMerge::Block
         } else {
@@ -182,20 +188,46 @@ impl AttentionPlan {
         self.has_lone_rows && (self.merge != SplitMerge::Kernel || self.split_tiles.len() > 1)
     }
 
-    /// Whether groups are the fastest for these rows. Each of their blocks needs a multiprocessor,
-    /// and computes a round of splits in some 4 us. With one round, it is faster than a block for
-    /// each split and the merge kernel. With two rounds, it is faster if there are blocks for two
-    /// fifths of the device. On an H200, 8 rows of an 8B model take 5.1 instead of 6.9 us at 190
-    /// keys and 9.7 instead of 9.9 at 512; one row takes 8.2 instead of 4.3 at 512.
-    fn fits_groups(&self, limits: AttentionPlanLimits) -> bool {
+    /// How many blocks a row and KV head have, if groups are the fastest for these rows. Each of
+    /// these blocks needs a multiprocessor, and computes a round of splits in some 4 us.
+    ///
+    /// - One block with one round is faster than a block for each split and the merge kernel. With
+    ///   two rounds, it is faster if there are blocks for two fifths of the device. On an H200, 8
+    ///   rows of an 8B model take 5.1 instead of 6.9 us at 190 keys and 9.7 instead of 9.9 at 512;
+    ///   one row takes 8.2 instead of 4.3 at 512.
+    /// - A cluster with one round is faster in a step, where the merge kernel is one launch more:
+    ///   one row of that model decodes 1.5% faster at 300 keys and 4.4% at 1,500. With more than
+    ///   [`CLUSTER_GROUP_MAX`] query heads on a KV head, larger clusters than of two are slower:
+    ///   one row of 30B-A3B 1.9% at 700 keys.
+    /// - A cluster with two rounds is faster if there are blocks for most of the device: 8 rows
+    ///   decode 4.7% faster at 700 keys, and 4 rows 2.6% slower.
+    fn group_blocks(&self, limits: AttentionPlanLimits) -> Option<u32> {
         const ROUND: u32 = ATTENTION_GROUPS as u32;
+        let AttentionPlanLimits { kv_heads, group, multiprocessors, .. } = limits;
+        let has_long_splits = self.split_tiles.iter().any(|all| all.queries.split_shift > 0);
+        if !limits.has_groups || !self.has_lone_rows || has_long_splits {
+            return None;
+        }
         let rows = self.split_tiles.len();
-        let launched = launch_bound(rows) as u32 * limits.kv_heads;
-        let rounds = if 5 * rows as u32 * limits.kv_heads >= 2 * limits.multiprocessors { 2 } else { 1 };
-        limits.has_groups
-            && self.has_lone_rows
-            && launched <= limits.multiprocessors
-            && self.split_tiles.iter().all(|all| all.queries.split_shift == 0 && all.splits <= rounds * ROUND)
+        let splits = self.split_tiles.iter().map(|all| all.splits).max()?;
+        // Of these, some have no row (`launch_bound`).
+        let launched = launch_bound(rows) as u32 * kv_heads;
+        let busy = rows as u32 * kv_heads;
+        let rounds = if 5 * busy >= 2 * multiprocessors { 2 } else { 1 };
+        if launched <= multiprocessors && splits <= rounds * ROUND {
+            return Some(1);
+        }
+        let clusters_max = if group > CLUSTER_GROUP_MAX { 1 } else { CLUSTERS.len() };
+        let clusters = CLUSTERS.iter().zip(limits.clusters).take(clusters_max);
+        let fitting: Vec<u32> = clusters
+            .filter(|&(blocks, fitting)| launched <= fitting.min(multiprocessors / blocks))
+            .map(|(&blocks, _)| blocks)
+            .collect();
+        let one_round = fitting.iter().find(|&blocks| splits <= blocks * ROUND);
+        let two_rounds = fitting
+            .last()
+            .filter(|&blocks| splits <= 2 * blocks * ROUND && 5 * busy * blocks >= 4 * multiprocessors);
+        one_round.or(two_rounds).copied()
     }
 
     /// Whether each query tile is one row, and the row is the only one that writes blocks which it

@@ -29,7 +29,7 @@ use turns::{HeldTurn, Turns};
 
 use super::command::{CommandList, KernelCommand};
 use super::kernel_set::KernelSet;
-use crate::cuda::attention::AttentionPlanAddress;
+use crate::cuda::attention::{AttentionKernels, AttentionPlanAddress};
 use crate::cuda::error::device_error;
 use crate::cuda::experts::ExpertKernels;
 use crate::cuda::word_copies::{WordCopy, WordCopyKernels};
@@ -128,6 +128,10 @@ impl Recorder {
 
     pub(super) fn experts(&self) -> &ExpertKernels {
         &self.kernels.experts
+    }
+
+    pub(super) fn attentions(&self) -> &AttentionKernels {
+        &self.kernels.attentions
     }
 
     pub(super) fn stream(&self) -> &Stream {

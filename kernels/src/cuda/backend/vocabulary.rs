@@ -343,15 +343,12 @@ impl Backend for Cuda {
         };
         match AttentionMethod::of(self.device(), spec, shape.kind, span) {
             AttentionMethod::TensorCores { split_tokens, prefill_tokens, has_groups } => {
-                let AttentionSpec { heads, kv_heads, head_dim, .. } = *spec;
                 let block_tokens = kv.blocks().tokens;
                 let shape = AttentionPlanShape {
                     split_tokens,
                     prefill_tokens,
                     has_groups,
-                    heads,
-                    kv_heads,
-                    head_dim,
+                    spec: *spec,
                     block_tokens,
                     span,
                 };

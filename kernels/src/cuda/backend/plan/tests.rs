@@ -10,7 +10,9 @@ const LIMITS: AttentionPlanLimits = AttentionPlanLimits {
     partials_max: 400,
     kv_heads: 8,
     multiprocessors: 1_000_000,
+    group: 4,
     has_groups: false,
+    clusters: [0; CLUSTERS.len()],
 };
 const BLOCK_TOKENS: usize = 16;
 /// Entries of the table of each sequence.
@@ -211,16 +213,19 @@ fn a_tile_is_old_if_no_key_of_the_window_is_written() {
     assert_eq!([36, 37].map(old), [1, 0]);
 }
 
+/// An H200, without clusters.
+const GROUPS: AttentionPlanLimits = AttentionPlanLimits { multiprocessors: 132, has_groups: true, ..LIMITS };
+
 #[test]
 fn groups_compute_few_short_rows() {
-    let limits = AttentionPlanLimits { multiprocessors: 132, has_groups: true, ..LIMITS };
-    let merge = |runs: &[(u32, u32)]| Rows::new(runs).plans(limits)[0].merge;
-    assert_eq!(merge(&[(255, 1)]), SplitMerge::Groups);
+    let merge = |runs: &[(u32, u32)]| Rows::new(runs).plans(GROUPS)[0].merge;
+    let groups = SplitMerge::Groups { blocks: 1 };
+    assert_eq!(merge(&[(255, 1)]), groups);
     // A second round is slower, unless many multiprocessors have one.
     assert_eq!(merge(&[(256, 1)]), SplitMerge::Kernel);
-    assert_eq!(merge(&[(256, 1); 7]), SplitMerge::Groups);
+    assert_eq!(merge(&[(256, 1); 7]), groups);
     assert_eq!(merge(&[(512, 1); 7]), SplitMerge::Kernel);
-    assert_eq!(merge(&[(190, 1); 16]), SplitMerge::Groups);
+    assert_eq!(merge(&[(190, 1); 16]), groups);
     // More blocks than multiprocessors.
     assert_eq!(merge(&[(190, 1); 17]), SplitMerge::Block);
     // Two rows of one sequence.
@@ -228,11 +233,35 @@ fn groups_compute_few_short_rows() {
 }
 
 #[test]
+fn clusters_compute_few_rows_of_up_to_2048_keys() {
+    // An H200 has so many clusters of 2, 4 and 8 blocks with a multiprocessor each.
+    let limits = AttentionPlanLimits { clusters: [66, 30, 15], ..GROUPS };
+    let merge = |runs: &[(u32, u32)]| Rows::new(runs).plans(limits)[0].merge;
+    let groups = |blocks: u32| SplitMerge::Groups { blocks };
+    assert_eq!(merge(&[(255, 1)]), groups(1));
+    assert_eq!(merge(&[(256, 1)]), groups(2));
+    assert_eq!(merge(&[(511, 1)]), groups(2));
+    assert_eq!(merge(&[(512, 1)]), groups(4));
+    assert_eq!(merge(&[(1024, 1)]), groups(8));
+    assert_eq!(merge(&[(2047, 1)]), groups(8));
+    // A split has more than one tile.
+    assert_eq!(merge(&[(2048, 1)]), SplitMerge::Kernel);
+    // Eight KV heads of two rows do not have clusters of eight, and two rounds would leave half of
+    // the device without work.
+    assert_eq!(merge(&[(1024, 1); 2]), SplitMerge::Kernel);
+    // Two rounds of clusters of two fill the device.
+    assert_eq!(merge(&[(700, 1); 8]), groups(2));
+    // As many blocks are launched for five rows, but three of eight have no row.
+    assert_eq!(merge(&[(700, 1); 5]), SplitMerge::Kernel);
+    assert_eq!(merge(&[(1024, 1); 8]), SplitMerge::Kernel);
+    let many_heads = AttentionPlanLimits { group: 8, ..limits };
+    assert_eq!(Rows::new(&[(256, 1)]).plans(many_heads)[0].merge, groups(2));
+    assert_eq!(Rows::new(&[(512, 1)]).plans(many_heads)[0].merge, SplitMerge::Kernel);
+}
+
+#[test]
 fn one_long_row_leaves_its_heads_to_another_kernel() {
-    let prepares_heads = |runs: &[(u32, u32)]| {
-        let limits = AttentionPlanLimits { multiprocessors: 132, has_groups: true, ..LIMITS };
-        Rows::new(runs).plans(limits)[0].prepares_heads()
-    };
+    let prepares_heads = |runs: &[(u32, u32)]| Rows::new(runs).plans(GROUPS)[0].prepares_heads();
     assert!(prepares_heads(&[(200, 1)]));
     assert!(!prepares_heads(&[(600, 1)]));
     assert!(prepares_heads(&[(600, 1), (600, 1)]));
@@ -246,11 +275,12 @@ proptest! {
         runs in prop::collection::vec((0_u32..9000, 1_u32..200), 1..12),
         multiprocessors in 1_u32..300,
         has_groups: bool,
+        clusters in prop::array::uniform3(0_u32..100),
         window in prop_oneof![Just(0), 1_u32..300, 1_u32..5000],
     ) {
         let rows = Rows::new(&runs).with_window(window);
         let mut seen = vec![0; rows.positions.len()];
-        for plan in rows.plans(AttentionPlanLimits { multiprocessors, has_groups, ..LIMITS }) {
+        for plan in rows.plans(AttentionPlanLimits { multiprocessors, has_groups, clusters, ..LIMITS }) {
             check(&plan, &rows, &mut seen)?;
         }
         prop_assert!(seen.iter().all(|&times| times == 1));

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The blocks that have a row and KV head together, in grouped_kv.cuh: one, or those of a cluster.
+//
+//   arrive, wait   a barrier of all threads of these blocks. `arrive` is called before the first
+//                  use of another block's memory, and then `wait` and `arrive` in turn
+//   wait_last      the last call: a block must not end while others read its memory
+//   load, store    values in the shared memory of block `of`, where `own` is in this block
+
+#pragma once
+
+#include <cstdint>
+
+#include "../shared_memory.cuh"
+#include "abi/attention.cuh"
+
+namespace {
+
+struct LoneBlock {
+    static constexpr int COUNT_MAX = 1, SHARED_BYTES_MAX = ATTENTION_GROUPED_BYTES, count = 1, rank = 0;
+
+    __device__ __forceinline__ void arrive() const {}
+    __device__ __forceinline__ void wait() const { __syncthreads(); }
+    __device__ __forceinline__ void wait_last() const {}
+
+    // Loads values that are `pitch` values apart.
+    template <int N>
+    __device__ __forceinline__ void load(int, const float *own, int pitch, float (&to)[N]) const {
+#pragma unroll
+        for (int i = 0; i < N; i++) to[i] = own[i * pitch];
+    }
+    __device__ __forceinline__ void store(int, float2 *own, float2 value) const { *own = value; }
+};
+
+// `count` is a power of two; this block has number `rank`.
+struct BlocksOfCluster {
+    static constexpr int COUNT_MAX = ATTENTION_CLUSTER_MAX, SHARED_BYTES_MAX = ATTENTION_CLUSTERED_BYTES;
+    int count, rank;
+
+    __device__ __forceinline__ BlocksOfCluster() {
+        asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(count));
+        asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    }
+
+    __device__ __forceinline__ void arrive() const {
+        __syncwarp();
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    }
+    __device__ __forceinline__ void wait() const {
+        __syncwarp();
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    }
+    __device__ __forceinline__ void wait_last() const { wait(); }
+
+    template <int N>
+    __device__ __forceinline__ void load(int of, const float *own, int pitch, float (&to)[N]) const {
+        if (of == rank) return LoneBlock().load(of, own, pitch, to);
+        const uint32_t from = address_in(of, own);
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            asm volatile("ld.shared::cluster.f32 %0, [%1];"
+                         : "=f"(to[i])
+                         : "r"(from + i * pitch * uint32_t(sizeof(float))));
+    }
+    __device__ __forceinline__ void store(int of, float2 *own, float2 value) const {
+        asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address_in(of, own)), "f"(value.x),
+                     "f"(value.y)
+                     : "memory");
+    }
+
+private:
+    __device__ __forceinline__ uint32_t address_in(int of, const void *own) const {
+        uint32_t address;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(of));
+        return address;
+    }
+};
+
+}  // namespace
