@@ -158,7 +158,8 @@ __device__ __forceinline__ void fill_query_rows(bool is_raw, const RawHeads<Cach
         __syncthreads();
         wait_for_previous_kernel();
         launch_next_kernel();
-        raw.finish(kv, queries, query_rows);
+        // A warp has a head, or two of a group of 16.
+        raw.template finish<1>(kv, queries, query_rows);
     } else {
         wait_for_previous_kernel();
         launch_next_kernel();

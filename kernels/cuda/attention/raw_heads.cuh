@@ -17,9 +17,6 @@
 
 namespace {
 
-// Heads that a warp loads before it uses the first.
-constexpr int RAW_ROUND = 3;
-
 template <class Cache, bool = Cache::TAKES_RAW_HEADS>
 struct RawHeads {
     static constexpr int DIM = Cache::DIM, PITCH = Cache::PITCH;
@@ -55,17 +52,19 @@ struct RawHeads {
     }
 
     // Fills the 16 query rows of the block, and stores key and value. A barrier of the thread block
-    // must be between `prefetch` and this, and after it.
+    // must be between `prefetch` and this, and after it. A warp loads ROUND heads before it uses
+    // the first of them.
+    template <int ROUND>
     __device__ __forceinline__ void finish(const KvLayerAddress &kv, const AttentionQueries &queries,
                                            __half *query_rows) const {
         constexpr int VALUES = DIM / 32;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, query_heads = queries.group;
         const int warps = blockDim.x / 32;
         const int items = query_heads + (has_key ? 2 : 0);
-        for (int first = warp; first < items; first += RAW_ROUND * warps) {
-            float v[RAW_ROUND][VALUES];
+        for (int first = warp; first < items; first += ROUND * warps) {
+            float v[ROUND][VALUES];
 #pragma unroll
-            for (int k = 0; k < RAW_ROUND; k++) {
+            for (int k = 0; k < ROUND; k++) {
                 const int item = first + k * warps;
                 if (item >= items) break;
                 const float *from = item < query_heads    ? params.queries + head_at(params.heads, item)
@@ -75,7 +74,7 @@ struct RawHeads {
                 for (int i = 0; i < VALUES; i++) v[k][i] = from[lane + 32 * i];
             }
 #pragma unroll
-            for (int k = 0; k < RAW_ROUND; k++) {
+            for (int k = 0; k < ROUND; k++) {
                 const int item = first + k * warps;
                 if (item >= items) break;
                 const bool is_query = item < query_heads;
@@ -138,6 +137,7 @@ struct RawHeads<Cache, false> {
     bool has_key;
 
     __device__ __forceinline__ void prefetch() const {}
+    template <int>
     __device__ __forceinline__ void finish(const KvLayerAddress &, const AttentionQueries &, __half *) const {
     }
     __device__ __forceinline__ void put(uint8_t *, int) const {}

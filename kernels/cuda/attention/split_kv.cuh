@@ -69,7 +69,7 @@ __device__ void attention_split_kv(const KvLayerAddress &kv, const AttentionQuer
         __syncthreads();
         wait_for_previous_kernel();
         launch_next_kernel();
-        raw.finish(kv, queries, query_rows);
+        raw.template finish<3>(kv, queries, query_rows);
     } else {
         // Earlier steps have written this tile, so its copies need not wait for the step's keys.
         if (split.is_first_tile_old) pipeline.load_tile(0);

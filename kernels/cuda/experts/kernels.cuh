@@ -6,15 +6,21 @@
 
 #include "matmul.cuh"
 #include "row_matvec.cuh"
+#include "skinny_matmul.cuh"
 
-// Named by the slots of a group.
-#define EXPERT_MATMUL(NAME, FORMAT, SLOTS, ACT_TILES)                                       \
-    extern "C" __global__ void __launch_bounds__(32 * EXPERT_MATMUL_WARPS, 2)               \
-        expert_matmul_##NAME##_##SLOTS(const __grid_constant__ ExpertMatmulParams params) { \
-        static_assert(SLOTS == ACT_TILES * ACT_TILE_TOKENS);                                \
-        experts::matmul<FORMAT, ACT_TILES>(params);                                         \
-    }                                                                                       \
-    CHECK_SIGNATURE(expert_matmul_##NAME##_##SLOTS, ExpertMatmul);
+#define EXPERT_MATMUL(NAME, FORMAT)                                               \
+    extern "C" __global__ void __launch_bounds__(32 * EXPERT_MATMUL_WARPS, 2)     \
+        expert_matmul_##NAME(const __grid_constant__ ExpertMatmulParams params) { \
+        experts::matmul<FORMAT, EXPERT_MATMUL_ACT_TILES>(params);                 \
+    }                                                                             \
+    CHECK_SIGNATURE(expert_matmul_##NAME, ExpertMatmul);
+
+#define EXPERT_SKINNY(NAME, FORMAT)                                               \
+    extern "C" __global__ void __launch_bounds__(expert_skinny::THREADS, 1)       \
+        expert_skinny_##NAME(const __grid_constant__ ExpertSkinnyParams params) { \
+        expert_skinny::multiply<FORMAT>(params);                                  \
+    }                                                                             \
+    CHECK_SIGNATURE(expert_skinny_##NAME, ExpertSkinny);
 
 #define EXPERT_ROW(NAME, PART, FORMAT, WORK, READS_EARLY)                            \
     extern "C" __global__ void __launch_bounds__(matvec::THREADS)                    \
@@ -25,8 +31,8 @@
 
 // Between the choice of experts and the down product are two kernels, gate and up and their
 // activation. The second one waits for the first before it lets the down product start.
-#define EXPERT_KERNELS(NAME, FORMAT)                            \
-    EXPERT_ROW(NAME, gate_up, FORMAT, GateAndUp, false)         \
-    EXPERT_ROW(NAME, down, FORMAT, Down, true)                  \
-    EXPERT_MATMUL(NAME, FORMAT, 8, EXPERT_MATMUL_FEW_ACT_TILES) \
-    EXPERT_MATMUL(NAME, FORMAT, 32, EXPERT_MATMUL_ACT_TILES)
+#define EXPERT_KERNELS(NAME, FORMAT)                    \
+    EXPERT_ROW(NAME, gate_up, FORMAT, GateAndUp, false) \
+    EXPERT_ROW(NAME, down, FORMAT, Down, true)          \
+    EXPERT_SKINNY(NAME, FORMAT)                         \
+    EXPERT_MATMUL(NAME, FORMAT)

@@ -6,8 +6,7 @@
 // Slots are pairs in the order of experts. The slots of each expert begin a new activation tile
 // (expert_sort_pairs in experts.cu). An output tile is one group of at most 8 * ACT_TILES slots of
 // an expert by up to ROW_TILES row tiles, of one of up to two stacks. Blocks take output tiles in
-// turn. If there are few turns, many blocks would be idle in the last one. So with one activation
-// tile, where all row tiles cost the same, each block has an equal run of them.
+// turn.
 //
 //                    up to ACT_TILES activation tiles of a group (8 slots each)
 //                    +----+----+----+----+
@@ -25,13 +24,13 @@
 // The values of 256 columns are added in ascending order of columns.
 //
 // Limit: weight bytes over memory bandwidth up to some 6 slots an expert; above that the operations
-// around the tensor cores, as in linear/matmul.cuh. Measured on an H200 with 128 experts, gate and
-// up of 2048 x 768 in Q4_K: 3.3 to 3.6 TB/s of weights at 4 slots an expert. When each warp copied
-// for itself, nothing was copied while it stored values, and it reached 2.6.
+// around the tensor cores, as in linear/matmul.cuh. When each warp copied for itself, nothing was
+// copied while it stored values: 2.6 TB/s of weights at 4 slots an expert instead of 3.3 to 3.6
+// (H200).
 //
-// One activation tile leaves room for five stages of Q4_K. With four, a weight tile is converted
-// for up to 32 slots. Eight need more registers than two blocks have: they spill, and were slower
-// than four at 2 to 16 slots an expert. More was not measured.
+// A weight tile is converted for up to 32 slots. Eight activation tiles need more registers than
+// two blocks have: they spill, and were slower than four at 2 to 16 slots an expert. More was not
+// measured. skinny_matmul.cuh is faster for groups of 8 slots.
 #pragma once
 
 #include "../linear/async_copy.cuh"
@@ -56,10 +55,6 @@ __device__ void multiply_tiles(int act_tiles, const uint8_t *tile, const uint8_t
     Format::template products<1, NT>(tile, 0, act_tile, act_tile_bytes(Format::ACTIVATION), accumulate);
 }
 
-// Turns from which on they are divided evenly enough. Runs begin and end within output tiles, and
-// so have more of them.
-constexpr int TURNS_MIN = 5;
-
 // Row tiles of one stack: the first one, and how many.
 struct OutputTile {
     int stack, first, row_tiles;
@@ -70,9 +65,6 @@ struct Matmul {
     static constexpr int TILE = Format::TILE_BYTES, ACT_TILE = act_tile_bytes(Format::ACTIVATION);
     static constexpr int ACT_TILES_OFFSET = ROW_TILES * TILE,
                          STAGE_BYTES = ACT_TILES_OFFSET + ACT_TILES * ACT_TILE;
-    // Whether a lane reads which pairs its slots have before it multiplies. With more activation
-    // tiles, this would take more registers than it has.
-    static constexpr bool READS_PAIRS_EARLY = ACT_TILES == 1;
     static_assert(ACT_TILES <= ROW_TILES, "a lane copies one activation tile");
 
     const ExpertMatmulParams &params;
@@ -95,15 +87,6 @@ struct Matmul {
     // before it is worked on.
     template <class Work>
     __device__ void for_each_output_tile(Work work) const {
-        const int output_tiles = groups * row_blocks * params.stacks;
-        if (ACT_TILES == 1 && output_tiles < TURNS_MIN * int(gridDim.x))
-            for_each_of_run(work);
-        else
-            for_each_in_turn(work);
-    }
-
-    template <class Work>
-    __device__ void for_each_in_turn(Work work) const {
         const int group_output_tiles = row_blocks * params.stacks, output_tiles = groups * group_output_tiles;
         ExpertGroup group = read_group(blockIdx.x / group_output_tiles);
         for (int at = blockIdx.x; at < output_tiles; at += gridDim.x) {
@@ -111,28 +94,6 @@ struct Matmul {
             const int first = at % row_blocks * ROW_TILES;
             work(OutputTile{at / row_blocks % params.stacks, first, min(ROW_TILES, row_tiles - first)},
                  group);
-            group = next;
-        }
-    }
-
-    // The row tiles of all groups and stacks, one after the other, are divided among the blocks.
-    template <class Work>
-    __device__ void for_each_of_run(Work work) const {
-        const int group_row_tiles = row_tiles * params.stacks;
-        const int64_t total = static_cast<int64_t>(groups) * group_row_tiles;
-        int at = blockIdx.x * total / gridDim.x, left = (blockIdx.x + 1) * total / gridDim.x - at;
-        int index = at / group_row_tiles;
-        at %= group_row_tiles;
-        ExpertGroup group = read_group(index);
-        while (left > 0) {
-            ExpertGroup next = read_group(++index);
-            while (left > 0 && at < group_row_tiles) {
-                const int stack = at / row_tiles, first = at % row_tiles;
-                const int count = min(min(ROW_TILES, left), row_tiles - first);
-                work(OutputTile{stack, first, count}, group);
-                at += count, left -= count;
-            }
-            at = 0;
             group = next;
         }
     }
@@ -168,8 +129,7 @@ struct Matmul {
     // The row of the output that slot `at` of a group has.
     __device__ uint32_t output_row(const ExpertGroup &group, int at) const {
         uint32_t slot = group.first + at;
-        if (params.common.sorted_pairs == nullptr || at >= int(group.pairs)) return slot;
-        return params.common.sorted_pairs[slot];
+        return params.common.sorted_pairs == nullptr ? slot : params.common.sorted_pairs[slot];
     }
 
     __device__ void multiply() const {
@@ -180,8 +140,6 @@ struct Matmul {
             const bool has_rows = warp < output.row_tiles;
             // A lane's slots of an activation tile.
             const int slot = lane % 4 * 2;
-            uint32_t early[2];
-            if (READS_PAIRS_EARLY) early[0] = output_row(group, slot), early[1] = output_row(group, slot + 1);
             float own[ACT_TILES][4] = {};
             for (int col = 0; col < col_tiles; col++) {
                 barrier_wait(full + stage, phase);
@@ -202,8 +160,7 @@ struct Matmul {
                 for (int i = 0; i < 4; i++) {
                     int at = act_tile * ACT_TILE_TOKENS + slot + i % 2;
                     if (at >= int(group.pairs)) continue;
-                    uint32_t row = READS_PAIRS_EARLY ? early[i % 2] : output_row(group, at);
-                    out[size_t(row) * params.common.rows + i / 2 * 8] = own[act_tile][i];
+                    out[size_t(output_row(group, at)) * params.common.rows + i / 2 * 8] = own[act_tile][i];
                 }
         });
     }

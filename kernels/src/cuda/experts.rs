@@ -15,8 +15,8 @@ use super::abi::experts::{
     EXPERT_COMBINE_THREADS, EXPERT_MATMUL_ROW_TILES, EXPERT_MATMUL_WARPS, EXPERT_MATVEC_WARPS,
     EXPERT_QUANTIZE_WARPS, EXPERT_ROUTE_ROWS, EXPERT_ROUTE_THREADS, EXPERT_SORT_THREADS, EXPERT_STACKS_MAX,
     EXPERT_TOPK_ROWS, ExpertCombine, ExpertMatmul, ExpertMatmulParams, ExpertMatvecBF16, ExpertMatvecF16,
-    ExpertMatvecF32, ExpertPairOrder, ExpertParams, ExpertQuantize, ExpertRoute, ExpertSortPairs,
-    ExpertTopkSoftmax,
+    ExpertMatvecF32, ExpertPairOrder, ExpertParams, ExpertQuantize, ExpertRoute, ExpertSkinny,
+    ExpertSortPairs, ExpertTopkSoftmax,
 };
 use super::error::device_error;
 use super::launch::{KernelName, kernel_name, launch_kernel, launch_spread};
@@ -25,6 +25,7 @@ use super::pair_grouping::GroupAddress;
 pub use super::pair_grouping::PairGrouping;
 use super::quantize::{ACT_TILE_TOKENS, QuantizedActivations, activation_bytes};
 use super::quantized_output::QuantizedOutput;
+pub use super::skinny_experts::ExpertProduct;
 use super::{Device, DeviceView, DeviceViewMut, LaunchConfig, LazyModule, Stream};
 
 pub(super) const OP: &str = "experts";
@@ -88,7 +89,8 @@ pub(super) fn expert_params(
 pub(super) struct ExpertTypeKernels {
     dtype: DType,
     /// For few pairs an expert, and for many.
-    matmuls: [KernelName<ExpertMatmul>; 2],
+    pub(super) skinny: KernelName<ExpertSkinny>,
+    matmul: KernelName<ExpertMatmul>,
     pub(super) family: LazyModule,
 }
 
@@ -104,10 +106,8 @@ impl ExpertKernels {
             ($dtype:ident, $name:literal) => {
                 ExpertTypeKernels {
                     dtype: DType::$dtype,
-                    matmuls: [
-                        kernel_name!(concat!("experts_", $name), concat!("expert_matmul_", $name, "_8")),
-                        kernel_name!(concat!("experts_", $name), concat!("expert_matmul_", $name, "_32")),
-                    ],
+                    skinny: kernel_name!(concat!("experts_", $name), concat!("expert_skinny_", $name)),
+                    matmul: kernel_name!(concat!("experts_", $name), concat!("expert_matmul_", $name)),
                     family: LazyModule::new(
                         device,
                         concat!("experts_", $name),
@@ -257,8 +257,9 @@ impl ExpertKernels {
     /// cores. It takes one or two stacks of one shape. If `by_pair`, outputs are in the order of
     /// pairs, otherwise in the order of slots. `of.grouping` selects the kernel.
     ///
-    /// # Safety
-    /// [`Self::route`] wrote `of.groups` with `of.grouping`.
+    /// # Safety [`Self::route`] wrote `of.groups` with `of.grouping`. At least one launch lies
+    /// between that one and this, and the last of them waits before it lets this one start, as
+    /// [`Self::quantize`] does.
     pub unsafe fn matmul(
         &self,
         stream: &Stream,
@@ -291,11 +292,15 @@ impl ExpertKernels {
             // SAFETY: this function's contract. Lengths were checked.
             return unsafe { self.launch_wgmma(kernels, stream, x, of, params, stacks) };
         }
-        let Some(at_matmul) = PairGrouping::MATMULS.iter().position(|known| *known == grouping) else {
-            let (found, expected) = (grouping.group_pairs(), PairGrouping::MATMULS[1].group_pairs());
+        if grouping == PairGrouping::Skinny {
+            // SAFETY: this function's contract. Lengths were checked.
+            return unsafe { self.launch_skinny(kernels, stream, of, params, stacks) };
+        }
+        if grouping != PairGrouping::Matmul {
+            let (found, expected) = (grouping.group_pairs(), PairGrouping::Matmul.group_pairs());
             return Err(OpError::Shape { op: OP, what: "pairs of a group", found, expected });
-        };
-        let name = kernels.matmuls[at_matmul];
+        }
+        let name = kernels.matmul;
         let act_tile = activation_bytes(x.layout.format, ACT_TILE_TOKENS, TILE_COLS).unwrap_or(0);
         let act_tiles = grouping.group_pairs() / ACT_TILE_TOKENS;
         let stage_bytes = EXPERT_MATMUL_ROW_TILES * shape.tile_bytes() + act_tiles * act_tile;
@@ -317,9 +322,7 @@ impl ExpertKernels {
             (32 * EXPERT_MATMUL_WARPS as u32, (stages * stage_bytes + barriers) as u32);
         let kernel = kernels.family.kernel(name.as_c_str()).map_err(device_error(OP))?;
         let resident = kernel.blocks_per_multiprocessor(block, shared_bytes).map_err(device_error(OP))?;
-        // With one activation tile, runs of row tiles are divided among the blocks.
-        let block_row_tiles = if act_tiles == 1 { 1 } else { EXPERT_MATMUL_ROW_TILES };
-        let row_blocks = shape.row_tiles().div_ceil(block_row_tiles);
+        let row_blocks = shape.row_tiles().div_ceil(EXPERT_MATMUL_ROW_TILES);
         let output_tiles = grouping.groups_max(pairs, count) * row_blocks * stacks.len();
         let blocks = output_tiles.min((resident.max(1) * self.device.multiprocessors()) as usize) as u32;
         let launch = LaunchConfig {

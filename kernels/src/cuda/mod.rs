@@ -42,6 +42,7 @@ pub mod repack;
 pub mod rope;
 mod row_experts;
 pub mod shortlist;
+mod skinny_experts;
 mod skinny_linear;
 mod spread;
 mod wgmma_experts;

@@ -6,8 +6,9 @@
 use quant::DType;
 
 use super::Device;
-use super::abi::experts::{EXPERT_MATMUL_ACT_TILES, EXPERT_MATMUL_FEW_ACT_TILES, ExpertGroup};
+use super::abi::experts::{EXPERT_MATMUL_ACT_TILES, ExpertGroup};
 use super::quantize::{ACT_TILE_TOKENS, ActivationLayout};
+use super::skinny_experts::{self, ExpertProduct};
 use super::wgmma_experts;
 use super::wgmma_linear::needs_f16_sums;
 
@@ -24,30 +25,27 @@ const BY_PAIR_GROUP_PAIRS: usize = 1 << 20;
 pub enum PairGrouping {
     /// For float experts, whose products take pairs in their own order, and for one row.
     ByPair,
-    /// For expert_matmul_*: the pairs of each expert begin a new activation tile.
-    Matmul { group_pairs: u32 },
-    /// For expert_wgmma_*: as for expert_matmul_*, with groups of up to so many pairs. Groups are
+    /// For expert_skinny_*: the pairs of each expert begin a new activation tile, and a group has
+    /// one.
+    Skinny,
+    /// For expert_matmul_*: as for expert_skinny_*, with several activation tiles in a group.
+    Matmul,
+    /// For expert_wgmma_*: as for expert_skinny_*, with groups of up to so many pairs. Groups are
     /// in the order of falling pairs of their experts.
     Wgmma { group_pairs: u32 },
 }
 
-const fn matmul(act_tiles: usize) -> PairGrouping {
-    PairGrouping::Matmul { group_pairs: (act_tiles * ACT_TILE_TOKENS) as u32 }
-}
-
 impl PairGrouping {
-    /// For expert_matmul_*: for few pairs an expert, and for many.
-    pub const MATMULS: [Self; 2] = [matmul(EXPERT_MATMUL_FEW_ACT_TILES), matmul(EXPERT_MATMUL_ACT_TILES)];
-
-    /// The grouping for the fastest kernels that the device has for all of a layer's `dtypes`.
-    pub fn fastest(device: &Device, dtypes: &[DType], pairs: usize, count: usize) -> Self {
-        let [few, many] = Self::MATMULS;
-        if wgmma_experts::is_fastest(device, dtypes, pairs, count) {
-            Self::on_wgmma(dtypes).unwrap_or(many)
-        } else if pairs < MANY_PAIRS_MIN * count {
-            few
+    /// The grouping for the fastest kernels that the device has for all of a layer's `products`.
+    pub fn fastest(device: &Device, products: &[ExpertProduct], pairs: usize, count: usize) -> Self {
+        let dtypes: Vec<DType> = products.iter().map(|product| product.shape.dtype()).collect();
+        let has_few = pairs < MANY_PAIRS_MIN * count;
+        if wgmma_experts::is_fastest(device, &dtypes, pairs, count) {
+            Self::on_wgmma(&dtypes).unwrap_or(Self::Matmul)
+        } else if has_few && products.iter().all(|&product| skinny_experts::can_compute(device, product)) {
+            Self::Skinny
         } else {
-            many
+            Self::Matmul
         }
     }
 
@@ -86,7 +84,9 @@ impl PairGrouping {
         match self {
             // No kernel reads the groups.
             Self::ByPair => BY_PAIR_GROUP_PAIRS,
-            Self::Matmul { group_pairs } | Self::Wgmma { group_pairs } => group_pairs as usize,
+            Self::Skinny => ACT_TILE_TOKENS,
+            Self::Matmul => EXPERT_MATMUL_ACT_TILES * ACT_TILE_TOKENS,
+            Self::Wgmma { group_pairs } => group_pairs as usize,
         }
     }
 
@@ -94,7 +94,7 @@ impl PairGrouping {
     pub(super) fn align(self) -> usize {
         match self {
             Self::ByPair => 1,
-            Self::Matmul { .. } | Self::Wgmma { .. } => ACT_TILE_TOKENS,
+            Self::Skinny | Self::Matmul | Self::Wgmma { .. } => ACT_TILE_TOKENS,
         }
     }
 

@@ -93,6 +93,14 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
         expert_products::products_on_wgmma_have_the_canonical_bits,
     ),
     ("experts: repeated products on wgmma are equal", expert_products::repeated_products_on_wgmma_are_equal),
+    (
+        "experts: products of few pairs have the canonical bits",
+        expert_products::products_of_few_pairs_have_the_canonical_bits,
+    ),
+    (
+        "experts: repeated products of few pairs are equal",
+        expert_products::repeated_products_of_few_pairs_are_equal,
+    ),
     ("exact: every way gives the same logits", exact::every_way_gives_the_same_logits),
     ("exact: equal sequences at real sizes", real_sizes::equal_sequences_give_equal_logits),
     ("models: goldens", models::goldens),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Compares experts/wgmma.cuh bit by bit with the 8-bit kernel and with the canonical order on the
-//! host, for experts with few and with many pairs.
+//! Compares experts/wgmma.cuh and experts/skinny_matmul.cuh bit by bit with experts/matmul.cuh and
+//! with the canonical order on the host, for experts with few and with many pairs.
 
 use anyhow::{Context, Result, ensure};
 use kernels::cuda::Buffer;
@@ -19,8 +19,59 @@ use crate::wgmma::{BLOCKS, BlockBytes, KINDS, RANDOM_KIND};
 
 /// Pairs of each expert: no group, groups that end near tiles and blocks, and several groups.
 const UNEVEN: [usize; 19] = [0, 1, 7, 8, 9, 31, 33, 63, 64, 65, 96, 97, 127, 128, 129, 160, 161, 200, 325];
+/// Types of the kernels for few pairs.
+const TYPES: [DType; 10] = [
+    DType::Q8_0,
+    DType::Q4_0,
+    DType::Q4_1,
+    DType::Q5_0,
+    DType::Q5_1,
+    DType::Q2_K,
+    DType::Q3_K,
+    DType::Q4_K,
+    DType::Q5_K,
+    DType::Q6_K,
+];
 /// Launches of one product. Of 100, a race between reading and copying made one to 60 differ.
 const REPEATS: usize = 100;
+
+/// Values that are encoded.
+const ENCODED: usize = 256 * 1021;
+
+/// The bytes of weights.
+#[derive(Clone, Copy)]
+enum ExpertBytes<'a> {
+    Blocks(&'a BlockBytes, usize),
+    /// Random values, encoded. They repeat after [`ENCODED`], which divides no expert.
+    Encoded(DType),
+}
+
+impl ExpertBytes<'_> {
+    fn dtype(&self) -> DType {
+        match self {
+            Self::Blocks(blocks, _) => blocks.dtype,
+            Self::Encoded(dtype) => *dtype,
+        }
+    }
+
+    /// Whether products have sums of any size only if activations have random values.
+    fn takes_random_activations(&self) -> bool {
+        matches!(self, Self::Encoded(_) | Self::Blocks(_, RANDOM_KIND))
+    }
+
+    fn bytes(&self, random: &mut TestRng, shape: &Tiles) -> Result<Vec<u8>> {
+        let mut raw = random.bytes(shape.raw_bytes());
+        match *self {
+            Self::Blocks(blocks, kind) => blocks.fill(random, kind, &mut raw),
+            Self::Encoded(dtype) => {
+                let mut some = vec![0; dtype.row_bytes(ENCODED as u64)? as usize];
+                quant::encode(dtype, &random.values(ENCODED), &mut some)?;
+                raw.iter_mut().zip(some.iter().cycle()).for_each(|(to, &from)| *to = from);
+            }
+        }
+        Ok(raw)
+    }
+}
 
 /// Rows, each of which goes through one expert, and two stacks of experts.
 struct ExpertProducts<'a> {
@@ -42,15 +93,14 @@ impl<'a> ExpertProducts<'a> {
     fn new(
         gpu: &'a TestGpu,
         random: &mut TestRng,
-        (blocks, kind): (&BlockBytes, usize),
+        weights: ExpertBytes<'_>,
         [cols, rows]: [usize; 2],
         pairs_of: &[usize],
     ) -> Result<Self> {
-        let (dtype, count) = (blocks.dtype, pairs_of.len());
+        let (dtype, count) = (weights.dtype(), pairs_of.len());
         let all = Tiles::new(dtype, cols, rows * count)?;
         let mut stack = || -> Result<(Vec<u8>, Buffer<u8>)> {
-            let mut raw = random.bytes(all.raw_bytes());
-            blocks.fill(random, kind, &mut raw);
+            let raw = weights.bytes(random, &all)?;
             let mut tiles = Buffer::new(&gpu.device, all.bytes())?;
             let device_raw = Buffer::from_host(&gpu.stream, &raw)?;
             let repack = RepackKernels::new(&gpu.device);
@@ -69,7 +119,7 @@ impl<'a> ExpertProducts<'a> {
             row[expert] = 1.0;
         }
         let mut x = random.values(experts.len() * cols);
-        for (at, x) in x.iter_mut().enumerate().filter(|_| kind != RANDOM_KIND) {
+        for (at, x) in x.iter_mut().enumerate().filter(|_| !weights.takes_random_activations()) {
             let positive = (at / cols).is_multiple_of(2) || random.bits().is_multiple_of(2);
             *x = if positive { 1.0 } else { -1.0 };
         }
@@ -150,6 +200,19 @@ impl<'a> ExpertProducts<'a> {
         out
     }
 
+    /// Compares repeated launches with one of another kernel.
+    fn ensure_equal_repeats(&self, grouping: PairGrouping, repeats: usize) -> Result<()> {
+        let expected = self.run(PairGrouping::Matmul, true, 1)?.remove(0);
+        let mut differing = 0;
+        for found in self.run(grouping, true, repeats)? {
+            let is_equal = |(a, b): (&Vec<f32>, &Vec<f32>)| ensure_bits("", a, b).is_ok();
+            differing += usize::from(!found.iter().zip(&expected).all(is_equal));
+        }
+        let (dtype, cols, rows) = (self.shape.dtype(), self.shape.cols(), self.shape.rows());
+        ensure!(differing == 0, "{dtype} {cols} x {rows}: {differing} of {repeats} differ");
+        Ok(())
+    }
+
     /// The canonical result of every 13th pair.
     fn ensure_canonical(&self, what: &str, found: &[Vec<f32>; 2]) -> Result<()> {
         let (dtype, cols, rows) = (self.shape.dtype(), self.shape.cols(), self.shape.rows());
@@ -177,10 +240,11 @@ pub(crate) fn products_on_wgmma_have_the_canonical_bits(gpu: &TestGpu) -> Result
     for blocks in BLOCKS.iter().filter(|blocks| is_on_wgmma(gpu, blocks.dtype)) {
         for kind in 0..KINDS {
             for [cols, rows] in [[256, 16], [512, 144], [768, 256], [2048, 80]] {
-                let case = ExpertProducts::new(gpu, &mut random, (blocks, kind), [cols, rows], counts)?;
+                let weights = ExpertBytes::Blocks(blocks, kind);
+                let case = ExpertProducts::new(gpu, &mut random, weights, [cols, rows], counts)?;
                 let what = format!("{}, kind {kind}, {cols} x {rows}", blocks.dtype);
                 let wgmma = PairGrouping::on_wgmma(&[blocks.dtype]).context("no kernel")?;
-                let expected = case.run(PairGrouping::MATMULS[1], true, 1)?.remove(0);
+                let expected = case.run(PairGrouping::Matmul, true, 1)?.remove(0);
                 for by_pair in [true, false] {
                     let found = case.run(wgmma, by_pair, 1)?.remove(0);
                     for (found, expected) in found.iter().zip(&expected) {
@@ -204,15 +268,51 @@ pub(crate) fn repeated_products_on_wgmma_are_equal(gpu: &TestGpu) -> Result<()> 
     for blocks in BLOCKS.iter().filter(|blocks| is_on_wgmma(gpu, blocks.dtype)) {
         for [cols, rows] in [[2048, 768], [768, 2048]] {
             let shape = if gpu.small { [cols, 80] } else { [cols, rows] };
-            let case = ExpertProducts::new(gpu, &mut random, (blocks, RANDOM_KIND), shape, counts)?;
+            let weights = ExpertBytes::Blocks(blocks, RANDOM_KIND);
+            let case = ExpertProducts::new(gpu, &mut random, weights, shape, counts)?;
             let wgmma = PairGrouping::on_wgmma(&[blocks.dtype]).context("no kernel")?;
-            let expected = case.run(PairGrouping::MATMULS[1], true, 1)?.remove(0);
-            let mut differing = 0;
-            for found in case.run(wgmma, true, repeats)? {
-                let is_equal = |(a, b): (&Vec<f32>, &Vec<f32>)| ensure_bits("", a, b).is_ok();
-                differing += usize::from(!found.iter().zip(&expected).all(is_equal));
+            case.ensure_equal_repeats(wgmma, repeats)?;
+        }
+    }
+    Ok(())
+}
+
+/// Column counts of one and of many rounds of the pipeline. With the first shape, a group has as
+/// many weight tiles as the ring, and blocks have several groups.
+pub(crate) fn products_of_few_pairs_have_the_canonical_bits(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(53);
+    let counts = if gpu.small { UNEVEN[..6].to_vec() } else { UNEVEN.repeat(3) };
+    let encoded = TYPES.into_iter().map(ExpertBytes::Encoded);
+    let extreme = BLOCKS.iter().flat_map(|blocks| (0..KINDS).map(|kind| ExpertBytes::Blocks(blocks, kind)));
+    for weights in encoded.chain(extreme) {
+        for [cols, rows] in [[256, 256], [512, 144], [768, 256], [2048, 80]] {
+            let case = ExpertProducts::new(gpu, &mut random, weights, [cols, rows], &counts)?;
+            let expected = case.run(PairGrouping::Matmul, true, 1)?.remove(0);
+            let what = format!("{}, {cols} x {rows}", weights.dtype());
+            for by_pair in [true, false] {
+                let found = case.run(PairGrouping::Skinny, by_pair, 1)?.remove(0);
+                for (found, expected) in found.iter().zip(&expected) {
+                    ensure_bits(&format!("{what}, by pair {by_pair}"), found, expected)?;
+                }
+                if cols <= 512 && by_pair {
+                    case.ensure_canonical(&what, &found)?;
+                }
             }
-            ensure!(differing == 0, "{} {cols} x {rows}: {differing} of {repeats} differ", blocks.dtype);
+        }
+    }
+    Ok(())
+}
+
+/// As for wgmma. Experts have few pairs, as they do where the kernel is chosen.
+pub(crate) fn repeated_products_of_few_pairs_are_equal(gpu: &TestGpu) -> Result<()> {
+    let mut random = TestRng::new(54);
+    let counts: Vec<usize> =
+        (0..if gpu.small { 6 } else { 60 }).map(|at| [0, 1, 1, 3, 8, 9][at % 6]).collect();
+    for dtype in TYPES {
+        for shape in [[2048, 768], [768, 2048]] {
+            let shape = if gpu.small { [shape[0], 80] } else { shape };
+            let case = ExpertProducts::new(gpu, &mut random, ExpertBytes::Encoded(dtype), shape, &counts)?;
+            case.ensure_equal_repeats(PairGrouping::Skinny, if gpu.small { 3 } else { REPEATS })?;
         }
     }
     Ok(())

@@ -6,7 +6,9 @@ use std::collections::HashSet;
 
 use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
-use kernels::cuda::experts::{ExpertKernels, ExpertRouting, ExpertWeights, GroupedPairs, PairGrouping};
+use kernels::cuda::experts::{
+    ExpertKernels, ExpertProduct, ExpertRouting, ExpertWeights, GroupedPairs, PairGrouping,
+};
 use kernels::cuda::quantize::QuantizeKernels;
 use kernels::cuda::{Buffer, Cuda};
 use ops::{Activation, Backend, Experts, Reference};
@@ -141,8 +143,13 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
             let weights =
                 (0..stacks).map(|_| Buffer::from_host(&gpu.stream, &bytes)).collect::<Result<Vec<_>, _>>()?;
             for rows in [1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 1024, 2048] {
-                let chosen = PairGrouping::fastest(&gpu.device, &[dtype], rows * USED, COUNT);
-                let mut all = PairGrouping::MATMULS.to_vec();
+                let chosen = PairGrouping::fastest(
+                    &gpu.device,
+                    &[ExpertProduct { shape, stacks }],
+                    rows * USED,
+                    COUNT,
+                );
+                let mut all = vec![PairGrouping::Skinny, PairGrouping::Matmul];
                 all.extend(PairGrouping::on_wgmma(&[dtype]).filter(|_| rows > 64));
                 for grouping in if full { all } else { vec![chosen] } {
                     print!("experts {dtype:5} {side:11} {rows:4} rows {grouping:?}: ");

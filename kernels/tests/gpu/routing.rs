@@ -32,8 +32,7 @@ pub(crate) fn rows_take_the_experts_of_the_host(gpu: &TestGpu) -> Result<()> {
             let rows = if gpu.small { rows.min(3) } else { rows };
             for logits in [&mut random_logits, &mut equal_logits, &mut extreme_logits] as [&mut LogitsOf; 3] {
                 let logits = logits(&mut random, rows * count);
-                let [few, many] = PairGrouping::MATMULS;
-                for grouping in [PairGrouping::ByPair, few, many, WGMMA] {
+                for grouping in [PairGrouping::ByPair, PairGrouping::Skinny, PairGrouping::Matmul, WGMMA] {
                     let routed = route(gpu, &kernels, &logits, count, used, grouping)?;
                     let what = format!("{used} of {count} experts, {rows} rows, {grouping:?}");
                     check_choices(&what, &routed, &logits, count, used)?;
@@ -144,7 +143,7 @@ pub(crate) fn bench(gpu: &TestGpu) -> Result<()> {
     const COUNT: usize = 128;
     const USED: usize = 8;
     const CALLS: usize = 16;
-    let (kernels, grouping) = (ExpertKernels::new(&gpu.device), PairGrouping::MATMULS[0]);
+    let (kernels, grouping) = (ExpertKernels::new(&gpu.device), PairGrouping::Skinny);
     let mut random = TestRng::new(34);
     for rows in [1, 2, 8, 16, 32, 64, 512] {
         let pairs = rows * USED;

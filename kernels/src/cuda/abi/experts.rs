@@ -37,9 +37,10 @@ abi! {
         /// Warps of a block: one for each row tile, and one that copies. A multiprocessor runs two
         /// such blocks.
         const EXPERT_MATMUL_WARPS: usize = 9;
-        /// Activation tiles of a group of expert_matmul_*, for few pairs an expert and for many.
-        const EXPERT_MATMUL_FEW_ACT_TILES: usize = 1;
+        /// Activation tiles of a group of expert_matmul_*.
         const EXPERT_MATMUL_ACT_TILES: usize = 4;
+        /// Groups of expert_skinny_* whose activations a block has in shared memory.
+        const EXPERT_SKINNY_ACT_GROUPS: usize = 2;
         /// Slots of a group of expert_wgmma_* at most: of Q4_K and Q6_K, and of Q8_0, Q4_0 and
         /// Q5_0.
         const EXPERT_WGMMA_K_TOKENS: usize = 160;
@@ -77,7 +78,7 @@ abi! {
             largest_first: i32,
         }
 
-        /// The inputs and outputs of expert_matmul_* and expert_wgmma_*.
+        /// The inputs and outputs of expert_skinny_*, expert_matmul_* and expert_wgmma_*.
         struct ExpertParams [72 bytes] {
             /// Tiles of all experts' matrices, one matrix after the other.
             weights: [u64; EXPERT_STACKS_MAX] as "const uint8_t *",
@@ -99,6 +100,14 @@ abi! {
             common: ExpertParams,
             stacks: i32,
             /// Stages of the pipeline.
+            stages: i32,
+        }
+
+        /// As for expert_matmul_*. A group has up to 8 slots.
+        struct ExpertSkinnyParams [80 bytes] {
+            common: ExpertParams,
+            stacks: i32,
+            /// Stages of the ring, in whole rounds.
             stages: i32,
         }
 
@@ -168,6 +177,7 @@ abi! {
             quantized: QuantizedRows,
         );
         kernel ExpertMatmul(params: ExpertMatmulParams);
+        kernel ExpertSkinny(params: ExpertSkinnyParams);
         /// `params` are as for expert_matmul_*. Q4_K alone reads `sums`.
         kernel ExpertWgmma(params: ExpertParams, stacks: i32, sums: F16Sums);
         kernel ExpertMatvecF32(

@@ -16,7 +16,7 @@ use super::step::WordRange;
 use super::{Cuda, CudaTensor};
 use crate::cuda::Buffer;
 use crate::cuda::error::device_error;
-use crate::cuda::experts::PairGrouping;
+use crate::cuda::experts::{ExpertProduct, PairGrouping};
 
 const OP: &str = "experts";
 
@@ -87,15 +87,14 @@ impl Cuda {
             let rows = rows_max.min(rows - first);
             let pairs = rows * used;
             let part = |floats: FloatRange, cols: usize| floats.part(first * cols, rows * cols);
-            let dtypes = [gate.dtype, up.dtype, down.dtype];
-            let quantized: Vec<DType> = dtypes.into_iter().filter(|&dtype| !is_float(dtype)).collect();
+            let quantized = quantized_products([gate, up, down], count)?;
             let grouping = if quantized.is_empty() {
                 PairGrouping::ByPair
             } else {
                 PairGrouping::fastest(self.device(), &quantized, pairs, count)
             };
             // Products of float weights take and make pairs in their own order.
-            let is_by_slot = quantized.len() == dtypes.len();
+            let is_by_slot = ![gate, up, down].into_iter().any(|matrix| is_float(matrix.dtype));
             let mut scratch = self.expert_scratch(pairs, count, grouping, hidden, n_in)?;
             if !is_by_slot {
                 scratch.gate = scratch.gate.part(0, pairs * hidden);
@@ -290,6 +289,18 @@ impl Cuda {
     }
 }
 
+/// The products of a layer with `count` experts whose weights are quantized.
+fn quantized_products(matrices: [WeightMatrix; 3], count: usize) -> Result<Vec<ExpertProduct>, OpError> {
+    let [gate, up, down] = matrices;
+    let is_one = gate.dtype == up.dtype;
+    let launches: &[(WeightMatrix, usize)] =
+        if is_one { &[(gate, 2), (down, 1)] } else { &[(gate, 1), (up, 1), (down, 1)] };
+    let quantized = launches.iter().filter(|(matrix, _)| !is_float(matrix.dtype));
+    quantized
+        .map(|&(matrix, stacks)| Ok(ExpertProduct { shape: matrix.of_expert(count as u32).tiles()?, stacks }))
+        .collect()
+}
+
 fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }
@@ -314,6 +325,6 @@ fn part_bytes(values: usize) -> usize {
 /// Bytes of scratch memory for experts with quantized matrices. The grouping is the one that takes
 /// the most.
 pub(super) fn scratch_bytes(pairs: usize, count: usize, hidden: usize, n_in: usize) -> usize {
-    let values = scratch_values(pairs, count, PairGrouping::MATMULS[0], hidden, n_in);
+    let values = scratch_values(pairs, count, PairGrouping::Skinny, hidden, n_in);
     values.into_iter().map(part_bytes).sum()
 }

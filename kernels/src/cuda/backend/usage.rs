@@ -87,7 +87,7 @@ pub fn predict_device_bytes(shape: &CudaWorkerShape) -> DeviceBytes {
         DType::F32 => 0,
         _ if shape.experts > 0 => {
             let pairs = expert_pairs(shape);
-            let slots = PairGrouping::MATMULS[0].slots(pairs, shape.experts);
+            let slots = PairGrouping::Skinny.slots(pairs, shape.experts);
             let takes = |&dtype: &DType| {
                 dtype.activation() == Some(format)
                     && wgmma_experts::can_take_f16_sums(dtype, pairs, shape.experts)
