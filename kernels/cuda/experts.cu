@@ -34,7 +34,7 @@
 
 namespace {
 
-using experts::choose_experts, experts::sort_pairs;
+using experts::choose_experts, experts::ChosenRows, experts::sort_pairs;
 
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(__half x) { return __half2float(x); }
@@ -120,15 +120,15 @@ extern "C" __global__ void __launch_bounds__(EXPERT_ROUTE_THREADS)
                  ExpertPairOrder order) {
     constexpr int WARPS = EXPERT_ROUTE_THREADS / 32;
     static_assert(EXPERT_ROUTE_ROWS <= WARPS, "a warp per row");
-    __shared__ uint16_t before[WARPS][EXPERTS_MAX];
-    __shared__ uint32_t first_slot[EXPERTS_MAX];
-    __shared__ uint64_t warp_totals[EXPERTS_MAX / 32];
+    __shared__ ChosenRows<EXPERT_ROUTE_ROWS> choices;
+    choices.clear();
     wait_for_previous_kernel();
     launch_next_kernel();
     int row = threadIdx.x / 32;
-    if (row < rows) choose_experts(logits, row, order.expert_count, used, experts, expert_weights);
-    __syncthreads();
-    sort_pairs<WARPS>(experts, rows * used, order, before, first_slot, warp_totals);
+    if (row < rows)
+        choose_experts(logits, row, order.expert_count, used, experts, expert_weights,
+                       [&](int rank, uint32_t expert) { choices.choose(row, rank, expert); });
+    choices.sort<WARPS>(used, order);
 }
 CHECK_SIGNATURE(expert_route, ExpertRoute);
 

@@ -142,7 +142,7 @@ __device__ void multiply_tile(const float *weights, const float *x, const float 
 template <bool ALIGNED, int TOKENS, int STEPS>
 __device__ void multiply_few(const float *weights, const float *x, const float *bias, float *out, int cols,
                              int rows, int tokens) {
-    const int lane = threadIdx.x % 32, row = blockIdx.x * WARPS + threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, row = blockIdx.x * LINEAR_F32_FEW_WARPS + threadIdx.x / 32;
     const int first = blockIdx.y * TOKENS;
     if (row >= rows) return;
     auto load_columns = [&](const float *from, int at, float4(&to)[STEPS]) {
@@ -204,7 +204,7 @@ CHECK_SIGNATURE(linear_f32, LinearF32);
 // The same for one token, and for few. These kernels have registers for values under way, which
 // leave room for one block on a multiprocessor.
 #define LINEAR_F32_FEW_KERNEL(NAME, TOKENS, STEPS)                                                    \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                          \
+    extern "C" __global__ void __launch_bounds__(32 * LINEAR_F32_FEW_WARPS)                           \
         NAME(const float *weights, const float *x, const float *bias, float *out, int cols, int rows, \
              int tokens) {                                                                            \
         launch_next_kernel();                                                                         \

@@ -6,6 +6,7 @@
 //                    of them, one after the other
 //   sort_pairs       a block: (row, rank) pairs in the order of experts, divided into groups of
 //                    pairs of one expert
+//   ChosenRows       the same for few rows, which have chosen in this block
 //
 //   logits    0.1  2.0 -1.0  2.0
 //   rank        2    0    3    1       a tie goes to the lower index
@@ -62,10 +63,11 @@ __device__ inline float key_probability(float key) { return key == NAN_KEY ? NAN
 
 // A warp chooses the experts of one row, of at most 32 * PER_LANE. Probabilities are ranked as
 // integers: bits of floats that are not negative have their order. An expert that was taken has 0,
-// the others one more than their bits.
-template <int PER_LANE>
+// the others one more than their bits. Some lane calls `chosen_rank(rank, expert)`
+// for each rank.
+template <int PER_LANE, class Chosen>
 __device__ void choose_by_warp(const float *logits, int count, int used, uint32_t *experts,
-                               float *expert_weights) {
+                               float *expert_weights, Chosen chosen_rank) {
     const int lane = threadIdx.x % 32;
     float probabilities[PER_LANE];
     softmax(logits, count, probabilities);
@@ -90,26 +92,38 @@ __device__ void choose_by_warp(const float *logits, int count, int used, uint32_
         sum += probability;
         if (lane == rank % 32) own = probability, own_expert = chosen;
         // A lane keeps one rank of every 32; the warp stores them together.
-        if (rank % 32 == 31 || rank + 1 == used) {
-            int first = rank / 32 * 32;
-            if (first + lane <= rank) experts[first + lane] = own_expert, expert_weights[first + lane] = own;
+        if (rank % 32 == 31 && rank + 1 < used) {
+            const int own_rank = rank - 31 + lane;
+            experts[own_rank] = own_expert, expert_weights[own_rank] = own;
+            chosen_rank(own_rank, own_expert);
         }
     }
-    __syncwarp();
-    float divisor = sum != sum ? sum : fmaxf(sum, PROBABILITY_SUM_MIN);
-    for (int rank = lane; rank < used; rank += 32)
+    const float divisor = sum != sum ? sum : fmaxf(sum, PROBABILITY_SUM_MIN);
+    const int last_ranks = (used - 1) / 32 * 32, own_rank = last_ranks + lane;
+    if (own_rank < used) {
+        experts[own_rank] = own_expert, expert_weights[own_rank] = __fdiv_rn(own, divisor);
+        chosen_rank(own_rank, own_expert);
+    }
+    // Each lane divides what it stored itself.
+    for (int rank = lane; rank < last_ranks; rank += 32)
         expert_weights[rank] = __fdiv_rn(expert_weights[rank], divisor);
 }
 
 // The calling warp chooses the `used` experts of row `row`, in falling order of probability. Writes
 // them and their probabilities divided by their sum, [rows][used].
+template <class Chosen>
 __device__ inline void choose_experts(const float *logits, int row, int count, int used, uint32_t *experts,
-                                      float *expert_weights) {
+                                      float *expert_weights, Chosen chosen_rank) {
     logits += size_t(row) * count, experts += size_t(row) * used, expert_weights += size_t(row) * used;
     if (count <= 128)
-        choose_by_warp<4>(logits, count, used, experts, expert_weights);
+        choose_by_warp<4>(logits, count, used, experts, expert_weights, chosen_rank);
     else
-        choose_by_warp<EXPERTS_PER_LANE>(logits, count, used, experts, expert_weights);
+        choose_by_warp<EXPERTS_PER_LANE>(logits, count, used, experts, expert_weights, chosen_rank);
+}
+
+__device__ inline void choose_experts(const float *logits, int row, int count, int used, uint32_t *experts,
+                                      float *expert_weights) {
+    choose_experts(logits, row, count, used, experts, expert_weights, [](int, uint32_t) {});
 }
 
 // The number of groups of experts that have more pairs than expert e, which has `pairs` and
@@ -163,39 +177,19 @@ __device__ void walk_run(const uint32_t *experts, int first, int last, uint16_t 
     }
 }
 
-// Sorts pairs by expert, stably, with a block of 32 * WARPS threads, at least EXPERTS_MAX. `before`
-// and `first_slot` are shared memory.
-//
-//   each warp counts a run of pairs, by expert
-//   thread e: sums expert e's counts over the warps; a scan over experts gives slots and groups
-//   each warp walks its run again, and stores each pair in its slot
+// Gives each expert its slots, and writes the groups and the slots without a pair, with a block of
+// 32 * WARPS threads, at least EXPERTS_MAX. Thread e has expert e, which has `total` pairs, and
+// gets its first slot. `scratch` and `warp_totals` are shared memory.
 template <int WARPS>
-__device__ void sort_pairs(const uint32_t *experts, int pairs, const ExpertPairOrder &order,
-                           uint16_t (*before)[EXPERTS_MAX], uint32_t *first_slot, uint64_t *warp_totals) {
+__device__ uint32_t assign_slots(uint32_t total, const ExpertPairOrder &order, uint32_t *scratch,
+                                 uint64_t *warp_totals) {
     constexpr int THREADS = 32 * WARPS;
     static_assert(THREADS >= EXPERTS_MAX, "a thread per expert");
     const int count = order.expert_count, group_pairs = order.group_pairs, align = order.align;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = threadIdx.x;
     uint32_t *const sorted_pairs = order.sorted_pairs;
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int run = (pairs + THREADS - 1) / THREADS * 32, first = warp * run, last = min(first + run, pairs);
-    auto walk = [&](auto use) { walk_run(experts, first, last, before[warp], use); };
-    for (int e = lane; e < count; e += 32) before[warp][e] = 0;
-    __syncwarp();
-    walk([](int, uint32_t, uint32_t) {});
-    __syncthreads();
-
-    // Thread e has expert e. A word holds the number of its groups (upper half) and of its slots
-    // (lower half), so that one scan adds up both.
-    int e = threadIdx.x;
-    uint32_t total = 0;
-    if (e < count) {
-#pragma unroll 8
-        for (int w = 0; w < WARPS; w++) {
-            uint32_t found = before[w][e];
-            before[w][e] = total;
-            total += found;
-        }
-    }
+    // A word holds the number of groups (upper half) and of slots (lower half), so that one scan
+    // adds up both.
     uint32_t padded = (total + align - 1) / align * align,
              own_groups = (total + group_pairs - 1) / group_pairs;
     uint64_t own = uint64_t(own_groups) << 32 | padded, sum = own;
@@ -212,9 +206,8 @@ __device__ void sort_pairs(const uint32_t *experts, int pairs, const ExpertPairO
         all += warp_totals[w];
     }
     uint32_t slot = uint32_t(sum - own), group = uint32_t((sum - own) >> 32);
-    if (order.largest_first) group = count_groups_before(e, count, total, own_groups, first_slot);
+    if (order.largest_first) group = count_groups_before(e, count, total, own_groups, scratch);
     if (e < count) {
-        first_slot[e] = slot;
         for (uint32_t g = 0; g < own_groups; g++)
             order.groups[group + g] = {uint32_t(e), slot + g * group_pairs,
                                        min(total - g * group_pairs, uint32_t(group_pairs))};
@@ -222,8 +215,78 @@ __device__ void sort_pairs(const uint32_t *experts, int pairs, const ExpertPairO
     }
     if (threadIdx.x == 0) *order.group_count = uint32_t(all >> 32);
     for (int i = int(uint32_t(all)) + threadIdx.x; i < order.slots; i += THREADS) sorted_pairs[i] = NO_PAIR;
-    __syncthreads();
-    walk([&](int pair, uint32_t expert, uint32_t place) { sorted_pairs[first_slot[expert] + place] = pair; });
+    return slot;
 }
+
+// Sorts pairs by expert, stably, with a block of 32 * WARPS threads. `before`, `first_slot` and
+// `warp_totals` are shared memory.
+//
+//   each warp counts a run of pairs, by expert
+//   thread e: sums expert e's counts over the warps; a scan over experts gives slots and groups
+//   each warp walks its run again, and stores each pair in its slot
+template <int WARPS>
+__device__ void sort_pairs(const uint32_t *experts, int pairs, const ExpertPairOrder &order,
+                           uint16_t (*before)[EXPERTS_MAX], uint32_t *first_slot, uint64_t *warp_totals) {
+    constexpr int THREADS = 32 * WARPS;
+    const int count = order.expert_count, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int run = (pairs + THREADS - 1) / THREADS * 32, first = warp * run, last = min(first + run, pairs);
+    auto walk = [&](auto use) { walk_run(experts, first, last, before[warp], use); };
+    for (int e = lane; e < count; e += 32) before[warp][e] = 0;
+    __syncwarp();
+    walk([](int, uint32_t, uint32_t) {});
+    __syncthreads();
+
+    const int e = threadIdx.x;
+    uint32_t total = 0;
+    if (e < count) {
+#pragma unroll 8
+        for (int w = 0; w < WARPS; w++) {
+            uint32_t found = before[w][e];
+            before[w][e] = total;
+            total += found;
+        }
+    }
+    uint32_t slot = assign_slots<WARPS>(total, order, first_slot, warp_totals);
+    if (e < count) first_slot[e] = slot;
+    __syncthreads();
+    walk([&](int pair, uint32_t expert, uint32_t place) {
+        order.sorted_pairs[first_slot[expert] + place] = pair;
+    });
+}
+
+// The choices of at most ROWS rows, in shared memory.
+template <int ROWS>
+struct ChosenRows {
+    static_assert(ROWS <= 16);
+    // The rows that have chosen an expert, a bit each, and their ranks of it.
+    uint32_t rows_of[EXPERTS_MAX];
+    uint16_t ranks[ROWS][EXPERTS_MAX];
+    uint32_t scratch[EXPERTS_MAX];
+    uint64_t warp_totals[EXPERTS_MAX / 32];
+
+    // All threads of the block, before the first row chooses.
+    __device__ void clear() {
+        for (int e = threadIdx.x; e < EXPERTS_MAX; e += blockDim.x) rows_of[e] = 0;
+        __syncthreads();
+    }
+
+    __device__ void choose(int row, int rank, uint32_t expert) {
+        ranks[row][expert] = rank;
+        atomicOr(rows_of + expert, 1u << row);
+    }
+
+    // Sorts the pairs as `sort_pairs` does. Thread e stores those of expert e.
+    template <int WARPS>
+    __device__ void sort(int used, const ExpertPairOrder &order) {
+        __syncthreads();
+        const int e = threadIdx.x;
+        uint32_t rows = e < order.expert_count ? rows_of[e] : 0;
+        uint32_t *to = order.sorted_pairs + assign_slots<WARPS>(__popc(rows), order, scratch, warp_totals);
+        for (; rows != 0; rows &= rows - 1) {
+            const int row = __ffs(rows) - 1;
+            *to++ = row * used + ranks[row][e];
+        }
+    }
+};
 
 }  // namespace experts

@@ -5,8 +5,8 @@
 use ops::OpError;
 
 use super::abi::linear::{
-    LINEAR_F32_TILE_ROWS, LINEAR_F32_TILE_TOKENS, LINEAR_F32_TILE_WARPS, LINEAR_F32_TOKENS, LINEAR_F32_WARPS,
-    LinearF32,
+    LINEAR_F32_FEW_WARPS, LINEAR_F32_TILE_ROWS, LINEAR_F32_TILE_TOKENS, LINEAR_F32_TILE_WARPS,
+    LINEAR_F32_TOKENS, LINEAR_F32_WARPS, LinearF32,
 };
 use super::error::device_error;
 use super::launch::{kernel_name, launch_spread};
@@ -19,8 +19,8 @@ use super::{LaunchConfig, LazyModule, Stream};
 /// instead of 29, and 2,048 tokens 57 instead of 106.
 const F32_TILE_TOKENS_MIN: usize = 512;
 
-/// Up to this number of tokens, a router of 128 experts has one block for each multiprocessor of an
-/// H200 at most. More would wait, because of the registers of linear_f32_few.
+/// Up to this number of tokens, the blocks of a router of 128 experts are on an H200 at the same
+/// time. More would wait, because of the registers of linear_f32_few.
 const F32_FEW_TOKENS_MAX: usize = 32;
 
 /// Computes one product. Its shapes were checked by `check_products`.
@@ -43,12 +43,14 @@ pub(super) fn launch(
         let along = LINEAR_F32_TILE_WARPS;
         (name, along * LINEAR_F32_TILE_ROWS, along * LINEAR_F32_TILE_TOKENS, along * along)
     } else {
-        let (name, tokens) = match x.tokens {
-            1 => (kernel_name!("linear_f32", "linear_f32_token"), 1),
-            2..=F32_FEW_TOKENS_MAX => (kernel_name!("linear_f32", "linear_f32_few"), LINEAR_F32_TOKENS),
-            _ => (kernel_name!("linear_f32", "linear_f32"), LINEAR_F32_TOKENS),
+        let (name, tokens, warps) = match x.tokens {
+            1 => (kernel_name!("linear_f32", "linear_f32_token"), 1, LINEAR_F32_FEW_WARPS),
+            2..=F32_FEW_TOKENS_MAX => {
+                (kernel_name!("linear_f32", "linear_f32_few"), LINEAR_F32_TOKENS, LINEAR_F32_FEW_WARPS)
+            }
+            _ => (kernel_name!("linear_f32", "linear_f32"), LINEAR_F32_TOKENS, LINEAR_F32_WARPS),
         };
-        (name, LINEAR_F32_WARPS, tokens, LINEAR_F32_WARPS)
+        (name, warps, tokens, warps)
     };
     let launch = LaunchConfig {
         grid: (rows.div_ceil(block_rows) as u32, x.tokens.div_ceil(block_tokens) as u32, 1),

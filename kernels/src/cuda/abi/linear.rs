@@ -23,6 +23,8 @@ abi! {
         const MATVEC_TILES_PER_STAGE: usize = 2;
         /// Rows of a block of linear_f32.cu. Each has one warp.
         const LINEAR_F32_WARPS: usize = 8;
+        /// The same for linear_f32_token and linear_f32_few, which all load the same activations.
+        const LINEAR_F32_FEW_WARPS: usize = 2;
         /// Tokens of a block of linear_f32.cu.
         const LINEAR_F32_TOKENS: usize = 4;
         /// Rows and tokens of a warp of the kernel for many tokens.
