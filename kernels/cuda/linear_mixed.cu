@@ -4,7 +4,7 @@
 // V in Q6_K beside Q and K. A launch of its own would wait for the blocks of the other one.
 //
 //   norm_matvec_*  the norm of one token, multiplied (linear/matvec.cuh)
-//   skinny_*       4 to 16 tokens (linear/skinny_matmul.cuh)
+//   skinny_*       2 to 16 tokens (linear/skinny_matmul.cuh)
 
 #include "linear/kquants.cuh"
 #include "linear/matvec.cuh"

@@ -8,12 +8,12 @@
 #include "matvec.cuh"
 #include "skinny_matmul.cuh"
 
-#define MATVEC_KERNEL(NAME, FORMAT, M)                                                                  \
-    extern "C" __global__ void __launch_bounds__(matvec::THREADS)                                       \
-        matvec_##NAME##_##M(const __grid_constant__ LinearParams params, float *residual, int stages) { \
-        matvec::multiply<FORMAT, M>(params, residual, stages);                                          \
-    }                                                                                                   \
-    CHECK_SIGNATURE(matvec_##NAME##_##M, LinearMatvec);
+#define MATVEC_KERNEL(NAME, FORMAT)                                                               \
+    extern "C" __global__ void __launch_bounds__(matvec::THREADS)                                 \
+        matvec_##NAME(const __grid_constant__ LinearParams params, float *residual, int stages) { \
+        matvec::multiply<FORMAT>(params, residual, stages);                                       \
+    }                                                                                             \
+    CHECK_SIGNATURE(matvec_##NAME, LinearMatvec);
 
 #define NORM_MATVEC_KERNEL(NAME, FORMAT)                                            \
     extern "C" __global__ void __launch_bounds__(matvec::THREADS)                   \
@@ -40,10 +40,7 @@
 // QUANT_MATMULS is in abi/linear.cuh, which the build writes from MatmulShape in
 // kernels/src/cuda/abi/linear.rs. So launcher and kernels have the same shapes.
 #define QUANT_KERNELS(NAME, FORMAT)  \
-    MATVEC_KERNEL(NAME, FORMAT, 1)   \
-    MATVEC_KERNEL(NAME, FORMAT, 2)   \
-    MATVEC_KERNEL(NAME, FORMAT, 3)   \
-    MATVEC_KERNEL(NAME, FORMAT, 4)   \
+    MATVEC_KERNEL(NAME, FORMAT)      \
     NORM_MATVEC_KERNEL(NAME, FORMAT) \
     SKINNY_KERNEL(NAME, 8, FORMAT)   \
     SKINNY_KERNEL(NAME, 16, FORMAT)  \

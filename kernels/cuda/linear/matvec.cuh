@@ -1,31 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// out[t][r] = sum_k weights[r][k] * x[t][k] + bias[r] for one to four tokens; linear.rs launches it
-// for up to three. `out` is f32 [tokens][rows]; weights and `x` are tiles (tile.cuh). A lane
-// computes one row's value of 256 columns.
+// out[r] = sum_k weights[r][k] * x[k] + bias[r] for one token. `out` is f32 [rows]; weights and `x`
+// are tiles (tile.cuh). A lane computes one row's value of 256 columns.
 //
 //      weight tiles of a row tile                  a warp and a stage: two column tiles
 //   +---------+---------+---------+---------+      +---------------+---------------+
 //   | 16 rows | x 256   | ...     |         |      | lanes 0 - 15  | lanes 16 - 31 |
 //   | columns |         |         |         |      | row 0 ... 15  | row 0 ... 15  |
 //   +---------+---------+---------+---------+      +---------------+---------------+
-//   |<-- tile pair 0 -->|<-- tile pair 1 -->|      a lane: one row of its tile times M
-//   tile pairs go to the 8 warps in turn           activation rows (dp4a)
+//   |<-- tile pair 0 -->|<-- tile pair 1 -->|      a lane: one row of its tile times the
+//   tile pairs go to the 8 warps in turn           activation row (dp4a)
 //
 //   Each warp has a pipeline of its own. Lane 0 starts the first copy before the previous kernel
 //   has ended. The others come behind the loads of activations, unless they are few:
 //     bulk copies   pair 0 -> stage 0 | pair 8 -> stage 1 | ...
 //     dot products                    | pair 0            | pair 8
 //                   values of 256 columns go to shared memory
-//     epilogue      a thread per row and token adds its values in ascending order of columns, and
+//     epilogue      a thread per row adds its values in ascending order of columns, and
 //                   adds the sum to the residual stream if there is one
 //
-// Shared memory holds the activation rows of all tokens for the whole block. They come from
-// activation tiles, or the block computes them (normed_input.cuh). The order of sums is that of
-// matmul.cuh.
+// Shared memory holds the activation row for the whole block. It comes from activation tiles, or
+// the block computes it (normed_input.cuh). The order of sums is that of matmul.cuh.
 //
 // Limit: weight bytes over memory bandwidth (an H200 copies at 4.3 TB/s). Arithmetic takes about
-// 0.8 instructions (Q4_K) per weight and token, where the bandwidth leaves time for 3.9. Measured
+// 0.8 instructions (Q4_K) per weight, where the bandwidth leaves time for 3.9. Measured
 // for one token, weights not in the L2 cache, in a graph, when all copies of weights came before
 // the loads of the input:
 //
@@ -100,11 +98,10 @@ struct TilePair {
 
 // Adds the values of `tiles` row tiles from `first_tile` on, behind a barrier of the block, and
 // stores the sums.
-template <int M>
-__device__ void add_values(const LinearParams &params, float *residual, int first_tile, int tiles,
-                           const float *values) {
-    const int col_tiles = params.col_tiles, elements = tiles * TILE_ROWS * M;
-    // With a residual stream, there is one token and one matrix. So a thread adds to one value at
+__device__ inline void add_values(const LinearParams &params, float *residual, int first_tile, int tiles,
+                                  const float *values) {
+    const int col_tiles = params.col_tiles, elements = tiles * TILE_ROWS;
+    // With a residual stream, there is one matrix. So a thread adds to one value at
     // most, which arrives while the other warps end.
     static_assert(WARPS * TILE_ROWS <= THREADS);
     const int residual_at = first_tile * TILE_ROWS + threadIdx.x;
@@ -112,13 +109,13 @@ __device__ void add_values(const LinearParams &params, float *residual, int firs
     const float before = adds ? residual[residual_at] : 0.0f;
     __syncthreads();
     for (int at = threadIdx.x; at < elements; at += THREADS) {
-        int r = at % TILE_ROWS, m = at / TILE_ROWS % M, tile = at / TILE_ROWS / M;
+        int r = at % TILE_ROWS, tile = at / TILE_ROWS;
         RowTile row_tile = find_row_tile<1>(params, first_tile + tile);
-        const float *from = values + (tile * col_tiles * M + m) * TILE_ROWS + r;
+        const float *from = values + tile * col_tiles * TILE_ROWS + r;
         float sum = 0;
 #pragma unroll 16
-        for (int col = 0; col < col_tiles; col++) sum += from[col * M * TILE_ROWS];
-        float stored = store_output(params, row_tile.matrix, row_tile.first * TILE_ROWS + r, m, sum);
+        for (int col = 0; col < col_tiles; col++) sum += from[col * TILE_ROWS];
+        float stored = store_output(params, row_tile.matrix, row_tile.first * TILE_ROWS + r, 0, sum);
         if (adds) residual[residual_at] = before + stored;
     }
 }
@@ -126,7 +123,7 @@ __device__ void add_values(const LinearParams &params, float *residual, int firs
 // `fill` waits for the previous kernel, starts loads of activations, calls the function that it is
 // given, and fills the activation rows. That function starts more copies of weights. If these came
 // first, the loads would wait for them: 107 to 147 KiB a multiprocessor take 3 to 4 us.
-template <class Format, int M, class Fill>
+template <class Format, class Fill>
 __device__ void multiply_with(const LinearParams &params, float *residual, int stages, BlockRange range,
                               Fill fill) {
     extern __shared__ __align__(128) uint8_t shared[];
@@ -137,8 +134,8 @@ __device__ void multiply_with(const LinearParams &params, float *residual, int s
     int batch_tiles = tiles_per_batch(pairs_per_row_tile);
     uint8_t *pipeline = shared;
     uint8_t *act_rows = pipeline + WARPS * stages * STAGE_BYTES;
-    float *values = reinterpret_cast<float *>(act_rows + M * col_tiles * ACT_ROW_BYTES);
-    int values_per_batch = batch_tiles * col_tiles * TILE_ROWS * M;
+    float *values = reinterpret_cast<float *>(act_rows + col_tiles * ACT_ROW_BYTES);
+    int values_per_batch = batch_tiles * col_tiles * TILE_ROWS;
     uint64_t *barriers = reinterpret_cast<uint64_t *>(values + 2 * values_per_batch);
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -182,12 +179,10 @@ __device__ void multiply_with(const LinearParams &params, float *residual, int s
             int tile = own.tile - batch, col = own.pair * TILES_PER_STAGE + second;
             barrier_wait(barriers + stage, phase);
             if (col < col_tiles) {
-                float value[M];
-                Format::template dot<M>(pipeline + stage * STAGE_BYTES + second * Format::TILE_BYTES, row,
+                float value[1];
+                Format::template dot<1>(pipeline + stage * STAGE_BYTES + second * Format::TILE_BYTES, row,
                                         act_rows + col * ACT_ROW_BYTES, col_tiles * ACT_ROW_BYTES, value);
-#pragma unroll
-                for (int m = 0; m < M; m++)
-                    batch_values[((tile * col_tiles + col) * M + m) * TILE_ROWS + row] = value[m];
+                batch_values[(tile * col_tiles + col) * TILE_ROWS + row] = value[0];
             }
             __syncwarp();
             if (lane == 0 && next.tile < tiles) load_next(stage);
@@ -195,16 +190,16 @@ __device__ void multiply_with(const LinearParams &params, float *residual, int s
         }
         // One barrier per batch is enough for the two buffers. A warp writes to this buffer again
         // only after the next batch's barrier, which every thread reaches after its sums.
-        add_values<M>(params, residual, first_tile + batch, batch_end - batch, batch_values);
+        add_values(params, residual, first_tile + batch, batch_end - batch, batch_values);
     }
 }
 
-template <class Format, int M>
+template <class Format>
 __device__ void multiply(const LinearParams &params, float *residual, int stages) {
-    multiply_with<Format, M>(
+    multiply_with<Format>(
         params, residual, stages, all_blocks(), [&](uint8_t *act_rows, auto copy_more_weights) {
             wait_for_previous_kernel();
-            copy_act_rows<Format::ACTIVATION>(params.act_tiles, params.col_tiles, M, act_rows);
+            copy_act_rows<Format::ACTIVATION>(params.act_tiles, params.col_tiles, 1, act_rows);
             copy_more_weights();
             wait_copies<0>();
         });
@@ -214,7 +209,7 @@ __device__ void multiply(const LinearParams &params, float *residual, int stages
 template <class Format>
 __device__ void multiply_normed(const LinearParams &params, const NormedInput &in, int stages,
                                 BlockRange range) {
-    multiply_with<Format, 1>(params, nullptr, stages, range, [&](uint8_t *act_rows, auto copy_more_weights) {
+    multiply_with<Format>(params, nullptr, stages, range, [&](uint8_t *act_rows, auto copy_more_weights) {
         normed_input::fill_act_rows<Format::ACTIVATION>(in, params, act_rows, copy_more_weights);
     });
 }

@@ -62,10 +62,10 @@ impl LinearKernels {
         Self::can_add(dtype, tokens) && cols.is_multiple_of(32) && cols <= NORM_PRODUCT_COLS_MAX
     }
 
-    /// Whether [`Self::launch_added`] can add the product to the residual stream. With more tokens,
-    /// nothing would be gained.
+    /// Whether [`Self::launch_added`] can add the product to the residual stream. The kernel
+    /// is for one token.
     pub(super) fn can_add(dtype: DType, tokens: usize) -> bool {
-        tokens == 1 && matvec_name(dtype, tokens).is_some()
+        tokens == 1 && matvec_name(dtype).is_some()
     }
 
     /// Computes `norm.out = norm(norm.x)`, quantizes it to `x`, and multiplies that as
@@ -114,7 +114,7 @@ impl LinearKernels {
         if !Self::can_add(dtype, x.tokens) {
             return Err(no_kernel(x.tokens));
         }
-        let name = matvec_name(dtype, x.tokens).ok_or_else(|| no_kernel(x.tokens))?;
+        let name = matvec_name(dtype).ok_or_else(|| no_kernel(x.tokens))?;
         let Some((launch, stages)) = self.fused_launch(name, x, products)? else { return Ok(false) };
         let params = linear_params(x, products);
         let arguments = LinearMatvec { params, residual: residual.address(), stages };
@@ -133,7 +133,7 @@ impl LinearKernels {
         products: &[MatrixProduct<'_>],
     ) -> Result<Option<(super::LaunchConfig, i32)>, OpError> {
         let family = self.family(products[0].shape.dtype())?;
-        match self.matvec_launch(family, name, x.tokens, x, products).map_err(in_op) {
+        match self.matvec_launch(family, name, x, products).map_err(in_op) {
             Ok(launch) => Ok(Some(launch)),
             Err(OpError::Shape { what: NO_SHARED_MEMORY, .. }) => Ok(None),
             Err(error) => Err(error),

@@ -46,8 +46,8 @@ pub struct MatrixProduct<'a> {
 /// The kernel that computes a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinearMethod {
-    /// linear/matvec.cuh, for one to four tokens. Each lane computes one row over 256 columns.
-    Matvec(usize),
+    /// linear/matvec.cuh, for one token. Each lane computes one row over 256 columns.
+    Matvec,
     /// linear/skinny_matmul.cuh, for up to [`SKINNY_TOKENS`] tokens. Each multiplying warp computes
     /// 16 rows over 256 columns at a time.
     Skinny,
@@ -98,11 +98,6 @@ impl MatmulShape {
     }
 }
 
-/// Above this number of tokens, products use the tensor cores. Measured on an H200 with Q4_K by
-/// linear/matmul.cuh; linear/skinny_matmul.cuh was not compared. 4096 x 12288: two tokens take 10.3
-/// us by matvec and 12.6 by matmul, four take 12.6 and 12.6. 12288 x 4096: two take 12.0 and 12.1,
-/// four take 15.8 and 12.1.
-pub(super) const MATVEC_TOKENS_MAX: usize = 3;
 /// Bytes of the copies in flight. 40 KiB per multiprocessor hide the latency of an H200's memory,
 /// and two blocks share a multiprocessor. Four times as many bytes changed no time by more than
 /// 10%.
@@ -180,8 +175,8 @@ impl LinearKernels {
             let rows = row_tiles * TILE_ROWS;
             return LinearMethod::FloatMatmul(FloatShape::fastest(&self.device, rows, tokens));
         }
-        if tokens <= MATVEC_TOKENS_MAX {
-            return LinearMethod::Matvec(tokens);
+        if tokens == 1 {
+            return LinearMethod::Matvec;
         }
         if skinny_linear::is_fastest(shape, tokens) {
             return LinearMethod::Skinny;
@@ -234,8 +229,7 @@ impl LinearKernels {
         Ok(Before::Product { free: self.multiprocessors().saturating_sub(blocks as usize) })
     }
 
-    /// Computes [`Self::launch`] with a given method, for tests and benches. The number of tokens
-    /// in [`LinearMethod::Matvec`] must be that of `x`.
+    /// Computes [`Self::launch`] with a given method, for tests and benches.
     pub fn launch_with(
         &self,
         stream: &Stream,
@@ -271,10 +265,9 @@ impl LinearKernels {
                 products.iter_mut().try_for_each(|product| f32_linear::launch(family, stream, x, product))?;
                 Ok(0)
             }
-            LinearMethod::Matvec(tokens) => {
-                let name = matvec_name(dtype, tokens).ok_or_else(|| no_kernel(tokens))?;
-                let (launch, stages) =
-                    self.matvec_launch(family, name, tokens, x, products).map_err(in_op)?;
+            LinearMethod::Matvec => {
+                let name = matvec_name(dtype).filter(|_| x.tokens == 1).ok_or_else(|| no_kernel(x.tokens))?;
+                let (launch, stages) = self.matvec_launch(family, name, x, products).map_err(in_op)?;
                 let arguments = LinearMatvec { params, residual: 0, stages };
                 // SAFETY: tiles, activation tiles and outputs have the lengths that the kernel
                 // derives from rows, col_tiles and tokens: `check_products` compared them. The
@@ -359,14 +352,12 @@ impl LinearKernels {
         &self,
         family: &LazyModule,
         name: KernelName<A>,
-        tokens: usize,
         x: QuantizedActivations<'_>,
         products: &[MatrixProduct<'_>],
     ) -> Result<(LaunchConfig, i32), LaunchError> {
         let shape = products[0].shape;
         let (tile_bytes, col_tiles) = (shape.tile_bytes(), shape.col_tiles());
-        let (stages, shared_bytes) =
-            matvec_pipeline(&self.device, tile_bytes, col_tiles, tokens, x.layout.format)?;
+        let (stages, shared_bytes) = matvec_pipeline(&self.device, tile_bytes, col_tiles, x.layout.format)?;
         let row_tiles: usize = products.iter().map(|product| product.shape.row_tiles()).sum();
         let launch = self.persistent_launch(family, name, row_tiles, MATVEC_WARPS, shared_bytes)?;
         Ok((launch, stages))
@@ -436,13 +427,12 @@ pub(super) fn matvec_pipeline(
     device: &Device,
     tile_bytes: usize,
     col_tiles: usize,
-    tokens: usize,
     format: DType,
 ) -> Result<(i32, u32), OpError> {
     let stage_bytes = MATVEC_WARPS * MATVEC_TILES_PER_STAGE * tile_bytes;
     let batch = MATVEC_WARPS.div_ceil(col_tiles.div_ceil(MATVEC_TILES_PER_STAGE).max(1));
-    let act_rows = tokens * col_tiles * act_row_bytes(format);
-    let values = 2 * batch * col_tiles * TILE_ROWS * tokens * 4;
+    let act_rows = col_tiles * act_row_bytes(format);
+    let values = 2 * batch * col_tiles * TILE_ROWS * 4;
     let barriers = MATVEC_WARPS * PIPELINE_STAGES.1 * BARRIER_BYTES;
     let available = (device.shared_bytes_max() as usize).saturating_sub(MATVEC_STATIC_BYTES);
     pipeline(available, stage_bytes, act_rows + values + barriers)

@@ -20,23 +20,18 @@ macro_rules! quant_types {
 }
 pub(super) use quant_types;
 
-/// `"q4_k"` becomes `kernel_name!("linear_q4_k", "matvec_q4_k_1")`.
+/// `"q4_k"` becomes `kernel_name!("linear_q4_k", "matmul_q4_k_8")`.
 macro_rules! of_type {
     ($type:literal, $kernel:literal, $suffix:literal) => {
         kernel_name!(concat!("linear_", $type), concat!($kernel, "_", $type, "_", $suffix))
     };
 }
 
-pub(super) fn matvec_name(dtype: DType, tokens: usize) -> Option<KernelName<LinearMatvec>> {
+pub(super) fn matvec_name(dtype: DType) -> Option<KernelName<LinearMatvec>> {
     macro_rules! names {
         ($($dtype:ident = $type:literal),*) => {
-            match (dtype, tokens) {
-                $(
-                    (DType::$dtype, 1) => Some(of_type!($type, "matvec", "1")),
-                    (DType::$dtype, 2) => Some(of_type!($type, "matvec", "2")),
-                    (DType::$dtype, 3) => Some(of_type!($type, "matvec", "3")),
-                    (DType::$dtype, 4) => Some(of_type!($type, "matvec", "4")),
-                )*
+            match dtype {
+                $(DType::$dtype => Some(kernel_name!(concat!("linear_", $type), concat!("matvec_", $type))),)*
                 _ => None,
             }
         };

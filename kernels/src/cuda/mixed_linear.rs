@@ -11,8 +11,8 @@ use super::error::device_error;
 use super::fused_linear::{NormInput, check_norm};
 use super::launch::{KernelName, launch_kernel};
 use super::linear::{
-    LinearKernels, LinearMethod, MATVEC_TOKENS_MAX, MatrixProduct, NO_SHARED_MEMORY, OP, check_products,
-    linear_params, matvec_pipeline, no_kernel,
+    LinearKernels, LinearMethod, MatrixProduct, NO_SHARED_MEMORY, OP, check_products, linear_params,
+    matvec_pipeline, no_kernel,
 };
 use super::linear_names::{norm_matvec_pair_name, skinny_pair_name};
 use super::quantize::QuantizedActivations;
@@ -26,8 +26,7 @@ impl LinearKernels {
 
     /// Whether [`Self::launch_both`] takes matrices of these types, for this many tokens.
     pub(super) fn can_mix(first: DType, second: DType, tokens: usize) -> bool {
-        tokens > MATVEC_TOKENS_MAX
-            && skinny_pair_name(first, second, skinny_linear::capacity(tokens)).is_some()
+        tokens > 1 && skinny_pair_name(first, second, skinny_linear::capacity(tokens)).is_some()
     }
 
     /// Computes [`Self::launch`] for `first`, and for `second`, which are of another type. If there
@@ -85,7 +84,7 @@ impl LinearKernels {
         let name = norm_matvec_pair_name(dtype, other_dtype).ok_or_else(|| no_kernel(x.tokens))?;
         let pipelines = [one.shape, other.shape].map(|shape| {
             let (tile_bytes, col_tiles) = (shape.tile_bytes(), shape.col_tiles());
-            matvec_pipeline(self.device(), tile_bytes, col_tiles, x.tokens, x.layout.format)
+            matvec_pipeline(self.device(), tile_bytes, col_tiles, x.layout.format)
         });
         let Some(mixed) = self.mixed_launch(name, MATVEC_WARPS, pipelines, [first, second])? else {
             return Ok(false);

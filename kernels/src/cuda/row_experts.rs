@@ -54,7 +54,7 @@ impl ExpertKernels {
             let Some(format) = shape.dtype().activation() else { return false };
             let columns = product.columns(shape, used);
             row_name(shape.dtype(), product).is_some()
-                && matvec_pipeline(&self.device, shape.tile_bytes(), columns, 1, format).is_ok()
+                && matvec_pipeline(&self.device, shape.tile_bytes(), columns, format).is_ok()
         };
         gate == up
             && used <= EXPERT_ROW_USED_MAX
@@ -177,7 +177,7 @@ impl ExpertKernels {
             RowProduct::Down => shape.row_tiles(),
         };
         let (stages, shared_bytes) =
-            matvec_pipeline(&self.device, shape.tile_bytes(), columns, 1, x.layout.format)?;
+            matvec_pipeline(&self.device, shape.tile_bytes(), columns, x.layout.format)?;
         let name = row_name(dtype, product).ok_or(OpError::Type { op: OP, dtype })?;
         let block = 32 * MATVEC_WARPS as u32;
         let kernel = kernels.family.kernel(name.as_c_str()).map_err(device_error(OP))?;

@@ -45,7 +45,7 @@ pub(crate) fn methods(gpu: &TestGpu, dtype: DType, tokens: usize) -> Vec<LinearM
         DType::F32 => vec![LinearMethod::Scalar],
         DType::F16 | DType::BF16 => FloatShape::all().map(LinearMethod::FloatMatmul).to_vec(),
         _ => {
-            let vector = (tokens <= 4).then_some(LinearMethod::Matvec(tokens));
+            let vector = (tokens == 1).then_some(LinearMethod::Matvec);
             let has_wgmma = has_wgmma_kernels(&gpu.device, dtype);
             let wgmma = WgmmaShape::of(dtype).filter(|_| has_wgmma).map(LinearMethod::Wgmma);
             let tensor_cores = MatmulShape::all().map(LinearMethod::Matmul);

@@ -123,7 +123,7 @@ fn is_sensible(method: LinearMethod, tokens: usize) -> bool {
 
 fn name(method: LinearMethod) -> String {
     match method {
-        LinearMethod::Matvec(_) => "vector".to_owned(),
+        LinearMethod::Matvec => "vector".to_owned(),
         LinearMethod::Scalar => "plain".to_owned(),
         LinearMethod::Matmul(shape) => format!("tiles {}", shape.tokens()),
         LinearMethod::Skinny => "skinny".to_owned(),
