@@ -201,8 +201,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 }
 CHECK_SIGNATURE(linear_f32, LinearF32);
 
-// The same for one token, and for few. These kernels have registers for values under way, which
-// leave room for one block on a multiprocessor.
+// The same for one token, and for few. These kernels have registers for values under way. With
+// two warps a block, few share one first-level cache, through which each loads all activations.
 #define LINEAR_F32_FEW_KERNEL(NAME, TOKENS, STEPS)                                                    \
     extern "C" __global__ void __launch_bounds__(32 * LINEAR_F32_FEW_WARPS)                           \
         NAME(const float *weights, const float *x, const float *bias, float *out, int cols, int rows, \

@@ -63,8 +63,7 @@ __device__ inline float key_probability(float key) { return key == NAN_KEY ? NAN
 
 // A warp chooses the experts of one row, of at most 32 * PER_LANE. Probabilities are ranked as
 // integers: bits of floats that are not negative have their order. An expert that was taken has 0,
-// the others one more than their bits. Some lane calls `chosen_rank(rank, expert)`
-// for each rank.
+// the others one more than their bits. For each rank, one lane calls `chosen_rank(rank, expert)`.
 template <int PER_LANE, class Chosen>
 __device__ void choose_by_warp(const float *logits, int count, int used, uint32_t *experts,
                                float *expert_weights, Chosen chosen_rank) {
@@ -257,7 +256,7 @@ __device__ void sort_pairs(const uint32_t *experts, int pairs, const ExpertPairO
 // The choices of at most ROWS rows, in shared memory.
 template <int ROWS>
 struct ChosenRows {
-    static_assert(ROWS <= 16);
+    static_assert(ROWS <= 32, "a bit for each row");
     // The rows that have chosen an expert, a bit each, and their ranks of it.
     uint32_t rows_of[EXPERTS_MAX];
     uint16_t ranks[ROWS][EXPERTS_MAX];

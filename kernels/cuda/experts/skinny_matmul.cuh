@@ -12,8 +12,8 @@
 // arrived. A group has at least as many weight tiles as the ring. So when the copying warp begins
 // the next group but one, the stages of a group have been used, and with them its activations.
 //
-// The groups were made before the previous kernel started. So the first stages of weights are
-// copied before that one has ended.
+// Routing had ended before the previous kernel let this one start. So the first stages of weights
+// are copied before that one has ended.
 //
 // Limit: weight bytes over memory bandwidth (an H200 copies at 4.3 TB/s). Measured there, 8 experts
 // of 128 a row, with groups of 8 slots in matmul.cuh before; us, and TB/s of weights:
@@ -136,7 +136,8 @@ struct Matmul {
         int stage = 0, phase = 1;
 #pragma unroll 1
         for (; stage < EARLY_STAGES && cursor.copied < tiles; stage++) copy_stage(cursor, stage);
-        wait_around_launch(false);
+        wait_for_previous_kernel();
+        launch_next_kernel();
         if (tiles == 0) return;
         copy_acts(cursor, first);
         for (;;) {
@@ -148,6 +149,9 @@ struct Matmul {
         }
     }
 
+    // A warp may have no tile of the block's first group, and so skip a phase of act_full[0]. When
+    // it waits for the next phase, that of the third group, a weight tile of the third group has
+    // arrived. So the stages of the first group have been used, and its phase is complete.
     __device__ void multiply() const {
         const int group_tiles = group_row_tiles * col_tiles;
         // The end of the group, and where its activations are.
@@ -206,8 +210,9 @@ struct Matmul {
 
     __device__ void add() const {
         const int row_tile = first_row_tile % row_tiles;
-        Output output{*this, first_row_tile / group_row_tiles, first_row_tile % group_row_tiles / row_tiles,
-                      row_tiles - row_tile};
+        const int index = first_row_tile / group_row_tiles,
+                  stack = first_row_tile % group_row_tiles / row_tiles;
+        Output output{*this, index, stack, row_tiles - row_tile};
         output.group = read_group(output.index), output.next = read_group(output.index + 1);
         output.has_slot = find_output(output.group, output.stack, output.to);
         if (output.has_slot) output.to += row_tile * TILE_ROWS;
@@ -223,7 +228,8 @@ struct Matmul {
             if (pipeline.lane == 0) copy();
             return;
         }
-        wait_around_launch(false);
+        wait_for_previous_kernel();
+        launch_next_kernel();
         find_run();
         if (pipeline.warp < WARPS)
             multiply();

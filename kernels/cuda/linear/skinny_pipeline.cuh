@@ -101,7 +101,8 @@ struct Pipeline {
     }
 
     // `wait_act_tile(at, col)` waits for the activations of weight tile `at`, which has column tile
-    // `col`, and returns where they are. Those of 8 more tokens are `act_pitch` bytes behind.
+    // `col` and has arrived. It returns the number of their tile. Those of 8 more tokens are
+    // `act_pitch` bytes behind.
     template <class WaitActTile>
     __device__ void multiply(int act_pitch, WaitActTile wait_act_tile) const {
         int stage = warp / TILES, phase = 0, buffer = 0, buffer_phase = 1;
@@ -112,8 +113,8 @@ struct Pipeline {
             bool has_tile = at < tiles;
             float value[NT][4];
             if (has_tile) {
-                const int act_tile = wait_act_tile(at, col);
                 barrier_wait(full + stage, phase);
+                const int act_tile = wait_act_tile(at, col);
                 Format::template products<1, NT>(ring + stage * STAGE_BYTES + ring_offset, TILE_BYTES,
                                                  act_tiles + act_tile * ACT_TILE_BYTES, act_pitch,
                                                  [&](int, int nt, int i, float v) { value[nt][i] = v; });

@@ -88,8 +88,9 @@ pub(super) fn expert_params(
 /// The kernels of a weight type.
 pub(super) struct ExpertTypeKernels {
     dtype: DType,
-    /// For few pairs an expert, and for many.
+    /// For few pairs an expert.
     pub(super) skinny: KernelName<ExpertSkinny>,
+    /// For many.
     matmul: KernelName<ExpertMatmul>,
     pub(super) family: LazyModule,
 }
@@ -257,9 +258,9 @@ impl ExpertKernels {
     /// cores. It takes one or two stacks of one shape. If `by_pair`, outputs are in the order of
     /// pairs, otherwise in the order of slots. `of.grouping` selects the kernel.
     ///
-    /// # Safety [`Self::route`] wrote `of.groups` with `of.grouping`. At least one launch lies
-    /// between that one and this, and the last of them waits before it lets this one start, as
-    /// [`Self::quantize`] does.
+    /// # Safety
+    /// [`Self::route`] wrote `of.groups` with `of.grouping`. Between that launch and this lies one
+    /// that waits before it lets the next one start, as [`Self::quantize`] does.
     pub unsafe fn matmul(
         &self,
         stream: &Stream,

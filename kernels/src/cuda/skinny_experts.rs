@@ -34,10 +34,11 @@ fn pipeline(device: &Device, product: ExpertProduct) -> Option<(usize, usize)> {
     let stage_bytes = SKINNY_STAGE_TILES * shape.tile_bytes() + 2 * BARRIER_BYTES;
     let rest = (EXPERT_SKINNY_ACT_GROUPS * act_tiles).checked_add(values + barriers)?;
     let available = (device.shared_bytes_max() as usize).checked_sub(rest)?;
-    let group_tiles = stacks * shape.row_tiles() * shape.col_tiles();
-    let rounds = (available / (ROUND_STAGES * stage_bytes)).min(group_tiles / SKINNY_WARPS).min(ROUNDS_MAX);
+    let matrix_tiles = shape.row_tiles() * shape.col_tiles();
+    let group_rounds = stacks * matrix_tiles / SKINNY_WARPS;
+    let rounds = (available / (ROUND_STAGES * stage_bytes)).min(group_rounds).min(ROUNDS_MAX);
     let stages = rounds * ROUND_STAGES;
-    (stages > 0).then(|| (stages, rest + stages * stage_bytes))
+    (stages > 0 && matrix_tiles >= SKINNY_WARPS).then(|| (stages, rest + stages * stage_bytes))
 }
 
 /// Whether the device computes these products with the kernel.
@@ -60,8 +61,8 @@ impl ExpertKernels {
         let shape = stacks[0].shape;
         let product = ExpertProduct { shape, stacks: stacks.len() };
         let Some((stages, shared_bytes)) = pipeline(&self.device, product) else {
-            let (found, expected) = (shape.row_tiles() * shape.col_tiles(), SKINNY_WARPS);
-            return Err(OpError::Shape { op: OP, what: "weight tiles of an expert", found, expected });
+            let (what, found) = ("weight tiles of groups of 8", shape.row_tiles() * shape.col_tiles());
+            return Err(OpError::Shape { op: OP, what, found, expected: SKINNY_WARPS });
         };
         let params =
             ExpertSkinnyParams { common: params, stacks: stacks.len() as i32, stages: stages as i32 };
@@ -76,7 +77,7 @@ impl ExpertKernels {
         // SAFETY: by the contract of `matmul`, the experts of groups are below `count`, and slots
         // and pairs are below their numbers. So the kernel reads and writes tiles, activation tiles
         // and outputs inside the lengths that were checked. It reads groups before its predecessor
-        // has ended; they were complete when that one let it start.
+        // has ended: the launch that lies between waited for them.
         unsafe { launch_kernel(&kernels.family, kernels.skinny, stream, launch, &ExpertSkinny { params }) }
             .map_err(device_error(OP))
     }

@@ -42,7 +42,8 @@ const ENCODED: usize = 256 * 1021;
 #[derive(Clone, Copy)]
 enum ExpertBytes<'a> {
     Blocks(&'a BlockBytes, usize),
-    /// Random values, encoded. They repeat after [`ENCODED`], which divides no expert.
+    /// Random values, encoded. They repeat after [`ENCODED`]; no expert's size is a
+    /// multiple of it.
     Encoded(DType),
 }
 
@@ -54,7 +55,7 @@ impl ExpertBytes<'_> {
         }
     }
 
-    /// Whether products have sums of any size only if activations have random values.
+    /// Otherwise activations are 1 and -1: with extreme weights, such sums are the largest.
     fn takes_random_activations(&self) -> bool {
         matches!(self, Self::Encoded(_) | Self::Blocks(_, RANDOM_KIND))
     }
@@ -173,7 +174,7 @@ impl<'a> ExpertProducts<'a> {
                 ExpertWeights { shape: *shape, tiles: self.tiles[0].view(), out: gate.view_mut() },
                 ExpertWeights { shape: *shape, tiles: self.tiles[1].view(), out: up.view_mut() },
             ];
-            // SAFETY: `route` made these groups, with this grouping.
+            // SAFETY: `route` made these groups, with this grouping, and `quantize` lies between.
             unsafe {
                 kernels.quantize(&gpu.stream, self.device_x.view(), cols, 1, of, &quantized)?;
                 let x = quantized.activations(slots, cols);

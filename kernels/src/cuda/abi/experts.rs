@@ -18,8 +18,7 @@ abi! {
         const EXPERT_STACKS_MAX: usize = 2;
         /// Rows of a block of expert_topk_softmax. Each has one warp.
         const EXPERT_TOPK_ROWS: usize = 4;
-        /// The largest number of rows of expert_route: each has one warp of its block. From 4 to
-        /// 16 rows, one launch takes as long as the two that more rows take.
+        /// The largest number of rows of expert_route: each has one warp of its block.
         const EXPERT_ROUTE_ROWS: usize = 16;
         /// Threads of the only block of expert_route.
         const EXPERT_ROUTE_THREADS: u32 = 512;

@@ -23,7 +23,8 @@ abi! {
         const MATVEC_TILES_PER_STAGE: usize = 2;
         /// Rows of a block of linear_f32.cu. Each has one warp.
         const LINEAR_F32_WARPS: usize = 8;
-        /// The same for linear_f32_token and linear_f32_few, which all load the same activations.
+        /// The same for linear_f32_token and linear_f32_few. More rows would share one first-level
+        /// cache, through which each warp loads the activations.
         const LINEAR_F32_FEW_WARPS: usize = 2;
         /// Tokens of a block of linear_f32.cu.
         const LINEAR_F32_TOKENS: usize = 4;
@@ -32,8 +33,8 @@ abi! {
         const LINEAR_F32_TILE_TOKENS: usize = 8;
         /// Warps of its block along the rows, and along the tokens.
         const LINEAR_F32_TILE_WARPS: usize = 4;
-        /// linear/skinny_matmul.cuh: warps of a block that multiply, and that add; weight tiles of
-        /// a stage, and rounds of values that wait to be added.
+        /// linear/skinny_pipeline.cuh: warps of a block that multiply, and that add; weight tiles
+        /// of a stage, and rounds of values that wait to be added.
         const SKINNY_WARPS: usize = 16;
         const SKINNY_ADDING_WARPS: usize = 4;
         const SKINNY_STAGE_TILES: usize = 4;
@@ -81,7 +82,7 @@ abi! {
         }
     }
     kernels {
-        /// `residual`, f32 [tokens][rows], is null if there are several matrices.
+        /// `residual`, f32 [rows], is null if there are several matrices.
         kernel LinearMatvec(params: LinearParams, residual: u64 as "float *", stages: i32);
         kernel LinearNormMatvec(params: LinearParams, input: NormedInput, stages: i32);
         /// `first_blocks` blocks compute the matrices of `first`, the others those of `second`.

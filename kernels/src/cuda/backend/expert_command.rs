@@ -104,7 +104,7 @@ pub(super) enum ExpertCommand {
 impl ExpertCommand {
     /// # Safety
     /// As [`super::kernel_set::KernelSet::enqueue`]. In addition, groups and choices are those of
-    /// the preceding `Route` or `RouteRow`.
+    /// the preceding `Route` or `RouteRow`. Between a `Route` and its `Matmul` lies a `Quantize`.
     pub(super) unsafe fn enqueue(&self, kernels: &ExpertKernels, stream: &Stream) -> Result<(), OpError> {
         // SAFETY: for all calls and views below, the caller's contract.
         unsafe {
