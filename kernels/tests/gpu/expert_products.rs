@@ -13,25 +13,12 @@ use quant::layout::Tiles;
 use quant::{Activations, DType};
 
 use crate::TestGpu;
-use crate::linear::{canonical, ensure_bits};
+use crate::linear::{TYPES, canonical, ensure_bits};
 use crate::random::TestRng;
 use crate::wgmma::{BLOCKS, BlockBytes, KINDS, RANDOM_KIND};
 
 /// Pairs of each expert: no group, groups that end near tiles and blocks, and several groups.
 const UNEVEN: [usize; 19] = [0, 1, 7, 8, 9, 31, 33, 63, 64, 65, 96, 97, 127, 128, 129, 160, 161, 200, 325];
-/// Types of the kernels for few pairs.
-const TYPES: [DType; 10] = [
-    DType::Q8_0,
-    DType::Q4_0,
-    DType::Q4_1,
-    DType::Q5_0,
-    DType::Q5_1,
-    DType::Q2_K,
-    DType::Q3_K,
-    DType::Q4_K,
-    DType::Q5_K,
-    DType::Q6_K,
-];
 /// Launches of one product. Of 100, a race between reading and copying made one to 60 differ.
 const REPEATS: usize = 100;
 
