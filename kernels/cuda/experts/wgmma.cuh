@@ -50,18 +50,6 @@ namespace experts {
 // compiler knows that branches do not divide the warp, and computes descriptors once for all lanes.
 __device__ __forceinline__ int uniform(uint32_t value) { return int(__reduce_max_sync(~0u, value)); }
 
-// A predicate, not a branch around the store.
-__device__ __forceinline__ void store_if(bool condition, float *to, float value) {
-    asm volatile(
-        "{\n"
-        ".reg .pred condition;\n"
-        "setp.ne.b32 condition, %2, 0;\n"
-        "@condition st.global.f32 [%0], %1;\n"
-        "}" ::"l"(to),
-        "f"(value), "r"(int(condition))
-        : "memory");
-}
-
 template <int TILE_BYTES, class Shape>
 struct ExpertTiles {
     // Blocks compute a multiple of TOKENS_STEP tokens, at least TOKENS_MIN.
@@ -141,8 +129,8 @@ struct ExpertTiles {
             for (int token = 0; token < 2; token++) {
                 int at = group * ACT_TILE_TOKENS + 2 * t + token;
                 float *to = out + size_t(find_row(group, at)) * params.rows;
-                store_if(at < tile.pairs, to, total[4 * group + token]);
-                store_if(at < tile.pairs, to + 8, total[4 * group + 2 + token]);
+                wgmma_product::store_if(at < tile.pairs, to, total[4 * group + token]);
+                wgmma_product::store_if(at < tile.pairs, to + 8, total[4 * group + 2 + token]);
             }
     }
 };

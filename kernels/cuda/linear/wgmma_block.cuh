@@ -152,6 +152,18 @@ __device__ __forceinline__ uint64_t eight_bit_operand(const uint8_t *unit, int b
            2 * (block % 4);
 }
 
+// A predicate, not a branch around the store.
+__device__ __forceinline__ void store_if(bool condition, float *to, float value) {
+    asm volatile(
+        "{\n"
+        ".reg .pred condition;\n"
+        "setp.ne.b32 condition, %2, 0;\n"
+        "@condition st.global.f32 [%0], %1;\n"
+        "}" ::"l"(to),
+        "f"(value), "r"(int(condition))
+        : "memory");
+}
+
 template <int N>
 __device__ __forceinline__ void pin_registers(float (&values)[N]) {
 #pragma unroll

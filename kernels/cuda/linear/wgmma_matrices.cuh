@@ -68,23 +68,29 @@ struct MatrixTiles {
         return min(GROUPS, (params.tokens + ACT_TILE_TOKENS - 1) / ACT_TILE_TOKENS - tile.group);
     }
 
-    __device__ void store(const OutputTile &tile, int row_tile, int group, const float (&four)[4]) const {
-        int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            store_output(params, tile.matrix, (tile.row_tile + row_tile) * TILE_ROWS + g + i / 2 * 8,
-                         (tile.group + group) * ACT_TILE_TOKENS + 2 * t + i % 2, four[i]);
-    }
-
-    // The sums of a warp's 16 rows for N tokens.
+    // Stores the sums of a warp's 16 rows for N tokens. With store_output() for each element, which
+    // was 27 instructions, an output tile of Q4_K and 64 tokens took 1.2 us longer (H200).
     template <int N>
     __device__ void store_tile(const OutputTile &tile, int row_tile, const float (&total)[N / 2]) const {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const int rows = params.rows[tile.matrix], row = (tile.row_tile + row_tile) * TILE_ROWS + g;
+        const int token = tile.group * ACT_TILE_TOKENS + 2 * t, tokens_left = params.tokens - token;
+        const bool has_row[2] = {row < rows, row + 8 < rows};
+        const float *bias = params.bias[tile.matrix];
+        float bias_values[2] = {};
+        if (bias != nullptr)
 #pragma unroll
-        for (int group = 0; group < N / ACT_TILE_TOKENS; group++) {
-            float four[4] = {total[4 * group], total[4 * group + 1], total[4 * group + 2],
-                             total[4 * group + 3]};
-            store(tile, row_tile, group, four);
-        }
+            for (int r = 0; r < 2; r++) bias_values[r] = has_row[r] ? bias[row + 8 * r] : 0;
+        float *to = params.out[tile.matrix] + static_cast<size_t>(token) * rows + row;
+#pragma unroll
+        for (int group = 0; group < N / ACT_TILE_TOKENS; group++, to += size_t(ACT_TILE_TOKENS) * rows)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float sum = total[4 * group + i];
+                const bool has_token = group * ACT_TILE_TOKENS + i % 2 < tokens_left;
+                store_if(has_token && has_row[i / 2], to + i % 2 * size_t(rows) + i / 2 * 8,
+                         bias != nullptr ? sum + bias_values[i / 2] : sum);
+            }
     }
 };
 

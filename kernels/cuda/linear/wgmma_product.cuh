@@ -231,17 +231,21 @@ struct Kernel {
                     sums[group].x += values[4 * group], sums[group].y += values[4 * group + 1];
                     sums[group].z += values[4 * group + 2], sums[group].w += values[4 * group + 3];
                 }
-                if (col + 1 < tiles.col_tiles()) {
+                const bool is_last = col + 1 == tiles.col_tiles();
+                if (!is_last)
 #pragma unroll
                     for (int group = 0; group < GROUPS; group++) totals[group][thread] = sums[group];
-                } else {
+                // Before an output tile is stored, which takes longer than a turn.
+                barrier_arrive(&shared.added[column_group][row_tile]);
+                if (is_last) {
+                    float total[Shape::VALUES];
 #pragma unroll
                     for (int group = 0; group < GROUPS; group++) {
-                        float four[4] = {sums[group].x, sums[group].y, sums[group].z, sums[group].w};
-                        tiles.store(output, row_tile, group, four);
+                        total[4 * group] = sums[group].x, total[4 * group + 1] = sums[group].y;
+                        total[4 * group + 2] = sums[group].z, total[4 * group + 3] = sums[group].w;
                     }
+                    tiles.template store_tile<TOKENS>(output, row_tile, total);
                 }
-                barrier_arrive(&shared.added[column_group][row_tile]);
             }
             col -= tiles.col_tiles();
         });
