@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#include "../shared_memory.cuh"
+#include "../cluster.cuh"
 #include "abi/attention.cuh"
 
 namespace {
@@ -35,27 +35,16 @@ struct LoneBlock {
 // `count` is a power of two; this block has number `rank`.
 struct BlocksOfCluster {
     static constexpr int COUNT_MAX = ATTENTION_CLUSTER_MAX, SHARED_BYTES_MAX = ATTENTION_CLUSTERED_BYTES;
-    int count, rank;
+    int count = cluster_blocks(), rank = rank_in_cluster();
 
-    __device__ __forceinline__ BlocksOfCluster() {
-        asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(count));
-        asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    }
-
-    __device__ __forceinline__ void arrive() const {
-        __syncwarp();
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    }
-    __device__ __forceinline__ void wait() const {
-        __syncwarp();
-        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    }
+    __device__ __forceinline__ void arrive() const { arrive_at_cluster(); }
+    __device__ __forceinline__ void wait() const { wait_for_cluster(); }
     __device__ __forceinline__ void wait_last() const { wait(); }
 
     template <int N>
     __device__ __forceinline__ void load(int of, const float *own, int pitch, float (&to)[N]) const {
         if (of == rank) return LoneBlock().load(of, own, pitch, to);
-        const uint32_t from = address_in(of, own);
+        const uint32_t from = address_in_block(of, own);
 #pragma unroll
         for (int i = 0; i < N; i++)
             asm volatile("ld.shared::cluster.f32 %0, [%1];"
@@ -63,16 +52,9 @@ struct BlocksOfCluster {
                          : "r"(from + i * pitch * uint32_t(sizeof(float))));
     }
     __device__ __forceinline__ void store(int of, float2 *own, float2 value) const {
-        asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address_in(of, own)), "f"(value.x),
-                     "f"(value.y)
+        asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address_in_block(of, own)),
+                     "f"(value.x), "f"(value.y)
                      : "memory");
-    }
-
-private:
-    __device__ __forceinline__ uint32_t address_in(int of, const void *own) const {
-        uint32_t address;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(of));
-        return address;
     }
 };
 

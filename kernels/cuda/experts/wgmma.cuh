@@ -137,7 +137,7 @@ struct ExpertTiles {
 
 template <class Format, int TOKENS>
 __device__ inline void multiply_on_wgmma(const ExpertParams &params, int stacks, const F16Sums &sums) {
-    using Shape = wgmma_product::Shape<TOKENS, EXPERT_WGMMA_ROW_GROUPS, 1, EXPERT_WGMMA_STAGES>;
+    using Shape = wgmma_product::Shape<TOKENS, EXPERT_WGMMA_ROW_GROUPS, 1, 1, EXPERT_WGMMA_STAGES>;
     using Tiles = ExpertTiles<Format::TILE_BYTES, Shape>;
     using Product = wgmma_product::Kernel<Format, Shape, Tiles>;
     auto &shared = wgmma_product::shared_memory<Format, Shape>();

@@ -43,6 +43,24 @@ __device__ inline void barrier_wait(uint64_t *barrier, uint32_t parity) {
         : "memory");
 }
 
+// Arrives at a barrier in any block of the cluster (cluster.cuh). The loads that the arrival tells
+// of must have ended (end_loads_before_copy): a release for the cluster would wait for all stores
+// to global memory as well, some hundred clocks.
+__device__ inline void arrive_in_block(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Stores to shared memory of a block of the cluster; `barrier` in that block counts the 16 bytes.
+// barrier_wait() in that block is enough: shared memory has no cache that an acquire for the cluster
+// would have to invalidate.
+__device__ inline void store_async(uint32_t to, float4 value, uint32_t barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
+            "r"(to),
+        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+        : "memory");
+}
+
 // Completes this thread's loads from shared memory before a bulk copy may overwrite that memory.
 // Call it before the barrier that tells the copying thread that the memory was read. An arrival at
 // a barrier does not complete loads: bulk copies belong to another proxy of PTX, and loads that

@@ -6,7 +6,9 @@
 
 #include "abi/linear.cuh"
 #include "async_copy.cuh"
+#include "column_turns.cuh"
 #include "tile.cuh"
+#include "value_exchange.cuh"
 #include "wgmma.cuh"
 
 #if HAS_WGMMA
@@ -14,9 +16,11 @@
 namespace wgmma_product {
 
 // The shape of a block.
-template <int TOKENS_, int ROW_GROUPS_, int COLUMN_GROUPS_, int STAGES_>
+template <int TOKENS_, int ROW_GROUPS_, int COLUMN_GROUPS_, int BLOCKS_, int STAGES_>
 struct Shape {
     static constexpr int TOKENS = TOKENS_, ROW_GROUPS = ROW_GROUPS_, COLUMN_GROUPS = COLUMN_GROUPS_;
+    // Blocks that compute an output tile together.
+    static constexpr int BLOCKS = BLOCKS_;
     // Stages of 256 columns. At least one per column group, and some that are being filled.
     static constexpr int STAGES = STAGES_;
     static constexpr int ROWS = 64 * ROW_GROUPS, ROW_TILES = ROWS / TILE_ROWS;
@@ -29,6 +33,8 @@ struct Shape {
     static constexpr int THREADS = 32 * (MULTIPLYING_WARPS + 4);
     // Groups of 8 tokens.
     static constexpr int GROUPS = TOKENS / ACT_TILE_TOKENS;
+    // Those whose values a block adds.
+    static constexpr int ADDED_GROUPS = GROUPS / BLOCKS;
     // Elements of a thread.
     static constexpr int VALUES = TOKENS / 2;
     // A multiprocessor has 65,536 registers. Threads start with equal shares, in steps of 8. The
@@ -45,6 +51,14 @@ __host__ __device__ constexpr int scale_bytes(ActivationFormat format) {
     return (format == ActivationFormat::Q8_K ? 1 : 8) * ACT_TILE_TOKENS * int(sizeof(float));
 }
 
+// What column groups need to add their values. One column group has its sums in registers.
+template <class Shape, int COLUMN_GROUPS = Shape::COLUMN_GROUPS, int BLOCKS = Shape::BLOCKS>
+struct SharedSums : ColumnSums<Shape> {};
+template <class Shape>
+struct SharedSums<Shape, 1, 1> {};
+template <class Shape, int COLUMN_GROUPS>
+struct SharedSums<Shape, COLUMN_GROUPS, 2> : ValueExchange<Shape> {};
+
 // Shared memory, in this order. Units take what the other parts leave.
 template <class Format, class Shape>
 struct Shared {
@@ -55,27 +69,20 @@ struct Shared {
     static constexpr int SCALES_BYTES = HAS_UNIT_SCALES ? GROUPS * scale_bytes(Format::ACTIVATION) : 16;
     static constexpr int SUMS_BYTES = Format::HAS_SUMS ? GROUPS * F16_SUMS_BYTES : 1;
     static constexpr int WEIGHT_BYTES = Shape::ROW_TILES * Format::TILE_BYTES;
-    // With one column group, an element that is not used.
-    static constexpr int TOTAL_GROUPS = Shape::COLUMN_GROUPS > 1 ? GROUPS : 1,
-                         TOTAL_THREADS = Shape::COLUMN_GROUPS > 1 ? 32 * Shape::GROUP_WARPS : 1;
     static constexpr int ALIGNMENT = 1024, BARRIERS = 1024;
-    static constexpr int REST =
-        STAGES * (WEIGHT_BYTES + SUMS_BYTES) + TOTAL_GROUPS * TOTAL_THREADS * int(sizeof(float4));
+    static constexpr int REST = STAGES * (WEIGHT_BYTES + SUMS_BYTES) + int(sizeof(SharedSums<Shape>));
     static constexpr int FITTING =
         (WGMMA_PRODUCT_SHARED_BYTES - ALIGNMENT - BARRIERS - REST) / (UNIT_STAGE + SCALES_BYTES);
     static constexpr int UNIT_STAGES = FITTING < STAGES ? FITTING : STAGES;
-    static_assert(UNIT_STAGES > 1 && STAGES > Shape::COLUMN_GROUPS);
+    static_assert(UNIT_STAGES > 1 && UNIT_STAGES >= Shape::COLUMN_GROUPS && STAGES > Shape::COLUMN_GROUPS);
     uint8_t units[UNIT_STAGES][UNIT_STAGE];
     uint8_t weights[STAGES][WEIGHT_BYTES];
     // Scales of the tokens, as in activation tiles, if HAS_UNIT_SCALES.
     uint8_t unit_scales[UNIT_STAGES][SCALES_BYTES];
     uint8_t sums[STAGES][SUMS_BYTES];
-    // Sums of the output tile, four of a thread and a group of 8 tokens.
-    alignas(16) float4 totals[TOTAL_GROUPS][TOTAL_THREADS];
+    SharedSums<Shape> column_sums;
     uint64_t weights_full[STAGES], weights_empty[STAGES];
     uint64_t units_full[UNIT_STAGES], units_empty[UNIT_STAGES];
-    // A warp of a column group has added the values of its last column tile.
-    uint64_t added[Shape::COLUMN_GROUPS][Shape::GROUP_WARPS];
 };
 // The swizzle is a function of address bits 4 to 9, so `Shared` begins at a multiple of 1,024.
 template <class Format, class Shape>

@@ -17,10 +17,10 @@
 #endif
 
 // Four warps per warpgroup, and four that copy.
-#define WGMMA_KERNEL(NAME, FORMAT, TOKENS, ROW_GROUPS, COLUMN_GROUPS, STAGES)                    \
+#define WGMMA_KERNEL(NAME, FORMAT, TOKENS, ROW_GROUPS, COLUMN_GROUPS, BLOCKS, STAGES)            \
     extern "C" __global__ void __launch_bounds__(32 * (4 * ROW_GROUPS * COLUMN_GROUPS + 4), 1)   \
-        wgmma_##NAME##_##TOKENS##_##ROW_GROUPS##_##COLUMN_GROUPS(                                \
+        wgmma_##NAME##_##TOKENS##_##ROW_GROUPS##_##COLUMN_GROUPS##_##BLOCKS(                     \
             const __grid_constant__ LinearParams params, const __grid_constant__ F16Sums sums) { \
-        MULTIPLY_IN_BLOCKS(FORMAT, TOKENS, ROW_GROUPS, COLUMN_GROUPS, STAGES);                   \
+        MULTIPLY_IN_BLOCKS(FORMAT, TOKENS, ROW_GROUPS, COLUMN_GROUPS, BLOCKS, STAGES);           \
     }                                                                                            \
-    CHECK_SIGNATURE(wgmma_##NAME##_##TOKENS##_##ROW_GROUPS##_##COLUMN_GROUPS, LinearWgmma);
+    CHECK_SIGNATURE(wgmma_##NAME##_##TOKENS##_##ROW_GROUPS##_##COLUMN_GROUPS##_##BLOCKS, LinearWgmma);

@@ -65,19 +65,33 @@ struct Kernel {
     using Stage = RingPosition<Shape::STAGES>;
     using UnitStage = RingPosition<SharedMemory::UNIT_STAGES>;
     static constexpr int TOKENS = Shape::TOKENS, GROUPS = Shape::GROUPS, ROW_TILES = Shape::ROW_TILES,
-                         COLUMN_GROUPS = Shape::COLUMN_GROUPS, TILE = Format::TILE_BYTES;
+                         COLUMN_GROUPS = Shape::COLUMN_GROUPS, BLOCKS = Shape::BLOCKS,
+                         ADDED_GROUPS = Shape::ADDED_GROUPS, TILE = Format::TILE_BYTES;
     using OutputTile = typename Tiles::OutputTile;
 
     const Tiles &tiles;
     const F16Sums &sums;
     SharedMemory &shared;
+    // The block's place in its cluster, of which there are as many as `clusters`.
+    const int rank = BLOCKS > 1 ? rank_in_cluster() : 0, cluster = blockIdx.x / BLOCKS,
+              clusters = gridDim.x / BLOCKS;
 
-    // Calls `work(tile)` for the block's output tiles.
+    // Calls `work(tile)` for the output tiles of the block, or of its cluster.
     template <class Work>
     __device__ void for_each_tile(Work work) const {
         OutputTile tile;
-        for (int index = blockIdx.x; tiles.find(index, tile); index += gridDim.x) work(tile);
+        for (int index = cluster; tiles.find(index, tile); index += clusters) work(tile);
     }
+
+    // The steps of an output tile, and the block's column tile in one of them.
+    __device__ int steps() const { return (tiles.col_tiles() + BLOCKS - 1) / BLOCKS; }
+    __device__ int column_tile(int step) const {
+        return BLOCKS > 1 ? min(BLOCKS * step + rank, tiles.col_tiles() - 1) : step;
+    }
+
+    // Where a group of 8 tokens is in shared memory and in registers: those come first whose values
+    // the block adds.
+    __device__ int place(int group) const { return (group + rank * ADDED_GROUPS) % GROUPS; }
 
     // Rows beyond the matrix are not copied. What is computed from them is not stored.
     __device__ void copy_weights() const {
@@ -87,13 +101,14 @@ struct Kernel {
             int row_tiles = min(ROW_TILES, tiles.row_tiles(tile) - tile.row_tile);
             const uint8_t *from =
                 tiles.weights(tile) + static_cast<size_t>(tile.row_tile + lane) * tiles.col_tiles() * TILE;
-            for (int col = 0; col < tiles.col_tiles(); col++, at.advance()) {
+            for (int step = 0; step < steps(); step++, at.advance()) {
                 uint64_t *full = shared.weights_full + at.stage;
                 barrier_wait(shared.weights_empty + at.stage, at.phase ^ 1);
                 if (lane == 0) barrier_expect(full, row_tiles * TILE);
                 __syncwarp();
                 if (lane < row_tiles)
-                    bulk_copy(shared.weights[at.stage] + lane * TILE, from + size_t(col) * TILE, TILE, full);
+                    bulk_copy(shared.weights[at.stage] + lane * TILE, from + size_t(column_tile(step)) * TILE,
+                              TILE, full);
             }
         });
     }
@@ -102,13 +117,16 @@ struct Kernel {
         Stage at;
         size_t groups = sums.groups;
         for_each_tile([&](const OutputTile &tile) {
-            uint32_t bytes = tiles.groups(tile) * F16_SUMS_BYTES;
-            for (int col = 0; col < tiles.col_tiles(); col++, at.advance()) {
+            const int tile_groups = tiles.groups(tile);
+            for (int step = 0; step < steps(); step++, at.advance()) {
                 uint64_t *full = shared.weights_full + at.stage;
+                const uint8_t *from = sums.data + (column_tile(step) * groups + tile.group) * F16_SUMS_BYTES;
                 barrier_wait(shared.weights_empty + at.stage, at.phase ^ 1);
-                barrier_expect(full, bytes);
-                bulk_copy(shared.sums[at.stage], sums.data + (col * groups + tile.group) * F16_SUMS_BYTES,
-                          bytes, full);
+                barrier_expect(full, tile_groups * F16_SUMS_BYTES);
+                for (int first = 0; first < tile_groups; first += ADDED_GROUPS)
+                    bulk_copy(shared.sums[at.stage] + place(first) * F16_SUMS_BYTES,
+                              from + first * F16_SUMS_BYTES,
+                              min(ADDED_GROUPS, tile_groups - first) * F16_SUMS_BYTES, full);
             }
         });
     }
@@ -119,22 +137,22 @@ struct Kernel {
         constexpr int BYTES = act_tile_bytes(Format::ACTIVATION),
                       SCALES = SharedMemory::HAS_UNIT_SCALES ? scale_bytes(Format::ACTIVATION) : 0;
         UnitStage at;
-        int lane = threadIdx.x % 32;
+        int lane = threadIdx.x % 32, to = place(lane);
         for_each_tile([&](const OutputTile &tile) {
             int groups = tiles.groups(tile);
             const uint8_t *from =
                 tiles.act_tiles() + static_cast<size_t>(tile.group + lane) * tiles.col_tiles() * BYTES;
-            for (int col = 0; col < tiles.col_tiles(); col++, at.advance()) {
+            for (int step = 0; step < steps(); step++, at.advance()) {
                 uint64_t *full = shared.units_full + at.stage;
                 barrier_wait(shared.units_empty + at.stage, at.phase ^ 1);
                 if (lane == 0) barrier_expect(full, groups * (ACT_TILE_QUANT_BYTES + SCALES));
                 __syncwarp();
                 if (lane >= groups) continue;
-                const uint8_t *act_tile = from + size_t(col) * BYTES;
-                bulk_copy(shared.units[at.stage] + lane * ACT_TILE_QUANT_BYTES, act_tile,
-                          ACT_TILE_QUANT_BYTES, full);
+                const uint8_t *act_tile = from + size_t(column_tile(step)) * BYTES;
+                bulk_copy(shared.units[at.stage] + to * ACT_TILE_QUANT_BYTES, act_tile, ACT_TILE_QUANT_BYTES,
+                          full);
                 if constexpr (SCALES > 0)
-                    bulk_copy(shared.unit_scales[at.stage] + lane * SCALES, act_tile + ACT_TILE_QUANT_BYTES,
+                    bulk_copy(shared.unit_scales[at.stage] + to * SCALES, act_tile + ACT_TILE_QUANT_BYTES,
                               SCALES, full);
             }
         });
@@ -162,7 +180,7 @@ struct Kernel {
         float total[N / 2];
 #pragma unroll
         for (int i = 0; i < N / 2; i++) total[i] = 0.0f;
-        for (int col = 0; col < tiles.col_tiles(); col++, at.advance()) {
+        for (int step = 0; step < steps(); step++, at.advance()) {
             float values[N / 2];
             column_values<N>(values, at, units, row_tile);
 #pragma unroll
@@ -194,61 +212,63 @@ struct Kernel {
         });
     }
 
-    // Several column groups: column tiles of all output tiles, counted on, go to the groups in
-    // turn.
-    __device__ void multiply_in_turn() const {
-        // Equal in all lanes: the compiler then keeps positions and descriptors in uniform
-        // registers.
-        int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
-        int column_group = warp / Shape::GROUP_WARPS, row_tile = warp % Shape::GROUP_WARPS;
-        int before = (column_group + COLUMN_GROUPS - 1) % COLUMN_GROUPS;
+    // Several column groups: steps of all output tiles, counted on, go to the groups in turn.
+    // `take(values, step, output, before)` gets the values of a step of an output tile, and the tile
+    // before that one. Returns the last tile.
+    template <class Take>
+    __device__ OutputTile multiply_in_turn(int column_group, int row_tile, Take take) const {
         Stage at;
         UnitReader<SharedMemory> units{shared};
-        for (int i = 0; i < column_group; i++) {
-            at.advance();
-            units.skip(1);
-        }
-        // The group before has added once more than this one, except for the first group.
-        int phase = column_group == 0 ? 1 : 0;
-        int col = column_group;
-        float4(*totals)[SharedMemory::TOTAL_THREADS] = shared.totals;
-        int thread = threadIdx.x % SharedMemory::TOTAL_THREADS;
+        at.advance_by(column_group);
+        units.skip(column_group);
+        OutputTile before = {};
+        int step = column_group;
         for_each_tile([&](const OutputTile &output) {
-            for (; col < tiles.col_tiles(); col += COLUMN_GROUPS) {
+            for (; step < steps(); step += COLUMN_GROUPS) {
                 float values[Shape::VALUES];
                 column_values<TOKENS>(values, at, units, row_tile);
                 at.advance_by(COLUMN_GROUPS);
                 units.skip(COLUMN_GROUPS - 1);
-                barrier_wait(&shared.added[before][row_tile], phase);
-                phase ^= 1;
-                // All loads come before the first store.
-                float4 sums[GROUPS];
-#pragma unroll
-                for (int group = 0; group < GROUPS; group++)
-                    sums[group] = col == 0 ? make_float4(0, 0, 0, 0) : totals[group][thread];
-#pragma unroll
-                for (int group = 0; group < GROUPS; group++) {
-                    sums[group].x += values[4 * group], sums[group].y += values[4 * group + 1];
-                    sums[group].z += values[4 * group + 2], sums[group].w += values[4 * group + 3];
-                }
-                const bool is_last = col + 1 == tiles.col_tiles();
-                if (!is_last)
-#pragma unroll
-                    for (int group = 0; group < GROUPS; group++) totals[group][thread] = sums[group];
-                // Before an output tile is stored, which takes longer than a turn.
-                barrier_arrive(&shared.added[column_group][row_tile]);
-                if (is_last) {
-                    float total[Shape::VALUES];
-#pragma unroll
-                    for (int group = 0; group < GROUPS; group++) {
-                        total[4 * group] = sums[group].x, total[4 * group + 1] = sums[group].y;
-                        total[4 * group + 2] = sums[group].z, total[4 * group + 3] = sums[group].w;
-                    }
-                    tiles.template store_tile<TOKENS>(output, row_tile, total);
-                }
+                take(values, step, output, before);
             }
-            col -= tiles.col_tiles();
+            step -= steps();
+            before = output;
         });
+        return before;
+    }
+
+    // The block is alone: its groups add to the same sums.
+    __device__ void multiply_alone(int column_group, int row_tile) const {
+        WarpInTurn<Shape> adding{shared.column_sums, column_group, row_tile};
+        auto add = [&](const auto &values, int col, const OutputTile &output, const OutputTile &) {
+            adding.add(values, col, tiles.col_tiles(),
+                       [&](const auto &sums) { tiles.template store_tile<TOKENS>(output, row_tile, sums); });
+        };
+        multiply_in_turn(column_group, row_tile, add);
+    }
+
+    // The block has half of the columns, and adds the values of half of the tokens.
+    __device__ void multiply_with_other_block(int column_group, int row_tile) const {
+        const int steps_of_all = (tiles.output_tiles - cluster + clusters - 1) / clusters * steps();
+        ExchangingWarp<Shape> adding{shared.column_sums, rank, column_group, row_tile,
+                                     steps_of_all - column_group};
+        wait_for_cluster();
+        auto step_at = [&](int step) {
+            return Step{step == 0, step + 1 == steps(), BLOCKS * step + 1 < tiles.col_tiles()};
+        };
+        auto store_to = [&](OutputTile output) {
+            output.group += rank * ADDED_GROUPS;
+            return
+                [=](const auto &sums) { tiles.template store_tile<TOKENS / BLOCKS>(output, row_tile, sums); };
+        };
+        auto exchange = [&](const auto &values, int step, const OutputTile &output,
+                            const OutputTile &before) {
+            adding.send(values);
+            adding.take_turn(step_at(step > 0 ? step - 1 : steps() - 1), values,
+                             store_to(step > 0 ? output : before));
+        };
+        const OutputTile last = multiply_in_turn(column_group, row_tile, exchange);
+        adding.end(step_at(steps() - 1), store_to(last));
     }
 
     // Called before the kernel waits for the previous one.
@@ -263,21 +283,30 @@ struct Kernel {
                 barrier_init(shared.units_full + i);
                 barrier_init(shared.units_empty + i, 32 * Shape::GROUP_WARPS);
             }
-            for (int i = lane; i < Shape::MULTIPLYING_WARPS; i += 32)
-                barrier_init(&shared.added[0][0] + i, 32);
+            if constexpr (COLUMN_GROUPS > 1) shared.column_sums.init_barriers();
             barrier_init_done();
         }
         __syncthreads();
+        if constexpr (BLOCKS > 1) arrive_at_cluster_relaxed();
     }
 
     __device__ void run() const {
         int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (warp < Shape::MULTIPLYING_WARPS) {
             asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::MULTIPLYING_REGISTERS));
-            if constexpr (COLUMN_GROUPS > 1)
-                multiply_in_turn();
-            else
+            if constexpr (COLUMN_GROUPS > 1) {
+                // Equal in all lanes: the compiler then keeps positions and descriptors in uniform
+                // registers.
+                const int uniform_warp = __shfl_sync(0xFFFFFFFF, warp, 0);
+                const int column_group = uniform_warp / Shape::GROUP_WARPS,
+                          row_tile = uniform_warp % Shape::GROUP_WARPS;
+                if constexpr (BLOCKS > 1)
+                    multiply_with_other_block(column_group, row_tile);
+                else
+                    multiply_alone(column_group, row_tile);
+            } else {
                 multiply();
+            }
         } else {
             asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::OTHER_REGISTERS));
             if (warp == Shape::COPY_WEIGHTS) {

@@ -181,7 +181,7 @@ impl LinearKernels {
         if skinny_linear::is_fastest(shape, tokens) {
             return LinearMethod::Skinny;
         }
-        if let Some(shape) = WgmmaShape::fastest(&self.device, multiprocessors, dtype, row_tiles, tokens) {
+        if let Some(shape) = WgmmaShape::fastest(&self.device, multiprocessors, shape, row_tiles, tokens) {
             return LinearMethod::Wgmma(shape);
         }
         let [narrow @ .., wide, large] = &MatmulShape::QUANTS;
@@ -335,10 +335,14 @@ impl LinearKernels {
         let name = wgmma_name(dtype, shape).ok_or_else(|| no_kernel(shape.tokens))?;
         let row_tiles = products.iter().map(|product| product.shape.row_tiles());
         let tiles: usize = row_tiles.map(|tiles| shape.output_tiles(tiles, x.tokens)).sum();
-        let shared_bytes = WGMMA_PRODUCT_SHARED_BYTES as u32;
-        let launch = self
-            .persistent_launch(family, name, tiles, shape.warps(), shared_bytes)
-            .map_err(device_error(OP))?;
+        let workers = tiles.min(shape.workers(self.multiprocessors()));
+        let launch = LaunchConfig {
+            grid: ((workers * shape.blocks) as u32, 1, 1),
+            block: 32 * shape.warps() as u32,
+            shared_bytes: WGMMA_PRODUCT_SHARED_BYTES as u32,
+            overlaps_predecessor: true,
+            cluster: shape.blocks as u32,
+        };
         // SAFETY: as in `launch_with`, for linear/wgmma_product.cuh. Activation tiles and sums
         // beyond the tokens are not read, and `check_products` compared the length of the
         // activations.

@@ -3,6 +3,7 @@
 //! Which products linear/wgmma_product.cuh computes, and with which blocks.
 
 use quant::DType;
+use quant::layout::Tiles;
 
 use super::Device;
 pub use super::abi::linear::WgmmaShape;
@@ -16,10 +17,16 @@ use super::quantize::{NO_SUMS, QuantizedActivations};
 /// linear/skinny_matmul.cuh is faster.
 const EIGHT_BIT_TOKENS_MAX: usize = 16;
 
+/// Microseconds by which a product of two blocks with an exchange starts and ends later than others
+/// (H200).
+const EXCHANGE_START: f64 = 2.0;
+
 /// Times of a weight type, measured on an H200.
 struct Times {
     /// Microseconds of a block with four column groups, per 256 columns, for 32 and 64 tokens.
     in_turn: [f64; 2],
+    /// The same for two such blocks, which compute 512 columns.
+    exchanged: [f64; 2],
     /// The same with one column group, for 64 and 128 tokens. The times of other numbers of tokens
     /// lie on the same line.
     blocks: [f64; 2],
@@ -29,23 +36,43 @@ struct Times {
 
 fn times(dtype: DType) -> Option<Times> {
     match dtype {
-        DType::Q4_K => Some(Times { in_turn: [0.42, 0.62], blocks: [1.21, 1.94], matmul_block: 0.37 }),
-        DType::Q5_K => Some(Times { in_turn: [0.47, 0.69], blocks: [1.34, 2.05], matmul_block: 0.42 }),
+        DType::Q4_K => Some(Times {
+            in_turn: [0.42, 0.62],
+            exchanged: [0.5, 0.7],
+            blocks: [1.21, 1.94],
+            matmul_block: 0.37,
+        }),
+        DType::Q5_K => Some(Times {
+            in_turn: [0.47, 0.69],
+            exchanged: [0.55, 0.74],
+            blocks: [1.34, 2.05],
+            matmul_block: 0.42,
+        }),
         // Measured with Q8_0. The other two are assumed to be alike.
-        DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => {
-            Some(Times { in_turn: [0.61, 1.08], blocks: [1.72, 3.2], matmul_block: 0.42 })
-        }
-        DType::Q6_K => Some(Times { in_turn: [0.64, 0.92], blocks: [1.49, 2.13], matmul_block: 0.5 }),
+        DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => Some(Times {
+            in_turn: [0.61, 1.08],
+            exchanged: [0.69, 1.12],
+            blocks: [1.72, 3.2],
+            matmul_block: 0.42,
+        }),
+        DType::Q6_K => Some(Times {
+            in_turn: [0.64, 0.92],
+            exchanged: [0.65, 0.94],
+            blocks: [1.49, 2.13],
+            matmul_block: 0.5,
+        }),
         _ => None,
     }
 }
 
 impl Times {
-    /// Microseconds of a block per 256 columns that computes this many tokens.
-    fn of_block(&self, shape: &WgmmaShape, tokens: usize) -> f64 {
-        let ([first, second], tokens) = match shape.column_groups {
-            1 => (self.blocks, (tokens.next_multiple_of(WGMMA_TOKENS_STEP) as f64 - 64.0) / 64.0),
-            _ => (self.in_turn, (shape.tokens as f64 - 32.0) / 32.0),
+    /// Microseconds per 256 columns of a block, or of the blocks of a cluster, for this many tokens.
+    fn of_output_tile(&self, shape: &WgmmaShape, tokens: usize) -> f64 {
+        let of_column_groups = (shape.tokens as f64 - 32.0) / 32.0;
+        let ([first, second], tokens) = match (shape.column_groups, shape.blocks) {
+            (1, _) => (self.blocks, (tokens.next_multiple_of(WGMMA_TOKENS_STEP) as f64 - 64.0) / 64.0),
+            (_, 1) => (self.in_turn, of_column_groups),
+            _ => (self.exchanged.map(|time| time / 2.0), of_column_groups),
         };
         first + (second - first) * tokens
     }
@@ -67,32 +94,43 @@ impl WgmmaShape {
         row_tiles.div_ceil(self.row_tiles()) * tokens.div_ceil(self.tokens)
     }
 
-    /// Microseconds of a product per 256 columns. A block is alone on its multiprocessor, and
-    /// `blocks` blocks get the output tiles in turn, those with fewer tokens at last.
-    fn column_tile_time(&self, times: &Times, blocks: usize, row_tiles: usize, tokens: usize) -> f64 {
-        let row_blocks = row_tiles.div_ceil(self.row_tiles());
-        let (whole, all) = (row_blocks * (tokens / self.tokens), self.output_tiles(row_tiles, tokens));
-        let time_of = |block: usize| {
-            let [whole, all] = [whole, all].map(|tiles| tiles.saturating_sub(block).div_ceil(blocks));
-            whole as f64 * times.of_block(self, self.tokens)
-                + (all - whole) as f64 * times.of_block(self, tokens % self.tokens)
-        };
-        // The first block has most tiles, and the other one most of those with fewer tokens.
-        time_of(0).max(time_of(whole % blocks))
+    /// How many blocks, or clusters of blocks, get the output tiles in turn. A block is alone on
+    /// its multiprocessor.
+    pub(super) fn workers(&self, multiprocessors: usize) -> usize {
+        (multiprocessors / self.blocks).max(1)
     }
 
-    /// The fastest shape on this many multiprocessors, if the device has wgmma and it is faster
-    /// than the 8-bit kernel.
+    /// Microseconds of a product per 256 columns, with so many [`Self::workers`]. Output tiles with
+    /// fewer tokens come last.
+    fn column_tile_time(&self, times: &Times, workers: usize, row_tiles: usize, tokens: usize) -> f64 {
+        let row_blocks = row_tiles.div_ceil(self.row_tiles());
+        let (whole, all) = (row_blocks * (tokens / self.tokens), self.output_tiles(row_tiles, tokens));
+        let time_of = |worker: usize| {
+            let [whole, all] = [whole, all].map(|tiles| tiles.saturating_sub(worker).div_ceil(workers));
+            whole as f64 * times.of_output_tile(self, self.tokens)
+                + (all - whole) as f64 * times.of_output_tile(self, tokens % self.tokens)
+        };
+        // The first one has most tiles, and the other one most of those with fewer tokens.
+        time_of(0).max(time_of(whole % workers))
+    }
+
+    /// The fastest shape on this many multiprocessors, for matrices like `matrix` that have
+    /// `row_tiles` tiles of 16 rows together. None if the device has no wgmma, or if the 8-bit
+    /// kernel is faster.
     pub(super) fn fastest(
         device: &Device,
         multiprocessors: usize,
-        dtype: DType,
+        matrix: Tiles,
         row_tiles: usize,
         tokens: usize,
     ) -> Option<Self> {
+        let dtype = matrix.dtype();
         let times = times(dtype).filter(|_| tokens > EIGHT_BIT_TOKENS_MAX && is_on(device))?;
-        let shapes = Self::of(dtype)
-            .map(|shape| (shape.column_tile_time(&times, multiprocessors, row_tiles, tokens), shape));
+        let shapes = Self::of(dtype).map(|shape| {
+            let time = shape.column_tile_time(&times, shape.workers(multiprocessors), row_tiles, tokens);
+            let start = if shape.blocks > 1 { EXCHANGE_START } else { 0.0 };
+            (time + start / matrix.col_tiles().max(1) as f64, shape)
+        });
         let (time, shape) = shapes.min_by(|a, b| a.0.total_cmp(&b.0))?;
         let matmul = MatmulShape::QUANTS[2];
         let matmul_blocks = row_tiles.div_ceil(matmul.row_tiles()) * tokens.div_ceil(matmul.tokens());
@@ -133,16 +171,18 @@ pub(super) fn f16_sums(dtype: DType, x: &QuantizedActivations<'_>) -> Option<F16
 pub(super) fn wgmma_name(dtype: DType, shape: WgmmaShape) -> Option<KernelName<LinearWgmma>> {
     macro_rules! names {
         ($($dtype:ident = $type:literal),*) => {
-            match (dtype, shape.tokens, shape.row_groups, shape.column_groups) {
+            match (dtype, shape.tokens, [shape.row_groups, shape.column_groups, shape.blocks]) {
                 $(
-                    (DType::$dtype, 32, 1, 4) => Some(names!(@of $type "_32_1_4")),
-                    (DType::$dtype, 64, 1, 4) => Some(names!(@of $type "_64_1_4")),
-                    (DType::$dtype, 64, 2, 1) => Some(names!(@of $type "_64_2_1")),
-                    (DType::$dtype, 128, 2, 1) => Some(names!(@of $type "_128_2_1")),
+                    (DType::$dtype, 32, [1, 4, 1]) => Some(names!(@of $type "_32_1_4_1")),
+                    (DType::$dtype, 32, [1, 4, 2]) => Some(names!(@of $type "_32_1_4_2")),
+                    (DType::$dtype, 64, [1, 4, 1]) => Some(names!(@of $type "_64_1_4_1")),
+                    (DType::$dtype, 64, [1, 4, 2]) => Some(names!(@of $type "_64_1_4_2")),
+                    (DType::$dtype, 64, [2, 1, 1]) => Some(names!(@of $type "_64_2_1_1")),
+                    (DType::$dtype, 128, [2, 1, 1]) => Some(names!(@of $type "_128_2_1_1")),
                 )*
-                (DType::Q4_K, 160, 2, 1) => Some(names!(@of "q4_k" "_160_2_1")),
-                (DType::Q5_K, 160, 2, 1) => Some(names!(@of "q5_k" "_160_2_1")),
-                (DType::Q6_K, 160, 2, 1) => Some(names!(@of "q6_k" "_160_2_1")),
+                (DType::Q4_K, 160, [2, 1, 1]) => Some(names!(@of "q4_k" "_160_2_1_1")),
+                (DType::Q5_K, 160, [2, 1, 1]) => Some(names!(@of "q5_k" "_160_2_1_1")),
+                (DType::Q6_K, 160, [2, 1, 1]) => Some(names!(@of "q6_k" "_160_2_1_1")),
                 _ => None,
             }
         };

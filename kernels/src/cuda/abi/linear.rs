@@ -186,29 +186,33 @@ pub struct WgmmaShape {
     pub(crate) tokens: usize,
     /// Warpgroups that divide the rows of an output tile, with 64 rows each.
     pub(crate) row_groups: usize,
-    /// Warpgroups that divide the columns.
+    /// Warpgroups of a block that divide its columns.
     pub(crate) column_groups: usize,
+    /// Blocks that divide the columns: 1, or 2 of a cluster (linear/value_exchange.cuh).
+    pub(crate) blocks: usize,
     /// Pipeline stages of 256 columns.
     stages: usize,
 }
 
 #[allow(dead_code, unreachable_pub, reason = "build.rs needs the dimensions, launchers the sizes")]
 impl WgmmaShape {
-    const fn new(tokens: usize, [row_groups, column_groups]: [usize; 2], stages: usize) -> Self {
-        Self { tokens, row_groups, column_groups, stages }
+    const fn new(tokens: usize, [row_groups, column_groups, blocks]: [usize; 3], stages: usize) -> Self {
+        Self { tokens, row_groups, column_groups, blocks, stages }
     }
 
-    /// By ascending number of tokens. The name of a kernel has the tokens and the groups.
-    pub(crate) const ALL: [Self; 5] = [
-        Self::new(32, [1, 4], 8),
-        Self::new(64, [1, 4], 5),
-        Self::new(64, [2, 1], 3),
-        Self::new(128, [2, 1], 3),
-        Self::new(160, [2, 1], 3),
+    /// By ascending number of tokens. The name of a kernel has all numbers but the stages.
+    pub(crate) const ALL: [Self; 7] = [
+        Self::new(32, [1, 4, 1], 8),
+        Self::new(32, [1, 4, 2], 8),
+        Self::new(64, [1, 4, 1], 5),
+        Self::new(64, [1, 4, 2], 5),
+        Self::new(64, [2, 1, 1], 3),
+        Self::new(128, [2, 1, 1], 3),
+        Self::new(160, [2, 1, 1], 3),
     ];
     /// The first ones, for types other than Q4_K, Q5_K and Q6_K: their sums of 160 tokens do not
     /// fit the registers.
-    const LEGACY: usize = 4;
+    const LEGACY: usize = 6;
 
     pub const fn tokens(&self) -> usize {
         self.tokens
@@ -228,7 +232,8 @@ impl WgmmaShape {
 #[allow(dead_code, reason = "build.rs prints none")]
 impl std::fmt::Display for WgmmaShape {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}/{}/{}", self.tokens, self.row_groups, self.column_groups)
+        let Self { tokens, row_groups, column_groups, blocks, .. } = self;
+        write!(f, "{tokens}/{row_groups}/{column_groups}/{blocks}")
     }
 }
 
@@ -242,13 +247,13 @@ fn block_shapes() -> String {
         let (tokens, arguments) = (shape.tokens(), shape.macro_arguments());
         let _ = write!(out, " \\\n    MATMUL_KERNEL(NAME, {tokens}, FORMAT, {arguments})");
     }
-    out.push_str("\n\n// WGMMA_KERNEL(name, format, tokens, row groups, column groups, stages)");
+    out.push_str("\n\n// WGMMA_KERNEL(name, format, tokens, row groups, column groups, blocks, stages)");
     for (name, shapes) in [("LEGACY", &WgmmaShape::ALL[..WgmmaShape::LEGACY]), ("K", &WgmmaShape::ALL)] {
         let _ = write!(out, "\n#define WGMMA_{name}_KERNELS(NAME, FORMAT)");
-        for WgmmaShape { tokens, row_groups, column_groups, stages } in shapes {
+        for WgmmaShape { tokens, row_groups, column_groups, blocks, stages } in shapes {
             let _ = write!(
                 out,
-                " \\\n    WGMMA_KERNEL(NAME, FORMAT, {tokens}, {row_groups}, {column_groups}, {stages})"
+                " \\\n    WGMMA_KERNEL(NAME, FORMAT, {tokens}, {row_groups}, {column_groups}, {blocks}, {stages})"
             );
         }
     }
