@@ -26,8 +26,9 @@ __device__ __forceinline__ void arrive_at_cluster() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// The same without an order of other memory operations, whose wait for stores to global memory takes
-// some hundred clocks. For barriers after barrier_init_done().
+// The same without an order of other memory operations, which would wait for stores to global
+// memory. Enough if others need to see mbarriers alone that were initialised before
+// barrier_init_done().
 __device__ __forceinline__ void arrive_at_cluster_relaxed() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

@@ -43,16 +43,14 @@ __device__ inline void barrier_wait(uint64_t *barrier, uint32_t parity) {
         : "memory");
 }
 
-// Arrives at a barrier in any block of the cluster (cluster.cuh). The loads that the arrival tells
-// of must have ended (end_loads_before_copy): a release for the cluster would wait for all stores
-// to global memory as well, some hundred clocks.
+// Arrives at a barrier in any block of the cluster (cluster.cuh). Loads that the arrival tells of
+// must have ended, since it is no release (value_exchange.cuh says why).
 __device__ inline void arrive_in_block(uint32_t barrier) {
     asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // Stores to shared memory of a block of the cluster; `barrier` in that block counts the 16 bytes.
-// barrier_wait() in that block is enough: shared memory has no cache that an acquire for the cluster
-// would have to invalidate.
+// value_exchange.cuh says why barrier_wait() is enough in that block.
 __device__ inline void store_async(uint32_t to, float4 value, uint32_t barrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::

@@ -2,9 +2,9 @@
 
 // How warpgroups of a block that divide the columns add their values, for wgmma_product.cuh. Sums
 // have one order, that of the columns, and are in shared memory. Column tiles of all output tiles,
-// counted on, go to the warpgroups in turn. A warp adds the values of its column tile after the warp
-// of the same rows in the group before. So groups are out of step, and one multiplies while another
-// one computes values.
+// counted on, go to the warpgroups in turn. A warp adds the values of its column tile after the
+// warp of the same rows in the group before. So groups are out of step, and one multiplies while
+// another one computes values.
 
 #pragma once
 
@@ -15,6 +15,7 @@ template <class Shape>
 struct ColumnSums {
     static constexpr int COLUMN_GROUPS = Shape::COLUMN_GROUPS, WARPS = Shape::GROUP_WARPS;
 
+    static_assert(COLUMN_GROUPS * WARPS <= 32);
     // Sums of the output tile, four of a thread and a group of 8 tokens.
     alignas(16) float4 sums[Shape::GROUPS][32 * WARPS];
     // A warp of a column group has added the values of its last column tile.
@@ -34,17 +35,18 @@ struct WarpInTurn {
 
     ColumnSums<Shape> &shared;
     const int column_group, row_tile;
-    const int before = (column_group + COLUMN_GROUPS - 1) % COLUMN_GROUPS;
+    const int group_before = (column_group + COLUMN_GROUPS - 1) % COLUMN_GROUPS;
     // The group before has added once more than this one, except for the first group.
     int phase = column_group == 0 ? 1 : 0;
 
-    // Adds the values of column tile `col` of `col_tiles`. Calls `store(sums)` if it is the last one.
+    // Adds the values of column tile `col` of `col_tiles`. Calls `store(sums)` if it is the last
+    // one.
     template <class Store>
     __device__ void add(const float (&values)[Shape::VALUES], int col, int col_tiles, Store store) {
         const int thread = threadIdx.x % (32 * Shape::GROUP_WARPS);
         const bool is_last = col + 1 == col_tiles;
         float sums[Shape::VALUES];
-        barrier_wait(&shared.added[before][row_tile], phase);
+        barrier_wait(&shared.added[group_before][row_tile], phase);
         phase ^= 1;
         // All loads come before the first store.
 #pragma unroll

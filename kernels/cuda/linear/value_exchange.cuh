@@ -15,34 +15,40 @@
 //   a step later        sums + inbox and own, in the order of the columns -> sums
 //
 // The warpgroup of the next step adds, in its turn: by then the values of the other block have
-// arrived, and no block waits for one that is a little behind.
+// mostly arrived, also if that block is a little behind.
 //
 // An odd number of column tiles has a last step with one of them. Block 1 computes the same one,
 // and its values are not added.
 //
 //   barriers of a warp, which has the same rows in all warpgroups    complete when
 //     arrived[group]    the values that the other block's warpgroup has sent are in the inbox
-//     loaded[group]     the values that this warpgroup has sent have been added by the other block
+//     loaded[group]     the other block has loaded what this warpgroup sent, which may send again
 //     added[group]      this warpgroup has had its turn
 //
-// A block may end while the other one works: it has waited for all that is sent to it, and what has
-// been loaded is not told after the last steps, since nothing more is sent.
+// A block may end while the other one works: it has waited for all values and arrivals from there.
+// The last steps of each warpgroup have no arrival at `loaded`, since nothing more is sent.
+//
+// PTX does not promise all of the order that this needs. An arrival at `loaded` is relaxed, and
+// waits acquire for the block, not for the cluster. A release for the cluster would wait for stores
+// to global memory too, and an acquire would empty the first-level cache, which shared memory does
+// not use: with both, a product took longer than in blocks that are alone (H200).
 
 #pragma once
 
 #include "../cluster.cuh"
+#include "../stream_order.cuh"
 #include "async_copy.cuh"
 #include "tile.cuh"
 
 template <class Shape>
 struct ValueExchange {
     static constexpr int COLUMN_GROUPS = Shape::COLUMN_GROUPS, WARPS = Shape::GROUP_WARPS;
-    // Groups of 8 tokens whose values a block adds, and threads of a warpgroup.
-    static constexpr int GROUPS = Shape::ADDED_GROUPS, THREADS = 32 * WARPS;
-    static_assert(Shape::BLOCKS == 2);
+    static constexpr int ADDED_GROUPS = Shape::ADDED_GROUPS, THREADS = 32 * WARPS;
+    static_assert(Shape::BLOCKS == 2 && COLUMN_GROUPS * WARPS <= 32);
     // Four values of each thread for a group of 8 tokens, elements of its C fragment.
-    using Values = float4[GROUPS][THREADS];
+    using Values = float4[ADDED_GROUPS][THREADS];
 
+    // `own` has values of the step before, for the tokens that this block adds.
     alignas(16) Values sums, own;
     alignas(16) Values inbox[COLUMN_GROUPS];
     uint64_t arrived[COLUMN_GROUPS][WARPS], loaded[COLUMN_GROUPS][WARPS], added[COLUMN_GROUPS][WARPS];
@@ -50,16 +56,20 @@ struct ValueExchange {
     // All lanes of one warp call it, before this block arrives at the barrier of the cluster.
     __device__ void init_barriers() {
         const int at = threadIdx.x % 32;
-        if (at >= COLUMN_GROUPS * WARPS) return;
-        barrier_init(&arrived[0][at]);
-        barrier_init(&loaded[0][at]);
-        barrier_init(&added[0][at], 32);
-        expect_values(&arrived[0][at]);
+        const bool has_barriers = at < COLUMN_GROUPS * WARPS;
+        if (has_barriers) {
+            barrier_init(&arrived[0][at]);
+            barrier_init(&loaded[0][at]);
+            barrier_init(&added[0][at], 32);
+        }
+        // For racecheck: the lanes initialise one after the other.
+        __syncwarp();
+        if (has_barriers) expect_values(&arrived[0][at]);
     }
 
-    // Those of a warp.
+    // The barrier will count the bytes that a warp receives in a step.
     __device__ void expect_values(uint64_t *barrier) {
-        barrier_expect(barrier, GROUPS * 32 * sizeof(float4));
+        barrier_expect(barrier, ADDED_GROUPS * 32 * sizeof(float4));
     }
 };
 
@@ -72,14 +82,14 @@ struct Step {
 template <class Shape>
 struct ExchangingWarp {
     using Exchange = ValueExchange<Shape>;
-    static constexpr int GROUPS = Exchange::GROUPS, COLUMN_GROUPS = Shape::COLUMN_GROUPS;
+    static constexpr int ADDED_GROUPS = Shape::ADDED_GROUPS, COLUMN_GROUPS = Shape::COLUMN_GROUPS;
 
     Exchange &shared;
     const int rank, column_group, row_tile;
     // Steps of all output tiles, from this column group's next one on.
     int steps_left;
     const int thread = threadIdx.x % Exchange::THREADS;
-    const int before = (column_group + COLUMN_GROUPS - 1) % COLUMN_GROUPS;
+    const int group_before = (column_group + COLUMN_GROUPS - 1) % COLUMN_GROUPS;
     // Phases: of `loaded`, and of `added` and `arrived` of the group before. That group has had one
     // step more than this one, except for the first group.
     int send_phase = 1, turn_phase = column_group == 0 ? 1 : 0;
@@ -91,21 +101,22 @@ struct ExchangingWarp {
         send_phase ^= 1;
         const uint32_t to = address_in_block(1 - rank, &shared.inbox[column_group][0][thread]);
         const uint32_t barrier = address_in_block(1 - rank, &shared.arrived[column_group][row_tile]);
+        delay_at_random();
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++)
-            store_async(to + group * sizeof(shared.inbox[0][0]), four(values, GROUPS + group), barrier);
+        for (int group = 0; group < ADDED_GROUPS; group++)
+            store_async(to + group * sizeof(shared.inbox[0][0]), four(values, ADDED_GROUPS + group), barrier);
     }
 
     // In this step's turn, adds the values of the step before, if there is one, and keeps the first
-    // half of `values` for the next turn. Calls `store(sums)` if the step before was the last one of
-    // an output tile.
+    // half of `values` for the next turn. Calls `store(sums)` if the step before was the last one
+    // of an output tile.
     template <class Store>
     __device__ void take_turn(const Step &step_before, const float (&values)[Shape::VALUES], Store store) {
-        float sums[4 * GROUPS];
-        barrier_wait(&shared.added[before][row_tile], turn_phase);
+        float sums[4 * ADDED_GROUPS];
+        barrier_wait(&shared.added[group_before][row_tile], turn_phase);
         if (!is_first_step) add_step_before(step_before, sums);
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++) shared.own[group][thread] = four(values, group);
+        for (int group = 0; group < ADDED_GROUPS; group++) shared.own[group][thread] = four(values, group);
         // Before an output tile is stored, which takes longer than a turn.
         barrier_arrive(&shared.added[column_group][row_tile]);
         if (!is_first_step && step_before.is_last) store(sums);
@@ -118,29 +129,30 @@ struct ExchangingWarp {
     template <class Store>
     __device__ void end(const Step &last, Store store) {
         if (steps_left != 0) return;
-        float sums[4 * GROUPS];
-        barrier_wait(&shared.added[before][row_tile], turn_phase);
+        float sums[4 * ADDED_GROUPS];
+        barrier_wait(&shared.added[group_before][row_tile], turn_phase);
         add_step_before(last, sums);
         store(sums);
     }
 
 private:
-    __device__ void add_step_before(const Step &step, float (&sums)[4 * GROUPS]) {
-        uint64_t *arrived = &shared.arrived[before][row_tile];
+    __device__ void add_step_before(const Step &step, float (&sums)[4 * ADDED_GROUPS]) {
+        uint64_t *arrived = &shared.arrived[group_before][row_tile];
         barrier_wait(arrived, turn_phase);
         // Before the other block knows that it may send again.
         if (thread % 32 == 0) shared.expect_values(arrived);
-        auto &inbox = shared.inbox[before];
+        auto &inbox = shared.inbox[group_before];
         auto &first = rank == 0 ? shared.own : inbox, &second = rank == 0 ? inbox : shared.own;
+        delay_at_random();
         // All loads come before the first store.
-        float4 a[GROUPS], b[GROUPS], all[GROUPS];
+        float4 a[ADDED_GROUPS], b[ADDED_GROUPS], all[ADDED_GROUPS];
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
+        for (int group = 0; group < ADDED_GROUPS; group++) {
             all[group] = step.is_first ? make_float4(0, 0, 0, 0) : shared.sums[group][thread];
             a[group] = first[group][thread], b[group] = second[group][thread];
         }
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
+        for (int group = 0; group < ADDED_GROUPS; group++) {
             add(all[group], a[group]);
             if (step.has_both) add(all[group], b[group]);
             sums[4 * group] = all[group].x, sums[4 * group + 1] = all[group].y;
@@ -148,14 +160,15 @@ private:
         }
         if (!step.is_last)
 #pragma unroll
-            for (int group = 0; group < GROUPS; group++) shared.sums[group][thread] = all[group];
+            for (int group = 0; group < ADDED_GROUPS; group++) shared.sums[group][thread] = all[group];
         else
             end_loads_before_copy();
-        // Loads have ended, since sums of them have been stored. A step is sent to the same place
-        // COLUMN_GROUPS steps after the one before.
+        // Loads have ended: sums of them were stored, or the fence waited. COLUMN_GROUPS steps
+        // later, the other block sends to the same place.
         __syncwarp();
+        delay_at_random();
         if (steps_left >= COLUMN_GROUPS && thread % 32 == 0)
-            arrive_in_block(address_in_block(1 - rank, &shared.loaded[before][row_tile]));
+            arrive_in_block(address_in_block(1 - rank, &shared.loaded[group_before][row_tile]));
     }
 
     static __device__ float4 four(const float (&values)[Shape::VALUES], int group) {

@@ -35,6 +35,7 @@ struct Shape {
     static constexpr int GROUPS = TOKENS / ACT_TILE_TOKENS;
     // Those whose values a block adds.
     static constexpr int ADDED_GROUPS = GROUPS / BLOCKS;
+    static_assert(GROUPS % BLOCKS == 0);
     // Elements of a thread.
     static constexpr int VALUES = TOKENS / 2;
     // A multiprocessor has 65,536 registers. Threads start with equal shares, in steps of 8. The

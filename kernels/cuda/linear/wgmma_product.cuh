@@ -33,18 +33,19 @@
 //     warpgroups  |                  |scales, products, values of c | c + 1
 //
 // Sums. Values are added in ascending order of columns. With one column group, sums stay in
-// registers. With several, they are in shared memory, and column tile n is added after column tile
-// n - 1: each warp waits for the warp of the same rows in the group before. So groups are out of
-// step, and one multiplies while another one computes values.
+// registers. Several column groups add in turn (column_turns.cuh). Two blocks of a cluster may also
+// divide the column tiles of an output tile (value_exchange.cuh). Then a step is a column tile of
+// each, otherwise it is one column tile.
 //
 // Small products need several column groups: two warpgroups do not hide the latencies of a chain
-// of 256 columns, and narrow matrices have too few tiles of 128 rows for a device. Measured on an
-// H200, Q4_K, us for 64 tokens, by tokens, row groups and column groups of a block:
+// of 256 columns, and narrow matrices have too few tiles of 128 rows for a device. Those with long
+// rows need two blocks. Measured on an H200, Q4_K, us for 64 tokens, by tokens, row groups, column
+// groups and blocks of an output tile:
 //
-//                    32/1/4   64/1/4   64/2/1   matmul.cuh
-//   4096 x 4096      10.9     13.2     23.1     15.1
-//   12288 x 4096     24.1     33.2     61.9     38.0
-//   4096 x 12288     26.2     25.3     24.8     40.6
+//                    32/1/4/1   64/1/4/1   64/1/4/2   64/2/1/1   matmul.cuh
+//   4096 x 4096      10.1       11.9       10.7       21.5       14.7
+//   12288 x 4096     23.4       31.8       22.6       60.6       37.4
+//   4096 x 12288     23.9       22.6       23.6       22.9       39.5
 //
 // Limit: instructions (affine_k_wgmma.cuh has the counts). With four column groups the four warps
 // of a scheduler issue in half of the clocks. Copies by one lane, and one warp that unpacked the
@@ -72,7 +73,8 @@ struct Kernel {
     const Tiles &tiles;
     const F16Sums &sums;
     SharedMemory &shared;
-    // The block's place in its cluster, of which there are as many as `clusters`.
+    // This block's rank in its cluster, the cluster's number, and how many there are. A block that
+    // is alone counts as a cluster.
     const int rank = BLOCKS > 1 ? rank_in_cluster() : 0, cluster = blockIdx.x / BLOCKS,
               clusters = gridDim.x / BLOCKS;
 
@@ -213,15 +215,15 @@ struct Kernel {
     }
 
     // Several column groups: steps of all output tiles, counted on, go to the groups in turn.
-    // `take(values, step, output, before)` gets the values of a step of an output tile, and the tile
-    // before that one. Returns the last tile.
+    // `take(values, step, output, tile_before)` gets the values of a step of an output tile, and
+    // the tile before that one. Returns the last tile.
     template <class Take>
     __device__ OutputTile multiply_in_turn(int column_group, int row_tile, Take take) const {
         Stage at;
         UnitReader<SharedMemory> units{shared};
         at.advance_by(column_group);
         units.skip(column_group);
-        OutputTile before = {};
+        OutputTile tile_before = {};
         int step = column_group;
         for_each_tile([&](const OutputTile &output) {
             for (; step < steps(); step += COLUMN_GROUPS) {
@@ -229,12 +231,12 @@ struct Kernel {
                 column_values<TOKENS>(values, at, units, row_tile);
                 at.advance_by(COLUMN_GROUPS);
                 units.skip(COLUMN_GROUPS - 1);
-                take(values, step, output, before);
+                take(values, step, output, tile_before);
             }
             step -= steps();
-            before = output;
+            tile_before = output;
         });
-        return before;
+        return tile_before;
     }
 
     // The block is alone: its groups add to the same sums.
@@ -262,10 +264,10 @@ struct Kernel {
                 [=](const auto &sums) { tiles.template store_tile<TOKENS / BLOCKS>(output, row_tile, sums); };
         };
         auto exchange = [&](const auto &values, int step, const OutputTile &output,
-                            const OutputTile &before) {
+                            const OutputTile &tile_before) {
             adding.send(values);
             adding.take_turn(step_at(step > 0 ? step - 1 : steps() - 1), values,
-                             store_to(step > 0 ? output : before));
+                             store_to(step > 0 ? output : tile_before));
         };
         const OutputTile last = multiply_in_turn(column_group, row_tile, exchange);
         adding.end(step_at(steps() - 1), store_to(last));

@@ -17,18 +17,19 @@ use super::quantize::{NO_SUMS, QuantizedActivations};
 /// linear/skinny_matmul.cuh is faster.
 const EIGHT_BIT_TOKENS_MAX: usize = 16;
 
-/// Microseconds by which a product of two blocks with an exchange starts and ends later than others
-/// (H200).
-const EXCHANGE_START: f64 = 2.0;
+/// Microseconds that a launch costs in addition, whatever its columns (H200): one of two blocks
+/// that exchange values, and one of the 8-bit kernel.
+const EXCHANGE_START: f64 = 2.9;
+const MATMUL_START: f64 = 1.2;
 
 /// Times of a weight type, measured on an H200.
 struct Times {
     /// Microseconds of a block with four column groups, per 256 columns, for 32 and 64 tokens.
     in_turn: [f64; 2],
-    /// The same for two such blocks, which compute 512 columns.
+    /// Microseconds of two such blocks per 512 columns.
     exchanged: [f64; 2],
-    /// The same with one column group, for 64 and 128 tokens. The times of other numbers of tokens
-    /// lie on the same line.
+    /// Microseconds of a block with one column group, per 256 columns, for 64 and 128 tokens. The
+    /// times of other numbers of tokens lie on the same line.
     blocks: [f64; 2],
     /// Microseconds of a block of the 8-bit kernel, per 256 columns, for 32 tokens.
     matmul_block: f64,
@@ -66,7 +67,7 @@ fn times(dtype: DType) -> Option<Times> {
 }
 
 impl Times {
-    /// Microseconds per 256 columns of a block, or of the blocks of a cluster, for this many tokens.
+    /// Microseconds per 256 columns of a block, or of those of a cluster, for this many tokens.
     fn of_output_tile(&self, shape: &WgmmaShape, tokens: usize) -> f64 {
         let of_column_groups = (shape.tokens as f64 - 32.0) / 32.0;
         let ([first, second], tokens) = match (shape.column_groups, shape.blocks) {
@@ -124,17 +125,28 @@ impl WgmmaShape {
         row_tiles: usize,
         tokens: usize,
     ) -> Option<Self> {
+        if is_on(device) { Self::fastest_by_times(multiprocessors, matrix, row_tiles, tokens) } else { None }
+    }
+
+    fn fastest_by_times(
+        multiprocessors: usize,
+        matrix: Tiles,
+        row_tiles: usize,
+        tokens: usize,
+    ) -> Option<Self> {
         let dtype = matrix.dtype();
-        let times = times(dtype).filter(|_| tokens > EIGHT_BIT_TOKENS_MAX && is_on(device))?;
-        let shapes = Self::of(dtype).map(|shape| {
+        let times = times(dtype).filter(|_| tokens > EIGHT_BIT_TOKENS_MAX)?;
+        let col_tiles = matrix.col_tiles() as f64;
+        let shapes = Self::of(dtype).filter(|shape| shape.blocks <= multiprocessors).map(|shape| {
             let time = shape.column_tile_time(&times, shape.workers(multiprocessors), row_tiles, tokens);
             let start = if shape.blocks > 1 { EXCHANGE_START } else { 0.0 };
-            (time + start / matrix.col_tiles().max(1) as f64, shape)
+            (start + col_tiles * time, shape)
         });
         let (time, shape) = shapes.min_by(|a, b| a.0.total_cmp(&b.0))?;
         let matmul = MatmulShape::QUANTS[2];
         let matmul_blocks = row_tiles.div_ceil(matmul.row_tiles()) * tokens.div_ceil(matmul.tokens());
-        let matmul_time = times.matmul_block * matmul_blocks.div_ceil(multiprocessors) as f64;
+        let matmul_column_tile = times.matmul_block * matmul_blocks.div_ceil(multiprocessors) as f64;
+        let matmul_time = MATMUL_START + col_tiles * matmul_column_tile;
         (time < matmul_time).then_some(shape)
     }
 }
@@ -176,10 +188,12 @@ pub(super) fn wgmma_name(dtype: DType, shape: WgmmaShape) -> Option<KernelName<L
                     (DType::$dtype, 32, [1, 4, 1]) => Some(names!(@of $type "_32_1_4_1")),
                     (DType::$dtype, 32, [1, 4, 2]) => Some(names!(@of $type "_32_1_4_2")),
                     (DType::$dtype, 64, [1, 4, 1]) => Some(names!(@of $type "_64_1_4_1")),
-                    (DType::$dtype, 64, [1, 4, 2]) => Some(names!(@of $type "_64_1_4_2")),
                     (DType::$dtype, 64, [2, 1, 1]) => Some(names!(@of $type "_64_2_1_1")),
                     (DType::$dtype, 128, [2, 1, 1]) => Some(names!(@of $type "_128_2_1_1")),
                 )*
+                (DType::Q4_K, 64, [1, 4, 2]) => Some(names!(@of "q4_k" "_64_1_4_2")),
+                (DType::Q5_K, 64, [1, 4, 2]) => Some(names!(@of "q5_k" "_64_1_4_2")),
+                (DType::Q6_K, 64, [1, 4, 2]) => Some(names!(@of "q6_k" "_64_1_4_2")),
                 (DType::Q4_K, 160, [2, 1, 1]) => Some(names!(@of "q4_k" "_160_2_1_1")),
                 (DType::Q5_K, 160, [2, 1, 1]) => Some(names!(@of "q5_k" "_160_2_1_1")),
                 (DType::Q6_K, 160, [2, 1, 1]) => Some(names!(@of "q6_k" "_160_2_1_1")),
@@ -191,4 +205,37 @@ pub(super) fn wgmma_name(dtype: DType, shape: WgmmaShape) -> Option<KernelName<L
         };
     }
     names!(Q4_K = "q4_k", Q5_K = "q5_k", Q6_K = "q6_k", Q8_0 = "q8_0", Q4_0 = "q4_0", Q5_0 = "q5_0")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fastest(multiprocessors: usize, [cols, rows]: [usize; 2], tokens: usize) -> Option<String> {
+        let matrix = Tiles::new(DType::Q4_K, cols, rows).unwrap();
+        WgmmaShape::fastest_by_times(multiprocessors, matrix, matrix.row_tiles(), tokens)
+            .map(|shape| shape.to_string())
+    }
+
+    #[test]
+    fn narrow_products_of_long_rows_take_two_blocks() {
+        for (size, tokens, expected) in [
+            ([12_288, 4096], 32, "32/1/4/2"),
+            ([12_288, 4096], 64, "64/1/4/2"),
+            ([4096, 4096], 64, "32/1/4/1"),
+            ([4096, 24_576], 32, "32/1/4/1"),
+            ([4096, 24_576], 64, "64/1/4/1"),
+        ] {
+            assert_eq!(fastest(132, size, tokens).as_deref(), Some(expected), "{size:?}, {tokens} tokens");
+        }
+    }
+
+    #[test]
+    fn one_multiprocessor_gets_no_cluster_of_two_blocks() {
+        for tokens in 17..=256 {
+            if let Some(shape) = fastest(1, [12_288, 4096], tokens) {
+                assert!(shape.ends_with("/1"), "{shape} for {tokens} tokens");
+            }
+        }
+    }
 }

@@ -51,7 +51,14 @@ pub(crate) fn a_row_alone_is_the_row_in_any_batch(gpu: &TestGpu) -> anyhow::Resu
     let mut random = TestRng::new(6);
     let all_counts = &[1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 150][..];
     let some_counts = &[4, 8, 12, 16, 17, 32, 60, 64, 84, 129, 480][..];
-    let real = [(2816, 1040, all_counts), (4096, 12_288, some_counts), (12_288, 4096, some_counts)];
+    // Two with several output tiles for each block, of one and of two column tiles.
+    let real = [
+        (2816, 1040, all_counts),
+        (4096, 12_288, some_counts),
+        (12_288, 4096, some_counts),
+        (256, 17_000, &[17, 40, 70][..]),
+        (512, 17_000, &[24, 60][..]),
+    ];
     let small = [(512, 24, &all_counts[..9])];
     let mut failures = Vec::new();
     for &(cols, rows, counts) in if gpu.small { &small[..] } else { &real } {
@@ -108,7 +115,7 @@ pub(crate) fn repeated_products_are_equal(gpu: &TestGpu) -> anyhow::Result<()> {
     let shapes: &[(usize, usize, &[usize])] = if gpu.small {
         &[(2048, 24, &[8, 12, 60, 84, 140])]
     } else {
-        &[(12_288, 4096, &[8, 12, 60, 84, 140]), (4096, 12_288, &[8, 12])]
+        &[(12_288, 4096, &[8, 12, 60, 84, 140]), (4096, 12_288, &[8, 12]), (768, 9000, &[24, 60])]
     };
     let mut failures = Vec::new();
     let types = [DType::Q4_K, DType::Q6_K, DType::Q8_0];

@@ -200,19 +200,20 @@ impl WgmmaShape {
         Self { tokens, row_groups, column_groups, blocks, stages }
     }
 
-    /// By ascending number of tokens. The name of a kernel has all numbers but the stages.
+    /// Those of Q4_K, Q5_K and Q6_K alone come last. The name of a kernel has all numbers but the
+    /// stages.
     pub(crate) const ALL: [Self; 7] = [
         Self::new(32, [1, 4, 1], 8),
         Self::new(32, [1, 4, 2], 8),
         Self::new(64, [1, 4, 1], 5),
-        Self::new(64, [1, 4, 2], 5),
         Self::new(64, [2, 1, 1], 3),
         Self::new(128, [2, 1, 1], 3),
         Self::new(160, [2, 1, 1], 3),
+        Self::new(64, [1, 4, 2], 5),
     ];
     /// The first ones, for types other than Q4_K, Q5_K and Q6_K: their sums of 160 tokens do not
-    /// fit the registers.
-    const LEGACY: usize = 6;
+    /// fit the registers, and two blocks that exchange values of 64 tokens are no faster.
+    const LEGACY: usize = 5;
 
     pub const fn tokens(&self) -> usize {
         self.tokens
