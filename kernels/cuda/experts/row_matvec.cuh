@@ -163,12 +163,10 @@ __device__ void multiply(const ExpertRowParams &params) {
         for (; own.tile < batch_end; own.advance(pairs_per_item)) {
             const int col = own.pair * TILES_PER_STAGE + second;
             barrier_wait(barriers + stage, phase);
-            if (col < columns) {
-                float value[1];
-                Format::template dot<1>(pipeline + stage * STAGE_BYTES + second * Format::TILE_BYTES, row,
-                                        act_rows + col * ACT_ROW_BYTES, 0, value);
-                batch_values[((own.tile - batch) * columns + col) * TILE_ROWS + row] = value[0];
-            }
+            if (col < columns)
+                batch_values[((own.tile - batch) * columns + col) * TILE_ROWS + row] =
+                    Format::dot(pipeline + stage * STAGE_BYTES + second * Format::TILE_BYTES, row,
+                                act_rows + col * ACT_ROW_BYTES);
             __syncwarp();
             if (lane == 0 && next.tile < items) load_next(stage);
             if (++stage == stages) stage = 0, phase ^= 1;

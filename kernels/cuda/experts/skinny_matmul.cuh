@@ -71,10 +71,9 @@ struct Matmul {
         return {__ldcg(&from->expert), __ldcg(&from->first), __ldcg(&from->pairs)};
     }
 
-    // Where the copying warp is: `left` weight tiles of a group's stack from `from` on.
-    struct Cursor {
-        int index, stack, left, copied;
-        const uint8_t *from;
+    // Tiles that are left are those of a group's stack.
+    struct Cursor : skinny::WeightCursor {
+        int index, stack;
         // The group with this index, and the one behind it.
         ExpertGroup group, next;
         // Groups of the block that were begun, and those whose activations were copied.
@@ -98,23 +97,13 @@ struct Matmul {
     }
 
     __device__ void copy_stage(Cursor &cursor, int stage) const {
-        int count = min(TILES, pipeline.tiles - cursor.copied);
-        uint8_t *to = pipeline.ring + stage * STAGE_BYTES;
-        barrier_expect(pipeline.full + stage, count * TILE_BYTES);
-        cursor.copied += count;
-        while (count > 0) {
-            if (cursor.left == 0) {
-                if (++cursor.stack == params.stacks) {
-                    cursor.stack = 0, cursor.begun++;
-                    cursor.group = cursor.next, cursor.next = read_group(++cursor.index + 1);
-                }
-                begin_stack(cursor, 0);
+        pipeline.copy_stage(cursor, stage, [&] {
+            if (++cursor.stack == params.stacks) {
+                cursor.stack = 0, cursor.begun++;
+                cursor.group = cursor.next, cursor.next = read_group(++cursor.index + 1);
             }
-            int part = min(count, cursor.left);
-            bulk_copy(to, cursor.from, part * TILE_BYTES, pipeline.full + stage);
-            to += part * TILE_BYTES, cursor.from += part * TILE_BYTES;
-            count -= part, cursor.left -= part;
-        }
+            begin_stack(cursor, 0);
+        });
     }
 
     // Copies the activations of the next group, which begin with those of slot `first`.

@@ -101,11 +101,9 @@ struct AffineKQuant {
                 expand(w.w, high_bits.w, s)};
     }
 
-    template <int M>
-    static __device__ void dot(const uint8_t *tile, int row, const uint8_t *act_row, int stride,
-                               float (&value)[M]) {
+    static __device__ float dot(const uint8_t *tile, int row, const uint8_t *act_row) {
         ScaleHeader h = header(tile, row);
-        int products[M] = {}, minimums[M] = {};
+        int products = 0, minimums = 0;
         uint4 high_bits[2] = {};
         if constexpr (BITS == 5) {
             high_bits[0] = load16(tile + HIGH_BITS + plane_offset<32>(row, 0));
@@ -113,43 +111,35 @@ struct AffineKQuant {
         }
 #pragma unroll
         for (int pair = 0; pair < 4; pair++) {
-            int sums[M][2] = {};
+            int sums[2] = {};
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 uint4 q = load16(tile + plane_offset<128>(row, 2 * pair + half));
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
                     uint4 w = expand16(q, high_bits[half], 2 * pair + k);
-#pragma unroll
-                    for (int m = 0; m < M; m++)
-                        sums[m][k] = dot16(w, load16(act_row + m * stride + 64 * pair + 32 * k + 16 * half),
-                                           sums[m][k]);
+                    sums[k] = dot16(w, load16(act_row + 64 * pair + 32 * k + 16 * half), sums[k]);
                 }
             }
 #pragma unroll
             for (int k = 0; k < 2; k++) {
                 int s = 2 * pair + k;
-#pragma unroll
-                for (int m = 0; m < M; m++) products[m] += int(byte_of(h.scales[s / 4], s % 4)) * sums[m][k];
+                products += int(byte_of(h.scales[s / 4], s % 4)) * sums[k];
             }
         }
 #pragma unroll
-        for (int m = 0; m < M; m++) {
-            const uint8_t *token = act_row + m * stride;
+        for (int half = 0; half < 2; half++) {
+            uint4 sums = load16(act_row + act_row_sums(ACTIVATION) + 16 * half);
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                uint4 sums = load16(token + act_row_sums(ACTIVATION) + 16 * half);
-#pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    // Minimums of two sub-blocks, each twice: a sub-block of 32 has two sums of 16.
-                    uint32_t twice = __byte_perm(h.minimums[half], 0, k ? 0x3322 : 0x1100);
-                    minimums[m] = __dp2a_lo(int(word_of(sums, 2 * k)), int(twice), minimums[m]);
-                    minimums[m] = __dp2a_hi(int(word_of(sums, 2 * k + 1)), int(twice), minimums[m]);
-                }
+            for (int k = 0; k < 2; k++) {
+                // Minimums of two sub-blocks, each twice: a sub-block of 32 has two sums of 16.
+                uint32_t twice = __byte_perm(h.minimums[half], 0, k ? 0x3322 : 0x1100);
+                minimums = __dp2a_lo(int(word_of(sums, 2 * k)), int(twice), minimums);
+                minimums = __dp2a_hi(int(word_of(sums, 2 * k + 1)), int(twice), minimums);
             }
-            float da = *reinterpret_cast<const float *>(token + ACT_ROW_SCALES);
-            value[m] = affine(da, h.d, h.dmin, products[m], minimums[m]);
         }
+        float da = *reinterpret_cast<const float *>(act_row + ACT_ROW_SCALES);
+        return affine(da, h.d, h.dmin, products, minimums);
     }
 
     template <int MT, int NT, class Accumulate>
@@ -260,11 +250,9 @@ struct SubBlock16KQuant {
         return signed_byte_of(scales[s / 4], s % 4);
     }
 
-    template <int M>
-    static __device__ void dot(const uint8_t *tile, int row, const uint8_t *act_row, int stride,
-                               float (&value)[M]) {
+    static __device__ float dot(const uint8_t *tile, int row, const uint8_t *act_row) {
         auto header = Layout::header(tile, row);
-        int products[M] = {};
+        int products = 0;
 #pragma unroll
         for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -277,32 +265,25 @@ struct SubBlock16KQuant {
                 for (int j = 0; j < 4; j++) {
                     int s = 8 * h + 2 * j + e;
                     uint4 w = expand16(words, h, j);
-#pragma unroll
-                    for (int m = 0; m < M; m++)
-                        products[m] +=
-                            sub_scale(header.scales, s) * dot16(w, load16(act_row + m * stride + 16 * s), 0);
+                    products += sub_scale(header.scales, s) * dot16(w, load16(act_row + 16 * s), 0);
                 }
             }
+        float da = *reinterpret_cast<const float *>(act_row + ACT_ROW_SCALES);
+        if constexpr (Layout::MINIMUMS) {
+            int minimums = 0;
 #pragma unroll
-        for (int m = 0; m < M; m++) {
-            const uint8_t *token = act_row + m * stride;
-            float da = *reinterpret_cast<const float *>(token + ACT_ROW_SCALES);
-            if constexpr (Layout::MINIMUMS) {
-                int minimums = 0;
+            for (int half = 0; half < 2; half++) {
+                uint4 sums = load16(act_row + act_row_sums(ACTIVATION) + 16 * half);
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    uint4 sums = load16(token + act_row_sums(ACTIVATION) + 16 * half);
-#pragma unroll
-                    for (int k = 0; k < 2; k++) {
-                        int four = int(header.minimums[2 * half + k]);
-                        minimums = __dp2a_lo(int(word_of(sums, 2 * k)), four, minimums);
-                        minimums = __dp2a_hi(int(word_of(sums, 2 * k + 1)), four, minimums);
-                    }
+                for (int k = 0; k < 2; k++) {
+                    int four = int(header.minimums[2 * half + k]);
+                    minimums = __dp2a_lo(int(word_of(sums, 2 * k)), four, minimums);
+                    minimums = __dp2a_hi(int(word_of(sums, 2 * k + 1)), four, minimums);
                 }
-                value[m] = affine(da, header.d, header.dmin, products[m] >> Layout::SHIFT, minimums);
-            } else {
-                value[m] = scaled(da, header.d, products[m] >> Layout::SHIFT);
             }
+            return affine(da, header.d, header.dmin, products >> Layout::SHIFT, minimums);
+        } else {
+            return scaled(da, header.d, products >> Layout::SHIFT);
         }
     }
 

@@ -84,13 +84,9 @@ struct LegacyQuant {
                                                    block % 4 * 4);
     }
 
-    // Computes the value of one row's 256 columns for each of M tokens. The tokens' activation rows
-    // are `stride` bytes apart.
-    template <int M>
-    static __device__ void dot(const uint8_t *tile, int row, const uint8_t *act_row, int stride,
-                               float (&value)[M]) {
-#pragma unroll
-        for (int m = 0; m < M; m++) value[m] = 0;
+    // The value of one row's 256 columns for one token.
+    static __device__ float dot(const uint8_t *tile, int row, const uint8_t *act_row) {
+        float value = 0;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float d[4], minimum[4];
@@ -114,27 +110,24 @@ struct LegacyQuant {
                         w[j + 4] = expand<true>(words[j], high_bits, 16 + 4 * j);
                     }
                 }
-#pragma unroll
-                for (int m = 0; m < M; m++) {
-                    const uint8_t *token = act_row + m * stride;
-                    uint4 low = load16(token + 32 * b), high = load16(token + 32 * b + 16);
-                    int sum = dot4(w[0], low.x, 0);
-                    sum = dot4(w[1], low.y, sum);
-                    sum = dot4(w[2], low.z, sum);
-                    sum = dot4(w[3], low.w, sum);
-                    sum = dot4(w[4], high.x, sum);
-                    sum = dot4(w[5], high.y, sum);
-                    sum = dot4(w[6], high.z, sum);
-                    sum = dot4(w[7], high.w, sum);
-                    float scale = reinterpret_cast<const float *>(token + ACT_ROW_SCALES)[b];
-                    value[m] = fmaf(__int2float_rn(sum), d[i] * scale, value[m]);
-                    if constexpr (MINIMUM) {
-                        float s = reinterpret_cast<const float *>(token + act_row_sums(ACTIVATION))[b];
-                        value[m] = fmaf(minimum[i], s, value[m]);
-                    }
+                uint4 low = load16(act_row + 32 * b), high = load16(act_row + 32 * b + 16);
+                int sum = dot4(w[0], low.x, 0);
+                sum = dot4(w[1], low.y, sum);
+                sum = dot4(w[2], low.z, sum);
+                sum = dot4(w[3], low.w, sum);
+                sum = dot4(w[4], high.x, sum);
+                sum = dot4(w[5], high.y, sum);
+                sum = dot4(w[6], high.z, sum);
+                sum = dot4(w[7], high.w, sum);
+                float scale = reinterpret_cast<const float *>(act_row + ACT_ROW_SCALES)[b];
+                value = fmaf(__int2float_rn(sum), d[i] * scale, value);
+                if constexpr (MINIMUM) {
+                    float s = reinterpret_cast<const float *>(act_row + act_row_sums(ACTIVATION))[b];
+                    value = fmaf(minimum[i], s, value);
                 }
             }
         }
+        return value;
     }
 
     // Computes the values of MT weight tiles for NT activation tiles, which are `tile_stride` and

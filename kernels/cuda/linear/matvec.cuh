@@ -178,12 +178,10 @@ __device__ void multiply_with(const LinearParams &params, float *residual, int s
         for (; own.tile < batch_end; own.advance(pairs_per_row_tile)) {
             int tile = own.tile - batch, col = own.pair * TILES_PER_STAGE + second;
             barrier_wait(barriers + stage, phase);
-            if (col < col_tiles) {
-                float value[1];
-                Format::template dot<1>(pipeline + stage * STAGE_BYTES + second * Format::TILE_BYTES, row,
-                                        act_rows + col * ACT_ROW_BYTES, col_tiles * ACT_ROW_BYTES, value);
-                batch_values[(tile * col_tiles + col) * TILE_ROWS + row] = value[0];
-            }
+            if (col < col_tiles)
+                batch_values[(tile * col_tiles + col) * TILE_ROWS + row] =
+                    Format::dot(pipeline + stage * STAGE_BYTES + second * Format::TILE_BYTES, row,
+                                act_rows + col * ACT_ROW_BYTES);
             __syncwarp();
             if (lane == 0 && next.tile < tiles) load_next(stage);
             if (++stage == stages) stage = 0, phase ^= 1;

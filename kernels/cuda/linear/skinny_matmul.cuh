@@ -49,28 +49,17 @@ struct Matmul {
 
     __device__ int act_pieces() const { return (col_tiles + TILES - 1) / TILES; }
 
-    // Where the copying warp is: tiles of the matrix from `from` on.
-    struct Cursor {
-        int matrix, left, copied;
-        const uint8_t *from;
+    // Tiles that are left are those of the matrix.
+    struct Cursor : skinny::WeightCursor {
+        int matrix;
     };
 
     __device__ void copy_stage(Cursor &cursor, int stage) const {
-        int count = min(TILES, pipeline.tiles - cursor.copied);
-        uint8_t *to = pipeline.ring + stage * STAGE_BYTES;
-        barrier_expect(pipeline.full + stage, count * TILE_BYTES);
-        cursor.copied += count;
-        while (count > 0) {
-            while (cursor.left == 0) {
-                cursor.matrix++;
-                cursor.from = params.weights[cursor.matrix];
-                cursor.left = row_tiles(params, cursor.matrix) * col_tiles;
-            }
-            int part = min(count, cursor.left);
-            bulk_copy(to, cursor.from, part * TILE_BYTES, pipeline.full + stage);
-            to += part * TILE_BYTES, cursor.from += part * TILE_BYTES;
-            count -= part, cursor.left -= part;
-        }
+        pipeline.copy_stage(cursor, stage, [&] {
+            cursor.matrix++;
+            cursor.from = params.weights[cursor.matrix];
+            cursor.left = row_tiles(params, cursor.matrix) * col_tiles;
+        });
     }
 
     __device__ void copy_act_piece(int piece) const {
@@ -88,9 +77,11 @@ struct Matmul {
     // activations comes before the stage that needs it first.
     __device__ void copy() const {
         RowTile first = find_row_tile<1>(params, first_row_tile);
-        Cursor cursor = {
-            first.matrix, (row_tiles(params, first.matrix) - first.first) * col_tiles, 0,
-            params.weights[first.matrix] + static_cast<size_t>(first.first) * col_tiles * TILE_BYTES};
+        Cursor cursor = {};
+        cursor.matrix = first.matrix;
+        cursor.left = (row_tiles(params, first.matrix) - first.first) * col_tiles;
+        cursor.from =
+            params.weights[first.matrix] + static_cast<size_t>(first.first) * col_tiles * TILE_BYTES;
         const int early_stages = EARLY_STAGES, tiles = pipeline.tiles;
         int stage = 0, piece = 0, phase = 1;
 #pragma unroll 1

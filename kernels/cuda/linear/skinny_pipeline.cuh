@@ -61,6 +61,13 @@ __device__ inline Run divide(int row_tiles, int block, int blocks) {
     return {block * each + min(block, more), each + (block < more ? 1 : 0)};
 }
 
+// Where a copying warp is: `left` successive weight tiles are at `from`, and `copied` of the block
+// have been copied.
+struct WeightCursor {
+    int left, copied;
+    const uint8_t *from;
+};
+
 template <class Format, int NT>
 struct Pipeline {
     static constexpr int TILE_BYTES = Format::TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
@@ -98,6 +105,23 @@ struct Pipeline {
             barrier_init(barrier, arrivals);
         }
         barrier_init_done();
+    }
+
+    // Copies the next weight tiles to a stage. `go_on()` moves the cursor to further ones, when
+    // none are left where it is.
+    template <class GoOn>
+    __device__ void copy_stage(WeightCursor &cursor, int stage, GoOn go_on) const {
+        int count = min(TILES, tiles - cursor.copied);
+        uint8_t *to = ring + stage * STAGE_BYTES;
+        barrier_expect(full + stage, count * TILE_BYTES);
+        cursor.copied += count;
+        while (count > 0) {
+            while (cursor.left == 0) go_on();
+            int part = min(count, cursor.left);
+            bulk_copy(to, cursor.from, part * TILE_BYTES, full + stage);
+            to += part * TILE_BYTES, cursor.from += part * TILE_BYTES;
+            count -= part, cursor.left -= part;
+        }
     }
 
     // `wait_act_tile(at, col)` waits for the activations of weight tile `at`, which has column tile
