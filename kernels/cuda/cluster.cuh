@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Blocks of a cluster: their barrier, and addresses in each other's shared memory. All lanes of a
-// warp call the functions of the barrier.
+// What blocks of a cluster share: a barrier, and addresses in each other's shared memory. All lanes
+// of a warp call the functions of the barrier.
 
 #pragma once
 
@@ -27,7 +27,7 @@ __device__ __forceinline__ void arrive_at_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 // The same without an order of other memory operations, which would wait for stores to global
-// memory. Enough if others need to see mbarriers alone that were initialised before
+// memory. Enough if other blocks only need mbarriers that were initialised before
 // barrier_init_done().
 __device__ __forceinline__ void arrive_at_cluster_relaxed() {
     __syncwarp();

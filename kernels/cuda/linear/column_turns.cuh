@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// How warpgroups of a block that divide the columns add their values, for wgmma_product.cuh. Sums
-// have one order, that of the columns, and are in shared memory. Column tiles of all output tiles,
-// counted on, go to the warpgroups in turn. A warp adds the values of its column tile after the
-// warp of the same rows in the group before. So groups are out of step, and one multiplies while
-// another one computes values.
+// Adds the values of a block whose warpgroups divide the columns, for wgmma_product.cuh. Sums have
+// one order, that of the columns, and are in shared memory. Column tiles, counted across output
+// tiles, go to the warpgroups in turn. A warp adds the values of its column tile after the warp of
+// the same rows in the group before. So groups are out of step, and one multiplies while another
+// one computes values.
 
 #pragma once
 

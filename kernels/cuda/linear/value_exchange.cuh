@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// How two blocks of a cluster divide the columns of output tiles, for wgmma_product.cuh. In a step,
-// each computes the values of one column tile, block 0 of the first one. Sums have one order, that
-// of the columns. So each block adds the values of half of the tokens, its own and those that the
-// other one sends:
+// Two blocks of a cluster compute output tiles together, for wgmma_product.cuh. In each step, block
+// 0 computes the values of an even column tile, and block 1 those of the odd one behind it. Steps
+// are counted across output tiles. Sums have one order, that of the columns. So each block adds the
+// values of half of the tokens, its own and those that the other one sends:
 //
-//                         step 0   step 1   step 2   step 3   step 4   ...   of all output tiles
+//                         step 0   step 1   step 2   step 3   step 4   ...
 //   block 0, column tile  0        2        4        6        8
 //   block 1, column tile  1        3        5        7        9
 //   warpgroup of both     0        1        2        3        0
@@ -14,24 +14,24 @@
 //                       tokens of this block      -> own
 //   a step later        sums + inbox and own, in the order of the columns -> sums
 //
-// The warpgroup of the next step adds, in its turn: by then the values of the other block have
-// mostly arrived, also if that block is a little behind.
+// The warpgroup of the next step adds, in its turn. So the values of the other block have a step's
+// time to arrive.
 //
 // An odd number of column tiles has a last step with one of them. Block 1 computes the same one,
 // and its values are not added.
 //
-//   barriers of a warp, which has the same rows in all warpgroups    complete when
+//   barriers, one for each warp of a warpgroup, complete when
 //     arrived[group]    the values that the other block's warpgroup has sent are in the inbox
-//     loaded[group]     the other block has loaded what this warpgroup sent, which may send again
-//     added[group]      this warpgroup has had its turn
+//     loaded[group]     the other block has loaded what this warpgroup sent; it may send again
+//     added[group]      this warpgroup has added
 //
 // A block may end while the other one works: it has waited for all values and arrivals from there.
-// The last steps of each warpgroup have no arrival at `loaded`, since nothing more is sent.
+// Behind a warpgroup's last step, no arrival at `loaded` follows, since nothing more is sent.
 //
-// PTX does not promise all of the order that this needs. An arrival at `loaded` is relaxed, and
-// waits acquire for the block, not for the cluster. A release for the cluster would wait for stores
-// to global memory too, and an acquire would empty the first-level cache, which shared memory does
-// not use: with both, a product took longer than in blocks that are alone (H200).
+// PTX does not promise two parts of the order that this needs: that values are seen after a wait at
+// `arrived`, which acquires for the block and not for the cluster; and that they have been loaded
+// before the arrival at `loaded`, which is relaxed. A release and an acquire for the cluster become
+// a wait for stores to global memory, and emptying of the first-level cache.
 
 #pragma once
 

@@ -17,8 +17,8 @@ use super::quantize::{NO_SUMS, QuantizedActivations};
 /// linear/skinny_matmul.cuh is faster.
 const EIGHT_BIT_TOKENS_MAX: usize = 16;
 
-/// Microseconds that a launch costs in addition, whatever its columns (H200): one of two blocks
-/// that exchange values, and one of the 8-bit kernel.
+/// Microseconds that a launch takes longer than one of single blocks on wgmma, whatever its columns
+/// (H200): one of two blocks that exchange values, and one of the 8-bit kernel.
 const EXCHANGE_START: f64 = 2.9;
 const MATMUL_START: f64 = 1.2;
 
@@ -26,7 +26,8 @@ const MATMUL_START: f64 = 1.2;
 struct Times {
     /// Microseconds of a block with four column groups, per 256 columns, for 32 and 64 tokens.
     in_turn: [f64; 2],
-    /// Microseconds of two such blocks per 512 columns.
+    /// Microseconds of two such blocks per 512 columns, fitted so that products are computed by the
+    /// shape that was measured to be faster.
     exchanged: [f64; 2],
     /// Microseconds of a block with one column group, per 256 columns, for 64 and 128 tokens. The
     /// times of other numbers of tokens lie on the same line.
