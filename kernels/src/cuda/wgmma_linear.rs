@@ -31,7 +31,7 @@ struct Times {
     exchanged: [f64; 2],
     /// Microseconds of a block with one column group, per 256 columns, for 64 and 128 tokens. The
     /// times of other numbers of tokens lie on the same line.
-    blocks: [f64; 2],
+    one_group: [f64; 2],
     /// Microseconds of a block of the 8-bit kernel, per 256 columns, for 32 tokens.
     matmul_block: f64,
 }
@@ -41,26 +41,27 @@ fn times(dtype: DType) -> Option<Times> {
         DType::Q4_K => Some(Times {
             in_turn: [0.42, 0.62],
             exchanged: [0.5, 0.7],
-            blocks: [1.21, 1.94],
+            one_group: [1.21, 1.94],
             matmul_block: 0.37,
         }),
         DType::Q5_K => Some(Times {
             in_turn: [0.47, 0.69],
             exchanged: [0.55, 0.74],
-            blocks: [1.34, 2.05],
+            one_group: [1.34, 2.05],
             matmul_block: 0.42,
         }),
         // Measured with Q8_0. The other two are assumed to be alike.
         DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => Some(Times {
             in_turn: [0.61, 1.08],
+            // The kernel for 64 tokens was measured and not kept.
             exchanged: [0.69, 1.12],
-            blocks: [1.72, 3.2],
+            one_group: [1.72, 3.2],
             matmul_block: 0.42,
         }),
         DType::Q6_K => Some(Times {
             in_turn: [0.64, 0.92],
             exchanged: [0.65, 0.94],
-            blocks: [1.49, 2.13],
+            one_group: [1.49, 2.13],
             matmul_block: 0.5,
         }),
         _ => None,
@@ -72,7 +73,7 @@ impl Times {
     fn of_output_tile(&self, shape: &WgmmaShape, tokens: usize) -> f64 {
         let of_column_groups = (shape.tokens as f64 - 32.0) / 32.0;
         let ([first, second], tokens) = match (shape.column_groups, shape.blocks) {
-            (1, _) => (self.blocks, (tokens.next_multiple_of(WGMMA_TOKENS_STEP) as f64 - 64.0) / 64.0),
+            (1, _) => (self.one_group, (tokens.next_multiple_of(WGMMA_TOKENS_STEP) as f64 - 64.0) / 64.0),
             (_, 1) => (self.in_turn, of_column_groups),
             _ => (self.exchanged.map(|time| time / 2.0), of_column_groups),
         };
@@ -96,8 +97,8 @@ impl WgmmaShape {
         row_tiles.div_ceil(self.row_tiles()) * tokens.div_ceil(self.tokens)
     }
 
-    /// How many blocks, or clusters of blocks, get the output tiles in turn. A block is alone on
-    /// its multiprocessor.
+    /// How many blocks, or clusters of blocks, get the output tiles in turn. A multiprocessor has
+    /// room for one block.
     pub(super) fn workers(&self, multiprocessors: usize) -> usize {
         (multiprocessors / self.blocks).max(1)
     }
