@@ -35,17 +35,21 @@ struct MatrixTiles {
         whole_tiles = row_blocks * whole_of_rows, output_tiles = row_blocks * all_of_rows;
     }
 
+    __device__ bool find(int index, OutputTile &tile) const {
+        if (index >= output_tiles) return false;
+        tile = output_tile(index);
+        return true;
+    }
+
     // Tiles of one group of weight rows are neighbours, so that blocks that run at the same time
     // read the same weights. Smaller tiles come last, so that the blocks end at nearly the same
     // time.
-    __device__ bool find(int index, OutputTile &tile) const {
-        if (index >= output_tiles) return false;
+    __device__ OutputTile output_tile(int index) const {
         bool is_whole = index < whole_tiles;
         int row_block = is_whole ? index / whole_of_rows : index - whole_tiles;
         int token_tile = is_whole ? index % whole_of_rows : whole_of_rows;
         RowTile rows = find_row_tile<Shape::ROW_TILES>(params, row_block);
-        tile = {rows.matrix, rows.first, token_tile * GROUPS};
-        return true;
+        return {rows.matrix, rows.first, token_tile * GROUPS};
     }
 
     __device__ void wait_for_input() const { ::wait_for_input(params); }

@@ -47,9 +47,11 @@
 //   12288 x 4096     23.4       31.8       22.6       60.6       37.4
 //   4096 x 12288     23.9       22.6       23.6       22.9       39.5
 //
-// Limit: instructions (affine_k_wgmma.cuh has the counts). With four column groups the four warps
-// of a scheduler issue in half of the clocks. Copies by one lane, and one warp that unpacked the
-// scales of all rows, were a limit before: 40 us instead of 31 for 12288 x 4096.
+// Limit: instructions (affine_k_wgmma.cuh has the counts). With four column groups, a scheduler
+// issues in 58 to 64% of the clocks (Nsight Compute, Q4_K, 32/1/4/1). The copying warps soon become
+// a limit, since each starts its copies one after the other. Copies by one lane, and one warp that
+// unpacked the scales of all rows, took 40 us instead of 31 for 12288 x 4096; wgmma_block.cuh has
+// more.
 
 #pragma once
 
@@ -133,31 +135,43 @@ struct Kernel {
         });
     }
 
-    // Whole groups of 256 columns from activation tiles, a group per lane. Groups beyond the tokens
-    // are not copied. What is computed from them is not stored.
-    __device__ void copy_act_tiles() const {
-        constexpr int BYTES = act_tile_bytes(Format::ACTIVATION),
-                      SCALES = SharedMemory::HAS_UNIT_SCALES ? scale_bytes(Format::ACTIVATION) : 0;
+    // Copies BYTES of the activation tile of each group, from SKIPPED on, into the stages of units.
+    // Groups from FIRST to END - 1, one per lane. Groups beyond the tokens are not copied. What is
+    // computed from them is not stored. `find_place(stage, group)` is where they go. The warp
+    // arrives once at each stage's `units_full`, also if it has no group to copy.
+    template <int FIRST, int END, int SKIPPED, int BYTES, class FindPlace>
+    __device__ void copy_of_act_tiles(FindPlace find_place) const {
+        constexpr int TILE_BYTES = act_tile_bytes(Format::ACTIVATION);
         UnitStage at;
-        int lane = threadIdx.x % 32, to = place(lane);
+        const int lane = threadIdx.x % 32, group = FIRST + lane;
         for_each_tile([&](const OutputTile &tile) {
-            int groups = tiles.groups(tile);
-            const uint8_t *from =
-                tiles.act_tiles() + static_cast<size_t>(tile.group + lane) * tiles.col_tiles() * BYTES;
+            const int groups = max(min(END, tiles.groups(tile)) - FIRST, 0);
+            const uint8_t *from = tiles.act_tiles() + SKIPPED +
+                                  static_cast<size_t>(tile.group + group) * tiles.col_tiles() * TILE_BYTES;
             for (int step = 0; step < steps(); step++, at.advance()) {
                 uint64_t *full = shared.units_full + at.stage;
                 barrier_wait(shared.units_empty + at.stage, at.phase ^ 1);
-                if (lane == 0) barrier_expect(full, groups * (ACT_TILE_QUANT_BYTES + SCALES));
+                if (lane == 0) barrier_expect(full, groups * BYTES);
                 __syncwarp();
-                if (lane >= groups) continue;
-                const uint8_t *act_tile = from + size_t(column_tile(step)) * BYTES;
-                bulk_copy(shared.units[at.stage] + to * ACT_TILE_QUANT_BYTES, act_tile, ACT_TILE_QUANT_BYTES,
-                          full);
-                if constexpr (SCALES > 0)
-                    bulk_copy(shared.unit_scales[at.stage] + to * SCALES, act_tile + ACT_TILE_QUANT_BYTES,
-                              SCALES, full);
+                if (lane < groups)
+                    bulk_copy(find_place(at.stage, place(group)),
+                              from + size_t(column_tile(step)) * TILE_BYTES, BYTES, full);
             }
         });
+    }
+
+    // Those of one of the warps that copy units.
+    template <int WARP>
+    __device__ void copy_quants() const {
+        constexpr int COUNT = GROUPS / SharedMemory::UNIT_WARPS;
+        copy_of_act_tiles<WARP * COUNT, (WARP + 1) * COUNT, 0, ACT_TILE_QUANT_BYTES>(
+            [&](int stage, int to) { return shared.units[stage] + to * ACT_TILE_QUANT_BYTES; });
+    }
+
+    __device__ void copy_unit_scales() const {
+        constexpr int BYTES = scale_bytes(Format::ACTIVATION);
+        copy_of_act_tiles<0, GROUPS, ACT_TILE_QUANT_BYTES, BYTES>(
+            [&](int stage, int to) { return shared.unit_scales[stage] + to * BYTES; });
     }
 
     // Computes the values of 256 columns, those of the stage `at`, for N tokens.
@@ -215,62 +229,61 @@ struct Kernel {
     }
 
     // Several column groups: steps of all output tiles, counted on, go to the groups in turn.
-    // `take(values, step, output, tile_before)` gets the values of a step of an output tile, and
-    // the tile before that one. Returns the last tile.
+    // `take(values, step, index)` gets the values of a step of output tile `index`. What else
+    // belongs to a tile is found when it is stored: found by every warp between two products, it
+    // took 2 to 3% of the time of Q6_K products with several output tiles a block (H200).
     template <class Take>
-    __device__ OutputTile multiply_in_turn(int column_group, int row_tile, Take take) const {
+    __device__ void multiply_in_turn(int column_group, int row_tile, Take take) const {
         Stage at;
         UnitReader<SharedMemory> units{shared};
         at.advance_by(column_group);
         units.skip(column_group);
-        OutputTile tile_before = {};
-        int step = column_group;
-        for_each_tile([&](const OutputTile &output) {
-            for (; step < steps(); step += COLUMN_GROUPS) {
-                float values[Shape::VALUES];
-                column_values<TOKENS>(values, at, units, row_tile);
-                at.advance_by(COLUMN_GROUPS);
-                units.skip(COLUMN_GROUPS - 1);
-                take(values, step, output, tile_before);
-            }
-            step -= steps();
-            tile_before = output;
-        });
-        return tile_before;
+        int index = cluster, step = column_group;
+        for (;;) {
+            for (; step >= steps(); step -= steps()) index += clusters;
+            if (index >= tiles.output_tiles) return;
+            float values[Shape::VALUES];
+            column_values<TOKENS>(values, at, units, row_tile);
+            at.advance_by(COLUMN_GROUPS);
+            units.skip(COLUMN_GROUPS - 1);
+            take(values, step, index);
+            step += COLUMN_GROUPS;
+        }
     }
 
     // The block is alone: its groups add to the same sums.
     __device__ void multiply_alone(int column_group, int row_tile) const {
         WarpInTurn<Shape> adding{shared.column_sums, column_group, row_tile};
-        auto add = [&](const auto &values, int col, const OutputTile &output, const OutputTile &) {
-            adding.add(values, col, tiles.col_tiles(),
-                       [&](const auto &sums) { tiles.template store_tile<TOKENS>(output, row_tile, sums); });
-        };
-        multiply_in_turn(column_group, row_tile, add);
+        multiply_in_turn(column_group, row_tile, [&](const auto &values, int col, int index) {
+            adding.add(values, col, tiles.col_tiles(), [&](const auto &sums) {
+                tiles.template store_tile<TOKENS>(tiles.output_tile(index), row_tile, sums);
+            });
+        });
     }
 
     // The block has half of the columns, and adds the values of half of the tokens.
     __device__ void multiply_with_other_block(int column_group, int row_tile) const {
-        const int steps_of_all = (tiles.output_tiles - cluster + clusters - 1) / clusters * steps();
+        const int tiles_of_block = (tiles.output_tiles - cluster + clusters - 1) / clusters;
         ExchangingWarp<Shape> adding{shared.column_sums, rank, column_group, row_tile,
-                                     steps_of_all - column_group};
+                                     tiles_of_block * steps() - column_group};
         wait_for_cluster();
         auto step_at = [&](int step) {
             return Step{step == 0, step + 1 == steps(), BLOCKS * step + 1 < tiles.col_tiles()};
         };
-        auto store_to = [&](OutputTile output) {
-            output.group += rank * ADDED_GROUPS;
-            return
-                [=](const auto &sums) { tiles.template store_tile<TOKENS / BLOCKS>(output, row_tile, sums); };
+        auto store_to = [&](int index) {
+            return [=](const auto &sums) {
+                OutputTile output = tiles.output_tile(index);
+                output.group += rank * ADDED_GROUPS;
+                tiles.template store_tile<TOKENS / BLOCKS>(output, row_tile, sums);
+            };
         };
-        auto exchange = [&](const auto &values, int step, const OutputTile &output,
-                            const OutputTile &tile_before) {
+        multiply_in_turn(column_group, row_tile, [&](const auto &values, int step, int index) {
             adding.send(values);
-            adding.take_turn(step_at(step > 0 ? step - 1 : steps() - 1), values,
-                             store_to(step > 0 ? output : tile_before));
-        };
-        const OutputTile last = multiply_in_turn(column_group, row_tile, exchange);
-        adding.end(step_at(steps() - 1), store_to(last));
+            const bool is_first = step == 0;
+            adding.take_turn(step_at(is_first ? steps() - 1 : step - 1), values,
+                             store_to(is_first ? index - clusters : index));
+        });
+        adding.end(step_at(steps() - 1), store_to(cluster + (tiles_of_block - 1) * clusters));
     }
 
     // Called before the kernel waits for the previous one.
@@ -282,7 +295,7 @@ struct Kernel {
                 barrier_init(shared.weights_empty + i, 32 * Shape::GROUP_WARPS);
             }
             for (int i = lane; i < SharedMemory::UNIT_STAGES; i += 32) {
-                barrier_init(shared.units_full + i);
+                barrier_init(shared.units_full + i, SharedMemory::UNIT_WARPS + SharedMemory::HAS_UNIT_SCALES);
                 barrier_init(shared.units_empty + i, 32 * Shape::GROUP_WARPS);
             }
             if constexpr (COLUMN_GROUPS > 1) shared.column_sums.init_barriers();
@@ -293,7 +306,7 @@ struct Kernel {
     }
 
     __device__ void run() const {
-        int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        int warp = threadIdx.x / 32;
         if (warp < Shape::MULTIPLYING_WARPS) {
             asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::MULTIPLYING_REGISTERS));
             if constexpr (COLUMN_GROUPS > 1) {
@@ -311,16 +324,23 @@ struct Kernel {
             }
         } else {
             asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::OTHER_REGISTERS));
-            if (warp == Shape::COPY_WEIGHTS) {
+            // One warp copies weights, others units, and one scales or sums.
+            constexpr int UNIT_WARPS = SharedMemory::UNIT_WARPS;
+            const int copying = warp - Shape::MULTIPLYING_WARPS;
+            if (copying == 0) {
                 copy_weights();
-            } else if (warp == Shape::COPY_UNITS) {
+            } else if (copying == 1) {
                 tiles.wait_for_input();
                 launch_next_kernel();
-                copy_act_tiles();
+                copy_quants<0>();
                 tiles.end();
-            } else if (warp == Shape::COPY_SUMS) {
+            } else if (copying <= UNIT_WARPS) {
                 tiles.wait_for_input();
-                if (Format::HAS_SUMS && lane == 0) copy_sums();
+                copy_quants<UNIT_WARPS - 1>();
+            } else if (copying == UNIT_WARPS + 1) {
+                tiles.wait_for_input();
+                if constexpr (SharedMemory::HAS_UNIT_SCALES) copy_unit_scales();
+                if (Format::HAS_SUMS && threadIdx.x % 32 == 0) copy_sums();
             }
         }
     }

@@ -13,8 +13,9 @@ use super::archs::has_wgmma;
 use super::launch::{KernelName, kernel_name};
 use super::quantize::{NO_SUMS, QuantizedActivations};
 
-/// Products of more tokens than this may use wgmma. Up to here, half of a block would be empty, and
-/// linear/skinny_matmul.cuh is faster.
+/// Products of more tokens than this may use wgmma. Up to here, linear/skinny_matmul.cuh and
+/// linear/matmul.cuh are faster, but for wide matrices of Q8_0: 4096 x 24576 and 16 tokens take 32
+/// us, and 30 on wgmma.
 const EIGHT_BIT_TOKENS_MAX: usize = 16;
 
 /// Microseconds that a launch takes longer than one of single blocks on wgmma, whatever its columns
@@ -24,11 +25,12 @@ const MATMUL_START: f64 = 1.2;
 
 /// Times of a weight type, measured on an H200.
 struct Times {
-    /// Microseconds of a block with four column groups, per 256 columns, for 32 and 64 tokens.
-    in_turn: [f64; 2],
+    /// Microseconds of a block with four column groups, per 256 columns, for the tokens of each
+    /// shape.
+    in_turn: &'static [(usize, f64)],
     /// Microseconds of two such blocks per 512 columns, fitted so that products are computed by the
     /// shape that was measured to be faster.
-    exchanged: [f64; 2],
+    exchanged: &'static [(usize, f64)],
     /// Microseconds of a block with one column group, per 256 columns, for 64 and 128 tokens. The
     /// times of other numbers of tokens lie on the same line.
     one_group: [f64; 2],
@@ -39,28 +41,27 @@ struct Times {
 fn times(dtype: DType) -> Option<Times> {
     match dtype {
         DType::Q4_K => Some(Times {
-            in_turn: [0.42, 0.62],
-            exchanged: [0.5, 0.7],
+            in_turn: &[(32, 0.42), (64, 0.62)],
+            exchanged: &[(32, 0.5), (64, 0.7)],
             one_group: [1.21, 1.94],
             matmul_block: 0.37,
         }),
         DType::Q5_K => Some(Times {
-            in_turn: [0.47, 0.69],
-            exchanged: [0.55, 0.74],
+            in_turn: &[(32, 0.47), (64, 0.69)],
+            exchanged: &[(32, 0.55), (64, 0.74)],
             one_group: [1.34, 2.05],
             matmul_block: 0.42,
         }),
         // Measured with Q8_0. The other two are assumed to be alike.
         DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => Some(Times {
-            in_turn: [0.61, 1.08],
-            // The kernel for 64 tokens was measured and not kept.
-            exchanged: [0.69, 1.12],
-            one_group: [1.72, 3.2],
+            in_turn: &[(16, 0.39), (32, 0.51), (64, 0.87)],
+            exchanged: &[(32, 0.64)],
+            one_group: [1.54, 2.94],
             matmul_block: 0.42,
         }),
         DType::Q6_K => Some(Times {
-            in_turn: [0.64, 0.92],
-            exchanged: [0.65, 0.94],
+            in_turn: &[(32, 0.59), (64, 0.77)],
+            exchanged: &[(32, 0.63), (64, 0.81)],
             one_group: [1.49, 2.13],
             matmul_block: 0.5,
         }),
@@ -71,13 +72,15 @@ fn times(dtype: DType) -> Option<Times> {
 impl Times {
     /// Microseconds per 256 columns of a block, or of those of a cluster, for this many tokens.
     fn of_output_tile(&self, shape: &WgmmaShape, tokens: usize) -> f64 {
-        let of_column_groups = (shape.tokens as f64 - 32.0) / 32.0;
-        let ([first, second], tokens) = match (shape.column_groups, shape.blocks) {
-            (1, _) => (self.one_group, (tokens.next_multiple_of(WGMMA_TOKENS_STEP) as f64 - 64.0) / 64.0),
-            (_, 1) => (self.in_turn, of_column_groups),
-            _ => (self.exchanged.map(|time| time / 2.0), of_column_groups),
-        };
-        first + (second - first) * tokens
+        if shape.column_groups == 1 {
+            let [first, second] = self.one_group;
+            let tokens = tokens.next_multiple_of(WGMMA_TOKENS_STEP) as f64;
+            return first + (second - first) * (tokens - 64.0) / 64.0;
+        }
+        let times = if shape.blocks == 1 { self.in_turn } else { self.exchanged };
+        let of_shape = times.iter().find(|(tokens, _)| *tokens == shape.tokens);
+        let (_, time) = of_shape.expect("each shape that has a kernel was measured");
+        time / shape.blocks as f64
     }
 }
 
@@ -193,6 +196,9 @@ pub(super) fn wgmma_name(dtype: DType, shape: WgmmaShape) -> Option<KernelName<L
                     (DType::$dtype, 64, [2, 1, 1]) => Some(names!(@of $type "_64_2_1_1")),
                     (DType::$dtype, 128, [2, 1, 1]) => Some(names!(@of $type "_128_2_1_1")),
                 )*
+                (DType::Q8_0, 16, [1, 4, 1]) => Some(names!(@of "q8_0" "_16_1_4_1")),
+                (DType::Q4_0, 16, [1, 4, 1]) => Some(names!(@of "q4_0" "_16_1_4_1")),
+                (DType::Q5_0, 16, [1, 4, 1]) => Some(names!(@of "q5_0" "_16_1_4_1")),
                 (DType::Q4_K, 64, [1, 4, 2]) => Some(names!(@of "q4_k" "_64_1_4_2")),
                 (DType::Q5_K, 64, [1, 4, 2]) => Some(names!(@of "q5_k" "_64_1_4_2")),
                 (DType::Q6_K, 64, [1, 4, 2]) => Some(names!(@of "q6_k" "_64_1_4_2")),
@@ -213,10 +219,33 @@ pub(super) fn wgmma_name(dtype: DType, shape: WgmmaShape) -> Option<KernelName<L
 mod tests {
     use super::*;
 
-    fn fastest(multiprocessors: usize, [cols, rows]: [usize; 2], tokens: usize) -> Option<String> {
-        let matrix = Tiles::new(DType::Q4_K, cols, rows).unwrap();
+    fn fastest_of(
+        dtype: DType,
+        multiprocessors: usize,
+        [cols, rows]: [usize; 2],
+        tokens: usize,
+    ) -> Option<String> {
+        let matrix = Tiles::new(dtype, cols, rows).unwrap();
         WgmmaShape::fastest_by_times(multiprocessors, matrix, matrix.row_tiles(), tokens)
             .map(|shape| shape.to_string())
+    }
+
+    fn fastest(multiprocessors: usize, size: [usize; 2], tokens: usize) -> Option<String> {
+        fastest_of(DType::Q4_K, multiprocessors, size, tokens)
+    }
+
+    #[test]
+    fn narrow_products_of_q8_0_and_few_tokens_take_blocks_of_16_tokens() {
+        for (size, tokens, expected) in [
+            ([4096, 4096], 24, "16/1/4/1"),
+            ([4096, 4096], 32, "16/1/4/1"),
+            ([4096, 6144], 32, "32/1/4/1"),
+            ([12_288, 4096], 32, "32/1/4/2"),
+            ([4096, 24_576], 64, "64/1/4/1"),
+        ] {
+            let found = fastest_of(DType::Q8_0, 132, size, tokens);
+            assert_eq!(found.as_deref(), Some(expected), "{size:?}, {tokens} tokens");
+        }
     }
 
     #[test]
@@ -229,6 +258,19 @@ mod tests {
             ([4096, 24_576], 64, "64/1/4/1"),
         ] {
             assert_eq!(fastest(132, size, tokens).as_deref(), Some(expected), "{size:?}, {tokens} tokens");
+        }
+    }
+
+    #[test]
+    fn each_shape_that_has_a_kernel_was_measured() {
+        let types = [DType::Q4_K, DType::Q5_K, DType::Q6_K, DType::Q8_0, DType::Q4_0, DType::Q5_0];
+        for dtype in types {
+            let times = times(dtype).expect("a type on wgmma");
+            let shapes: Vec<_> = WgmmaShape::of(dtype).collect();
+            assert!(shapes.len() >= 6, "{dtype}");
+            for shape in shapes {
+                assert!(times.of_output_tile(&shape, shape.tokens) > 0.0, "{dtype} {shape}");
+            }
         }
     }
 

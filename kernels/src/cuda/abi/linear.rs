@@ -4,6 +4,7 @@
 //! tensor-core kernels.
 
 use std::fmt::Write;
+use std::ops::Range;
 
 use super::tiles::{ACT_TILE_TOKENS, F16Sums, QuantizedRows};
 
@@ -200,9 +201,9 @@ impl WgmmaShape {
         Self { tokens, row_groups, column_groups, blocks, stages }
     }
 
-    /// Those of Q4_K, Q5_K and Q6_K alone come last. The name of a kernel has all numbers but the
-    /// stages.
-    pub(crate) const ALL: [Self; 7] = [
+    /// The name of a kernel has all numbers but the stages.
+    pub(crate) const ALL: [Self; 8] = [
+        Self::new(16, [1, 4, 1], 8),
         Self::new(32, [1, 4, 1], 8),
         Self::new(32, [1, 4, 2], 8),
         Self::new(64, [1, 4, 1], 5),
@@ -211,9 +212,11 @@ impl WgmmaShape {
         Self::new(160, [2, 1, 1], 3),
         Self::new(64, [1, 4, 2], 5),
     ];
-    /// The first ones, for types other than Q4_K, Q5_K and Q6_K: their sums of 160 tokens do not
-    /// fit the registers, and two blocks that exchange values of 64 tokens are no faster.
-    const LEGACY: usize = 5;
+    /// Those of Q4_K, Q5_K and Q6_K. With 16 tokens they are no faster.
+    const K: Range<usize> = 1..8;
+    /// Those of the other types: their sums of 160 tokens do not fit the registers, and two blocks
+    /// that exchange values of 64 tokens are no faster.
+    const LEGACY: Range<usize> = 0..6;
 
     pub const fn tokens(&self) -> usize {
         self.tokens
@@ -249,9 +252,9 @@ fn block_shapes() -> String {
         let _ = write!(out, " \\\n    MATMUL_KERNEL(NAME, {tokens}, FORMAT, {arguments})");
     }
     out.push_str("\n\n// WGMMA_KERNEL(name, format, tokens, row groups, column groups, blocks, stages)");
-    for (name, shapes) in [("LEGACY", &WgmmaShape::ALL[..WgmmaShape::LEGACY]), ("K", &WgmmaShape::ALL)] {
+    for (name, shapes) in [("LEGACY", WgmmaShape::LEGACY), ("K", WgmmaShape::K)] {
         let _ = write!(out, "\n#define WGMMA_{name}_KERNELS(NAME, FORMAT)");
-        for WgmmaShape { tokens, row_groups, column_groups, blocks, stages } in shapes {
+        for WgmmaShape { tokens, row_groups, column_groups, blocks, stages } in &WgmmaShape::ALL[shapes] {
             let _ = write!(
                 out,
                 " \\\n    WGMMA_KERNEL(NAME, FORMAT, {tokens}, {row_groups}, {column_groups}, {blocks}, {stages})"

@@ -79,7 +79,7 @@ fn with_rows_in_registers(tokens: usize) -> String {
 
 /// Token counts of the 8-bit products of linear/wgmma_product.cuh: all tokens of an output tile.
 #[allow(dead_code, reason = "for build.rs")]
-const EIGHT_BIT_TOKENS: [usize; 5] = [160, 128, 96, 64, 32];
+const EIGHT_BIT_TOKENS: [usize; 6] = [160, 128, 96, 64, 32, 16];
 
 /// Returns `WgmmaIntegers<N, SIGNED>::run<ACCUMULATE>(sums, a, b)`: 64 rows of signed or unsigned
 /// bytes in registers by N tokens of signed bytes over 32 columns.
