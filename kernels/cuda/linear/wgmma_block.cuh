@@ -69,8 +69,7 @@ struct Shared {
     // Warps that copy units, beside one for their scales if they have any. A warp starts copies one
     // after the other. Measured on an H200, 12,288 columns and 64 tokens, blocks of four column
     // groups: one warp for 16 copies a stage took 54 us instead of 44 (Q8_0), and 45 instead of 39
-    // (Q6_K). With sums, for 8 copies a stage, two warps were 5 to 8% slower where two blocks
-    // compute an output tile.
+    // (Q6_K). With sums, two warps were 5 to 8% slower for 64 tokens of two blocks.
     static constexpr int UNIT_WARPS = HAS_UNIT_SCALES ? 2 : 1;
     static_assert(GROUPS % UNIT_WARPS == 0 && UNIT_WARPS <= 2);
     static constexpr int SCALES_BYTES = HAS_UNIT_SCALES ? GROUPS * scale_bytes(Format::ACTIVATION) : 16;

@@ -48,10 +48,8 @@
 //   4096 x 12288     23.9       22.6       23.6       22.9       39.5
 //
 // Limit: instructions (affine_k_wgmma.cuh has the counts). With four column groups, a scheduler
-// issues in 58 to 64% of the clocks (Nsight Compute, Q4_K, 32/1/4/1). The copying warps soon become
-// a limit, since each starts its copies one after the other. Copies by one lane, and one warp that
-// unpacked the scales of all rows, took 40 us instead of 31 for 12288 x 4096; wgmma_block.cuh has
-// more.
+// issues in 58 to 64% of the clocks (Nsight Compute, Q4_K, 32/1/4/1). A warp starts its copies one
+// after the other, which can limit a block (wgmma_block.cuh).
 
 #pragma once
 
@@ -138,7 +136,7 @@ struct Kernel {
     // Copies BYTES of the activation tile of each group, from SKIPPED on, into the stages of units.
     // Groups from FIRST to END - 1, one per lane. Groups beyond the tokens are not copied. What is
     // computed from them is not stored. `find_place(stage, group)` is where they go. The warp
-    // arrives once at each stage's `units_full`, also if it has no group to copy.
+    // arrives once at each stage's `units_full`, also if it has no group: that counts all warps.
     template <int FIRST, int END, int SKIPPED, int BYTES, class FindPlace>
     __device__ void copy_of_act_tiles(FindPlace find_place) const {
         constexpr int TILE_BYTES = act_tile_bytes(Format::ACTIVATION);
