@@ -10,7 +10,8 @@
 //
 // Limit: instructions. Per block of 32 columns, a warp issues three for each of its 64 values, and
 // reads 16 scales; the tensor cores need 64 clocks. Measured on an H200 with Q8_0 for 512 tokens:
-// 327 to 351 TOPS (matmul.cuh: 241 to 260). Q4_0 and Q5_0 were not measured.
+// 327 to 351 TOPS, in a version with the same copies (matmul.cuh: 241 to 260). Q4_0 and Q5_0 were
+// not measured.
 //
 // Tried, with the same bits: f16 integers, as for Q4_K (4% slower at 128 tokens, 20% at 64), and
 // products of one half of the tokens while those of the other half become values (within 2%).

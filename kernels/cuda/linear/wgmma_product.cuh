@@ -227,9 +227,9 @@ struct Kernel {
     }
 
     // Several column groups: steps of all output tiles, counted on, go to the groups in turn.
-    // `take(values, step, index)` gets the values of a step of output tile `index`. What else
-    // belongs to a tile is found when it is stored: found by every warp between two products, it
-    // took 2 to 3% of the time of Q6_K products with several output tiles a block (H200).
+    // `take(values, step, index)` gets the values of a step of output tile `index`. The matrix, the
+    // rows and the tokens of a tile are found when it is stored. When every warp found them between
+    // two tiles, Q6_K products with several output tiles a block took 2 to 3% longer (H200).
     template <class Take>
     __device__ void multiply_in_turn(int column_group, int row_tile, Take take) const {
         Stage at;

@@ -219,7 +219,7 @@ pub(super) fn wgmma_name(dtype: DType, shape: WgmmaShape) -> Option<KernelName<L
 mod tests {
     use super::*;
 
-    fn fastest_of(
+    fn fastest(
         dtype: DType,
         multiprocessors: usize,
         [cols, rows]: [usize; 2],
@@ -230,34 +230,22 @@ mod tests {
             .map(|shape| shape.to_string())
     }
 
-    fn fastest(multiprocessors: usize, size: [usize; 2], tokens: usize) -> Option<String> {
-        fastest_of(DType::Q4_K, multiprocessors, size, tokens)
-    }
-
     #[test]
-    fn narrow_products_of_q8_0_and_few_tokens_take_blocks_of_16_tokens() {
-        for (size, tokens, expected) in [
-            ([4096, 4096], 24, "16/1/4/1"),
-            ([4096, 4096], 32, "16/1/4/1"),
-            ([4096, 6144], 32, "32/1/4/1"),
-            ([12_288, 4096], 32, "32/1/4/2"),
-            ([4096, 24_576], 64, "64/1/4/1"),
+    fn narrow_products_take_two_blocks_for_long_rows_and_blocks_of_16_tokens_for_few() {
+        for (dtype, size, tokens, expected) in [
+            (DType::Q4_K, [12_288, 4096], 32, "32/1/4/2"),
+            (DType::Q4_K, [12_288, 4096], 64, "64/1/4/2"),
+            (DType::Q4_K, [4096, 4096], 64, "32/1/4/1"),
+            (DType::Q4_K, [4096, 24_576], 32, "32/1/4/1"),
+            (DType::Q4_K, [4096, 24_576], 64, "64/1/4/1"),
+            (DType::Q8_0, [4096, 4096], 24, "16/1/4/1"),
+            (DType::Q8_0, [4096, 4096], 32, "16/1/4/1"),
+            (DType::Q8_0, [4096, 6144], 32, "32/1/4/1"),
+            (DType::Q8_0, [12_288, 4096], 32, "32/1/4/2"),
+            (DType::Q8_0, [4096, 24_576], 64, "64/1/4/1"),
         ] {
-            let found = fastest_of(DType::Q8_0, 132, size, tokens);
-            assert_eq!(found.as_deref(), Some(expected), "{size:?}, {tokens} tokens");
-        }
-    }
-
-    #[test]
-    fn narrow_products_of_long_rows_take_two_blocks() {
-        for (size, tokens, expected) in [
-            ([12_288, 4096], 32, "32/1/4/2"),
-            ([12_288, 4096], 64, "64/1/4/2"),
-            ([4096, 4096], 64, "32/1/4/1"),
-            ([4096, 24_576], 32, "32/1/4/1"),
-            ([4096, 24_576], 64, "64/1/4/1"),
-        ] {
-            assert_eq!(fastest(132, size, tokens).as_deref(), Some(expected), "{size:?}, {tokens} tokens");
+            let found = fastest(dtype, 132, size, tokens);
+            assert_eq!(found.as_deref(), Some(expected), "{dtype}, {size:?}, {tokens} tokens");
         }
     }
 
@@ -277,7 +265,7 @@ mod tests {
     #[test]
     fn one_multiprocessor_gets_no_cluster_of_two_blocks() {
         for tokens in 17..=256 {
-            if let Some(shape) = fastest(1, [12_288, 4096], tokens) {
+            if let Some(shape) = fastest(DType::Q4_K, 1, [12_288, 4096], tokens) {
                 assert!(shape.ends_with("/1"), "{shape} for {tokens} tokens");
             }
         }
