@@ -114,20 +114,22 @@ extern "C" __global__ void __launch_bounds__(TILE_COLS)
                     const uint32_t *tokens, const uint32_t *drawn, float *out, int cols, int rows) {
     __shared__ __align__(16) uint8_t raw[ROW_BYTES_MAX];
     launch_next_kernel();
+    // A thread copies two bytes of the row, which has some in each plane.
+    static_assert(ROW_BYTES_MAX <= 2 * TILE_COLS);
+    auto row_bytes = [&](int plane) { return planes.len[plane] * planes.blocks[plane]; };
+    int plane = 0, in_plane = 2 * threadIdx.x;
+    for (; plane < planes.planes && in_plane >= row_bytes(plane); plane++) in_plane -= row_bytes(plane);
     wait_for_previous_kernel();
     uint32_t token = token_of(tokens[blockIdx.y], drawn);
     if (token >= static_cast<uint32_t>(rows)) return;
     int row = token % TILE_ROWS;
     const uint8_t *tile =
         tiles + (static_cast<size_t>(token / TILE_ROWS) * gridDim.x + blockIdx.x) * planes.tile_bytes;
-    for (int plane = 0; plane < planes.planes; plane++) {
-        int bytes = planes.len[plane] * planes.blocks[plane];
-        for (int i = threadIdx.x * 2; i < bytes; i += 2 * TILE_COLS) {
-            int at = planes.base[plane] + row * bytes + i;
-            BlockByte source = find_block_byte(planes, at);
-            *reinterpret_cast<uint16_t *>(raw + source.block * planes.block_bytes + source.byte) =
-                *reinterpret_cast<const uint16_t *>(tile + at);
-        }
+    if (plane < planes.planes) {
+        int at = planes.base[plane] + row * row_bytes(plane) + in_plane;
+        const uint16_t two_bytes = *reinterpret_cast<const uint16_t *>(tile + at);
+        BlockByte source = find_block_byte(planes, at);
+        *reinterpret_cast<uint16_t *>(raw + source.block * planes.block_bytes + source.byte) = two_bytes;
     }
     __syncthreads();
     int col = blockIdx.x * TILE_COLS + threadIdx.x;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Attention for few decode rows. A block computes all splits of one row and KV head, as
-// attention_merged_kv does, but four at a time: four groups of four warps have a split each. If a
-// row has more than four splits, a cluster of blocks may have them. With two blocks:
+// attention_merged_kv does, but four at a time: four groups of four warps have a split each. With
+// more rows, a block has two groups, and two blocks share a multiprocessor. If a row has more than
+// four splits, a cluster of blocks may have them. With two blocks:
 //
 //             block 0                       block 1
 //   group 0 | split 0 | split 8  |       | split 4 | split 12 |    a split is one tile of 64 keys
@@ -32,9 +33,6 @@
 
 namespace {
 
-constexpr int GROUPS = ATTENTION_GROUPS;
-constexpr int GROUPED_THREADS = GROUPS * THREADS;
-
 // A barrier of one group. Barrier 0 is that of the block.
 struct GroupBarrier {
     int group;
@@ -46,6 +44,7 @@ struct GroupBarrier {
 
 template <class Cache, class Blocks>
 struct GroupedShared {
+    static constexpr int GROUPS = Blocks::GROUPS;
     float largest_by_warp[GROUPS][WARPS][16];
     typename Cache::KeyAddress addresses[GROUPS][TILE];
     // Largest score and sum of weights, for the splits of a round in all blocks.
@@ -59,7 +58,7 @@ struct GroupedMemory {
     float *split_sums;
 };
 
-template <class Cache>
+template <class Cache, int GROUPS>
 __device__ __forceinline__ GroupedMemory divide_memory(uint8_t *stages) {
     __half *query_rows = reinterpret_cast<__half *>(stages + GROUPS * Cache::STAGE_BYTES);
     __half *weight_tiles = query_rows + 16 * Cache::PITCH;
@@ -89,8 +88,9 @@ __device__ __forceinline__ void store_split(const SplitTiles<Cache, false> &stat
 // the blocks in turn.
 template <class Cache, class Blocks>
 struct MergedValues {
-    static constexpr int COUNT = (16 * Cache::DIM + GROUPED_THREADS - 1) / GROUPED_THREADS;
-    static_assert(GROUPED_THREADS % TILE_COLS == 0);
+    static constexpr int GROUPS = Blocks::GROUPS, BLOCK_THREADS = GROUPS * THREADS;
+    static constexpr int COUNT = (16 * Cache::DIM + BLOCK_THREADS - 1) / BLOCK_THREADS;
+    static_assert(BLOCK_THREADS % TILE_COLS == 0);
 
     const Blocks &blocks;
     // Values of all heads.
@@ -100,7 +100,7 @@ struct MergedValues {
 
     // The thread's k-th value.
     __device__ __forceinline__ int value(int k) const {
-        const int tile = threadIdx.x / TILE_COLS + k * (GROUPED_THREADS / TILE_COLS);
+        const int tile = threadIdx.x / TILE_COLS + k * (BLOCK_THREADS / TILE_COLS);
         return (tile * blocks.count + blocks.rank) * TILE_COLS + threadIdx.x % TILE_COLS;
     }
 
@@ -158,7 +158,7 @@ __device__ __forceinline__ void fill_query_rows(bool is_raw, const RawHeads<Cach
         __syncthreads();
         wait_for_previous_kernel();
         launch_next_kernel();
-        // A warp has a head, or two of a group of 16.
+        // A warp has a head, or up to three of a group of 16.
         raw.template finish<1>(kv, queries, query_rows);
     } else {
         wait_for_previous_kernel();
@@ -193,8 +193,9 @@ __device__ void attention_grouped_kv(const KvLayerAddress &kv, const AttentionQu
                                      const uint32_t *tables, const KvSplits *splits,
                                      const uint32_t *split_count, const NormRopeKvParams &raw_params,
                                      float *out, int quantizer, const QuantizedRows &quantized) {
+    constexpr int GROUPS = Blocks::GROUPS;
     extern __shared__ __align__(16) uint8_t shared_stages[];
-    const auto [query_rows, weight_tiles, split_sums] = divide_memory<Cache>(shared_stages);
+    const auto [query_rows, weight_tiles, split_sums] = divide_memory<Cache, GROUPS>(shared_stages);
     __shared__ GroupedShared<Cache, Blocks> shared;
     static_assert(sizeof(shared) <= Blocks::SHARED_BYTES_MAX);
 
@@ -270,8 +271,9 @@ __device__ void attention_grouped_kv(const KvLayerAddress &kv, const AttentionQu
 
 }  // namespace
 
-#define GROUPED_KV_KERNEL(NAME, CACHE, BLOCKS)                                                            \
-    extern "C" __global__ void __launch_bounds__(GROUPED_THREADS)                                         \
+// The compiler leaves registers for RESIDENT blocks on a multiprocessor.
+#define GROUPED_KV_KERNEL(NAME, CACHE, BLOCKS, RESIDENT)                                                  \
+    extern "C" __global__ void __launch_bounds__(BLOCKS::GROUPS *THREADS, RESIDENT)                       \
         NAME(const __grid_constant__ KvLayerAddress kv, const __grid_constant__ AttentionQueries queries, \
              const uint32_t *tables, const KvSplits *splits, const uint32_t *split_count,                 \
              const __grid_constant__ NormRopeKvParams raw_heads, float *out, int quantizer,               \
@@ -281,6 +283,7 @@ __device__ void attention_grouped_kv(const KvLayerAddress &kv, const AttentionQu
     }                                                                                                     \
     CHECK_SIGNATURE(NAME, AttentionGroupedKv);
 
-#define GROUPED_KV_KERNELS(DIM, CACHE)                              \
-    GROUPED_KV_KERNEL(attention_grouped_kv_##DIM, CACHE, LoneBlock) \
-    GROUPED_KV_KERNEL(attention_clustered_kv_##DIM, CACHE, BlocksOfCluster)
+#define GROUPED_KV_KERNELS(DIM, CACHE)                                                   \
+    GROUPED_KV_KERNEL(attention_grouped_kv_##DIM, CACHE, LoneBlock<ATTENTION_GROUPS>, 1) \
+    GROUPED_KV_KERNEL(attention_clustered_kv_##DIM, CACHE, BlocksOfCluster, 1)           \
+    GROUPED_KV_KERNEL(attention_paired_kv_##DIM, CACHE, LoneBlock<ATTENTION_PAIRED_GROUPS>, 2)

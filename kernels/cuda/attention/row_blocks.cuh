@@ -2,6 +2,7 @@
 
 // The blocks that have a row and KV head together, in grouped_kv.cuh: one, or those of a cluster.
 //
+//   GROUPS         groups of four warps of a block
 //   arrive, wait   a barrier of all threads of these blocks. `arrive` is called before the first
 //                  use of another block's memory, and then `wait` and `arrive` in turn
 //   wait_last      the last call: a block must not end while others read its memory
@@ -16,8 +17,10 @@
 
 namespace {
 
+template <int BLOCK_GROUPS>
 struct LoneBlock {
-    static constexpr int COUNT_MAX = 1, SHARED_BYTES_MAX = ATTENTION_GROUPED_BYTES, count = 1, rank = 0;
+    static constexpr int GROUPS = BLOCK_GROUPS, COUNT_MAX = 1, SHARED_BYTES_MAX = ATTENTION_GROUPED_BYTES,
+                         count = 1, rank = 0;
 
     __device__ __forceinline__ void arrive() const {}
     __device__ __forceinline__ void wait() const { __syncthreads(); }
@@ -34,7 +37,8 @@ struct LoneBlock {
 
 // `count` is a power of two; this block has number `rank`.
 struct BlocksOfCluster {
-    static constexpr int COUNT_MAX = ATTENTION_CLUSTER_MAX, SHARED_BYTES_MAX = ATTENTION_CLUSTERED_BYTES;
+    static constexpr int GROUPS = ATTENTION_GROUPS, COUNT_MAX = ATTENTION_CLUSTER_MAX,
+                         SHARED_BYTES_MAX = ATTENTION_CLUSTERED_BYTES;
     int count = cluster_blocks(), rank = rank_in_cluster();
 
     __device__ __forceinline__ void arrive() const { arrive_at_cluster(); }
@@ -43,7 +47,7 @@ struct BlocksOfCluster {
 
     template <int N>
     __device__ __forceinline__ void load(int of, const float *own, int pitch, float (&to)[N]) const {
-        if (of == rank) return LoneBlock().load(of, own, pitch, to);
+        if (of == rank) return LoneBlock<GROUPS>().load(of, own, pitch, to);
         const uint32_t from = address_in_block(of, own);
 #pragma unroll
         for (int i = 0; i < N; i++)

@@ -8,14 +8,15 @@ use quant::layout::TILE_COLS;
 
 use super::abi::attention::{
     ATTENTION_CLUSTER_MAX, ATTENTION_CLUSTERED_BYTES, ATTENTION_GROUPED_BYTES, ATTENTION_GROUPS,
-    ATTENTION_PAD, ATTENTION_PAD_BYTES, ATTENTION_STAGES, ATTENTION_TILE, ATTENTION_WARPS,
-    AttentionGroupedKv, AttentionMerge, AttentionMergeQuantized, AttentionMergedKv, AttentionQueries,
-    AttentionScalar, AttentionSplitKv, NO_WINDOW, SPLIT_KV_PAIRS,
+    ATTENTION_PAD, ATTENTION_PAD_BYTES, ATTENTION_PAIRED_GROUPS, ATTENTION_STAGES, ATTENTION_TILE,
+    ATTENTION_WARPS, AttentionGroupedKv, AttentionMerge, AttentionMergeQuantized, AttentionMergedKv,
+    AttentionQueries, AttentionScalar, AttentionSplitKv, NO_WINDOW, SPLIT_KV_PAIRS,
 };
 use super::abi::kv::NormRopeKvParams;
 use super::abi::tiles::QuantizedRows;
 use super::attention_names::{
-    GROUPED_HEAD_DIM_MAX, HEAD_DIMS, clustered_kv_name, grouped_kv_name, merged_kv_name, split_kv_name,
+    GROUPED_HEAD_DIM_MAX, HEAD_DIMS, clustered_kv_name, grouped_kv_name, merged_kv_name, paired_kv_name,
+    split_kv_name,
 };
 use super::attention_prefill::PrefillMethod;
 use super::kv_write::{KvLayerAddress, q8_scale_bytes};
@@ -82,6 +83,8 @@ pub enum SplitMerge {
     /// `blocks` blocks for all splits of their row, several at a time in each. If there are several
     /// blocks, they are a cluster.
     Groups { blocks: u32 },
+    /// A block for all splits of its row, two at a time. Two blocks share a multiprocessor.
+    Pairs,
 }
 
 /// The kernels for a model's attention shape. The choice depends on the model and the device, never
@@ -89,8 +92,8 @@ pub enum SplitMerge {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionMethod {
     /// Tensor cores. A block of the split-KV kernel has `split_tokens` tokens, a block of the
-    /// prefill kernel `prefill_tokens`. `has_groups` says whether there is a kernel for
-    /// [`SplitMerge::Groups`], for which the device has the shared memory.
+    /// prefill kernel `prefill_tokens`. `has_groups` says whether there are kernels for
+    /// [`SplitMerge::Groups`] and `Pairs`, and the device has the shared memory for them.
     TensorCores {
         split_tokens: usize,
         prefill_tokens: usize,
@@ -112,7 +115,8 @@ impl AttentionMethod {
             return Self::Scalar;
         }
         let prefill_pairs = prefill.pairs();
-        let grouped_bytes = grouped_launch(kind, *spec, 1, 1).shared_bytes as usize + ATTENTION_GROUPED_BYTES;
+        let grouped_bytes = grouped_launch(kind, *spec, 1, ATTENTION_GROUPS, 1).shared_bytes as usize
+            + ATTENTION_GROUPED_BYTES;
         Self::TensorCores {
             split_tokens: SPLIT_KV_PAIRS / group,
             prefill_tokens: prefill_pairs / group,
@@ -181,7 +185,7 @@ impl AttentionKernels {
     /// cache of f16. Caches of other types need no more shared memory.
     pub(super) fn clusters(&self, spec: &AttentionSpec) -> Result<[u32; CLUSTERS.len()], CudaError> {
         let mut clusters = [0; CLUSTERS.len()];
-        let launch = |blocks: u32| grouped_launch(KvType::F16, *spec, 1, blocks);
+        let launch = |blocks: u32| grouped_launch(KvType::F16, *spec, 1, ATTENTION_GROUPS, blocks);
         if launch(1).shared_bytes as usize + ATTENTION_CLUSTERED_BYTES > self.shared_bytes_max {
             return Ok(clusters);
         }
@@ -197,7 +201,9 @@ impl AttentionKernels {
     pub(super) fn can_quantize(spec: &AttentionSpec, plan: &AttentionPlanAddress) -> bool {
         let heads = match plan.merge {
             SplitMerge::Kernel => spec.heads,
-            SplitMerge::Block | SplitMerge::Groups { .. } => spec.heads / spec.kv_heads.max(1),
+            SplitMerge::Block | SplitMerge::Groups { .. } | SplitMerge::Pairs => {
+                spec.heads / spec.kv_heads.max(1)
+            }
         };
         plan.merges_all_rows
             && TILE_COLS.is_multiple_of(spec.head_dim.max(1))
@@ -253,7 +259,7 @@ impl AttentionKernels {
                     SplitMerge::Block => {
                         self.merged_kv(stream, inputs, plan, raw_heads, out, quantized.as_ref())?;
                     }
-                    SplitMerge::Groups { .. } => {
+                    SplitMerge::Groups { .. } | SplitMerge::Pairs => {
                         self.grouped_kv(stream, inputs, plan, raw_heads, out, quantized.as_ref())?;
                     }
                 }
@@ -364,11 +370,14 @@ impl AttentionKernels {
             quantizer,
             quantized,
         };
-        let (blocks, name) = match plan.merge {
-            SplitMerge::Groups { blocks } if blocks > 1 => (blocks, clustered_kv_name(kind, spec.head_dim)),
-            _ => (1, grouped_kv_name(kind, spec.head_dim)),
+        let (groups, blocks, name) = match plan.merge {
+            SplitMerge::Pairs => (ATTENTION_PAIRED_GROUPS, 1, paired_kv_name(kind, spec.head_dim)),
+            SplitMerge::Groups { blocks } if blocks > 1 => {
+                (ATTENTION_GROUPS, blocks, clustered_kv_name(kind, spec.head_dim))
+            }
+            _ => (ATTENTION_GROUPS, 1, grouped_kv_name(kind, spec.head_dim)),
         };
-        let launch = grouped_launch(kind, spec, plan.splits_max, blocks);
+        let launch = grouped_launch(kind, spec, plan.splits_max, groups, blocks);
         // SAFETY: as in `merged_kv`. `grouped_launch` counts the memory as the kernel divides it.
         unsafe { launch_kernel(self.family(kind), name, stream, launch, &arguments) }
     }
@@ -518,16 +527,16 @@ fn raw_params(
     Ok(params)
 }
 
-/// The launch of attention_grouped_kv or attention_clustered_kv for up to `rows` rows, with
-/// `blocks` blocks for each row and KV head.
-fn grouped_launch(kind: KvType, spec: AttentionSpec, rows: u32, blocks: u32) -> LaunchConfig {
+/// The launch of a kernel of attention/grouped_kv.cuh for up to `rows` rows, with `blocks` blocks
+/// of `groups` groups for each row and KV head.
+fn grouped_launch(kind: KvType, spec: AttentionSpec, rows: u32, groups: usize, blocks: u32) -> LaunchConfig {
     let group = spec.heads / spec.kv_heads.max(1);
     let weights_and_results =
         SPLIT_KV_PAIRS * row_pitch_bytes(ATTENTION_TILE) + group * spec.head_dim * size_of::<f32>();
-    let shared_bytes = ATTENTION_GROUPS * (KvStageBytes::of(kind, spec.head_dim).stage + weights_and_results)
+    let shared_bytes = groups * (KvStageBytes::of(kind, spec.head_dim).stage + weights_and_results)
         + SPLIT_KV_PAIRS * query_pitch_bytes(kind, spec.head_dim);
     let launch = launch_shape((spec.kv_heads as u32 * blocks, rows, 1), shared_bytes);
-    LaunchConfig { block: ATTENTION_GROUPS as u32 * BLOCK, cluster: blocks, ..launch }
+    LaunchConfig { block: groups as u32 * BLOCK, cluster: blocks, ..launch }
 }
 
 /// The number of the format of `quantized` rows, and their addresses; null if there are none.

@@ -69,3 +69,7 @@ pub(super) fn grouped_kv_name(kind: KvType, head_dim: usize) -> KernelName<Atten
 pub(super) fn clustered_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionGroupedKv> {
     by_small_head_dim!("attention_clustered_kv", kind, head_dim)
 }
+
+pub(super) fn paired_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionGroupedKv> {
+    by_small_head_dim!("attention_paired_kv", kind, head_dim)
+}

@@ -31,9 +31,11 @@ struct Times {
     /// Microseconds of two such blocks per 512 columns, fitted so that products are computed by the
     /// shape that was measured to be faster.
     exchanged: &'static [(usize, f64)],
-    /// Microseconds of a block with one column group, per 256 columns, for 64 and 128 tokens. The
-    /// times of other numbers of tokens lie on the same line.
-    one_group: [f64; 2],
+    /// Microseconds of a block with one column group and two row groups, per 256 columns, for 64
+    /// and 128 tokens. The times of other numbers of tokens lie on the same line.
+    two_row_groups: [f64; 2],
+    /// The same with three row groups, for 32 and 64 tokens.
+    three_row_groups: [f64; 2],
     /// Microseconds of a block of the 8-bit kernel, per 256 columns, for 32 tokens.
     matmul_block: f64,
 }
@@ -43,26 +45,30 @@ fn times(dtype: DType) -> Option<Times> {
         DType::Q4_K => Some(Times {
             in_turn: &[(32, 0.42), (64, 0.62)],
             exchanged: &[(32, 0.5), (64, 0.7)],
-            one_group: [1.21, 1.94],
+            two_row_groups: [1.21, 1.94],
+            three_row_groups: [1.10, 1.72],
             matmul_block: 0.37,
         }),
         DType::Q5_K => Some(Times {
             in_turn: &[(32, 0.47), (64, 0.69)],
             exchanged: &[(32, 0.55), (64, 0.74)],
-            one_group: [1.34, 2.05],
+            two_row_groups: [1.34, 2.05],
+            three_row_groups: [1.22, 1.80],
             matmul_block: 0.42,
         }),
         // Measured with Q8_0. The other two are assumed to be alike.
         DType::Q8_0 | DType::Q4_0 | DType::Q5_0 => Some(Times {
             in_turn: &[(16, 0.39), (32, 0.51), (64, 0.87)],
             exchanged: &[(32, 0.64)],
-            one_group: [1.54, 2.94],
+            two_row_groups: [1.54, 2.94],
+            three_row_groups: [1.23, 2.14],
             matmul_block: 0.42,
         }),
         DType::Q6_K => Some(Times {
             in_turn: &[(32, 0.59), (64, 0.77)],
             exchanged: &[(32, 0.63), (64, 0.81)],
-            one_group: [1.49, 2.13],
+            two_row_groups: [1.49, 2.13],
+            three_row_groups: [1.59, 2.06],
             matmul_block: 0.5,
         }),
         _ => None,
@@ -73,9 +79,13 @@ impl Times {
     /// Microseconds per 256 columns of a block, or of those of a cluster, for this many tokens.
     fn of_output_tile(&self, shape: &WgmmaShape, tokens: usize) -> f64 {
         if shape.column_groups == 1 {
-            let [first, second] = self.one_group;
+            let ([first, second], of_first) = if shape.row_groups == 3 {
+                (self.three_row_groups, 32.0)
+            } else {
+                (self.two_row_groups, 64.0)
+            };
             let tokens = tokens.next_multiple_of(WGMMA_TOKENS_STEP) as f64;
-            return first + (second - first) * (tokens - 64.0) / 64.0;
+            return first + (second - first) * (tokens - of_first) / of_first;
         }
         let times = if shape.blocks == 1 { self.in_turn } else { self.exchanged };
         let of_shape = times.iter().find(|(tokens, _)| *tokens == shape.tokens);
@@ -142,7 +152,12 @@ impl WgmmaShape {
         let dtype = matrix.dtype();
         let times = times(dtype).filter(|_| tokens > EIGHT_BIT_TOKENS_MAX)?;
         let col_tiles = matrix.col_tiles() as f64;
-        let shapes = Self::of(dtype).filter(|shape| shape.blocks <= multiprocessors).map(|shape| {
+        // Prompts are not faster with three row groups: these read all weights for every 64 tokens.
+        let is_for_prompts = |shape: &Self| shape.row_groups < 3;
+        let candidates = Self::of(dtype)
+            .filter(|shape| shape.blocks <= multiprocessors)
+            .filter(|shape| tokens <= shape.tokens || is_for_prompts(shape));
+        let shapes = candidates.map(|shape| {
             let time = shape.column_tile_time(&times, shape.workers(multiprocessors), row_tiles, tokens);
             let start = if shape.blocks > 1 { EXCHANGE_START } else { 0.0 };
             (start + col_tiles * time, shape)
@@ -194,6 +209,7 @@ pub(super) fn wgmma_name(dtype: DType, shape: WgmmaShape) -> Option<KernelName<L
                     (DType::$dtype, 32, [1, 4, 2]) => Some(names!(@of $type "_32_1_4_2")),
                     (DType::$dtype, 64, [1, 4, 1]) => Some(names!(@of $type "_64_1_4_1")),
                     (DType::$dtype, 64, [2, 1, 1]) => Some(names!(@of $type "_64_2_1_1")),
+                    (DType::$dtype, 64, [3, 1, 1]) => Some(names!(@of $type "_64_3_1_1")),
                     (DType::$dtype, 128, [2, 1, 1]) => Some(names!(@of $type "_128_2_1_1")),
                 )*
                 (DType::Q8_0, 16, [1, 4, 1]) => Some(names!(@of "q8_0" "_16_1_4_1")),
@@ -236,17 +252,28 @@ mod tests {
             (DType::Q4_K, [12_288, 4096], 32, "32/1/4/2"),
             (DType::Q4_K, [12_288, 4096], 64, "64/1/4/2"),
             (DType::Q4_K, [4096, 4096], 64, "32/1/4/1"),
-            (DType::Q4_K, [4096, 24_576], 32, "32/1/4/1"),
-            (DType::Q4_K, [4096, 24_576], 64, "64/1/4/1"),
             (DType::Q8_0, [4096, 4096], 24, "16/1/4/1"),
             (DType::Q8_0, [4096, 4096], 32, "16/1/4/1"),
             (DType::Q8_0, [4096, 6144], 32, "32/1/4/1"),
             (DType::Q8_0, [12_288, 4096], 32, "32/1/4/2"),
-            (DType::Q8_0, [4096, 24_576], 64, "64/1/4/1"),
         ] {
             let found = fastest(dtype, 132, size, tokens);
             assert_eq!(found.as_deref(), Some(expected), "{dtype}, {size:?}, {tokens} tokens");
         }
+    }
+
+    #[test]
+    fn wide_products_of_few_tokens_take_three_row_groups() {
+        for dtype in [DType::Q4_K, DType::Q5_K, DType::Q6_K, DType::Q8_0] {
+            for (rows, tokens) in [(24_576, 32), (24_576, 48), (24_576, 64), (151_936, 32), (151_936, 64)] {
+                let found = fastest(dtype, 132, [4096, rows], tokens);
+                assert_eq!(found.as_deref(), Some("64/3/1/1"), "{dtype}, {rows} rows, {tokens} tokens");
+            }
+            // 64 output tiles, for 132 multiprocessors.
+            let found = fastest(dtype, 132, [4096, 12_288], 64);
+            assert_ne!(found.as_deref(), Some("64/3/1/1"), "{dtype}");
+        }
+        assert_eq!(fastest(DType::Q8_0, 132, [4096, 24_576], 512).as_deref(), Some("128/2/1/1"));
     }
 
     #[test]

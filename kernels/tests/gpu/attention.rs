@@ -457,34 +457,47 @@ fn chunks_neighbours_and_blocks_change_nothing(
 }
 
 /// On a large GPU, clusters compute rows of these lengths: two blocks and two rounds if there are
-/// 16 rows, and up to four blocks for each alone. Rows of two tokens have a block for each split.
+/// 16 rows, and up to four blocks for each alone.
 pub(crate) fn clusters_have_the_bits_of_other_kernels(gpu: &TestGpu) -> Result<()> {
-    let mut random = TestRng::new(23);
     let lengths: Vec<usize> = match gpu.small {
         true => vec![300, 270],
         false => (0..16).map(|sequence| 400 + 37 * sequence % 600).collect(),
     };
+    let shapes = [(8, 4, 64), (12, 4, 96), (16, 4, 128), (12, 4, 80), (8, 1, 128), (32, 2, 128)];
+    rows_have_the_bits_of_other_kernels(gpu, &lengths, &shapes)
+}
+
+/// On an H200, blocks compute two splits of these rows at a time. Rows alone have groups.
+pub(crate) fn pairs_have_the_bits_of_other_kernels(gpu: &TestGpu) -> Result<()> {
+    let longest = if gpu.small { 200 } else { 1_000 };
+    let lengths: Vec<usize> = (0..40).map(|sequence| longest - 13 * sequence % (longest / 3)).collect();
+    rows_have_the_bits_of_other_kernels(gpu, &lengths, &[(8, 4, 64), (12, 4, 96), (64, 4, 128), (12, 4, 80)])
+}
+
+/// Compares the last rows of sequences, together and alone, with the last rows of runs of two
+/// tokens, which have a block for each split. `shapes` are heads, KV heads and head dimensions.
+fn rows_have_the_bits_of_other_kernels(
+    gpu: &TestGpu,
+    lengths: &[usize],
+    shapes: &[(usize, usize, usize)],
+) -> Result<()> {
+    let mut random = TestRng::new(23);
     let rows = |tokens: usize| lengths.iter().map(move |&len| len - tokens..len).enumerate();
     for kind in [KvType::F16, KvType::Bf16, KvType::Q8_0] {
-        for (heads, kv_heads, head_dim) in
-            [(8, 4, 64), (12, 4, 96), (16, 4, 128), (12, 4, 80), (8, 1, 128), (32, 2, 128)]
-        {
-            let paged = PagedAttention::new(&mut random, spec(heads, kv_heads, head_dim), kind, &lengths);
+        for &(heads, kv_heads, head_dim) in shapes {
+            let paged = PagedAttention::new(&mut random, spec(heads, kv_heads, head_dim), kind, lengths);
             let mut cuda = Cuda::new(&gpu.device)?;
             let width = heads * head_dim;
             let together = paged.run(&mut cuda, 16, &[rows(1).collect()])?.concat();
             let alone: Vec<_> = rows(1).map(|row| vec![row]).collect();
             let alone = paged.run(&mut cuda, 16, &alone)?.concat();
-            let pairs: Vec<_> = rows(2).map(|pair| vec![pair]).collect();
-            let pairs = paged.run(&mut cuda, 16, &pairs)?;
-            let expected: Vec<f32> = pairs.iter().flat_map(|pair| &pair[width..]).copied().collect();
+            let runs: Vec<_> = rows(2).map(|run| vec![run]).collect();
+            let runs = paged.run(&mut cuda, 16, &runs)?;
+            let expected: Vec<f32> = runs.iter().flat_map(|run| &run[width..]).copied().collect();
+            let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
             for (what, found) in [("together", &together), ("alone", &alone)] {
-                ensure!(found.len() == expected.len(), "{} values, {}", found.len(), expected.len());
-                let differs = found.iter().zip(&expected).position(|(a, b)| a.to_bits() != b.to_bits());
-                ensure!(
-                    differs.is_none(),
-                    "{heads} heads on {kv_heads} of {head_dim}, {kind:?}, {what}: value {differs:?}"
-                );
+                let what = format!("{heads} heads on {kv_heads} of {head_dim}, {kind:?}, {what}");
+                ensure!(bits(found) == bits(&expected), "{what}");
             }
         }
     }

@@ -202,21 +202,22 @@ impl WgmmaShape {
     }
 
     /// The name of a kernel has all numbers but the stages.
-    pub(crate) const ALL: [Self; 8] = [
+    pub(crate) const ALL: [Self; 9] = [
         Self::new(16, [1, 4, 1], 8),
         Self::new(32, [1, 4, 1], 8),
         Self::new(32, [1, 4, 2], 8),
         Self::new(64, [1, 4, 1], 5),
         Self::new(64, [2, 1, 1], 3),
+        Self::new(64, [3, 1, 1], 3),
         Self::new(128, [2, 1, 1], 3),
         Self::new(160, [2, 1, 1], 3),
         Self::new(64, [1, 4, 2], 5),
     ];
     /// Those of Q4_K, Q5_K and Q6_K. With 16 tokens they are no faster.
-    const K: Range<usize> = 1..8;
+    const K: Range<usize> = 1..9;
     /// Those of the other types: their sums of 160 tokens do not fit the registers, and two blocks
     /// that exchange values of 64 tokens are no faster.
-    const LEGACY: Range<usize> = 0..6;
+    const LEGACY: Range<usize> = 0..7;
 
     pub const fn tokens(&self) -> usize {
         self.tokens

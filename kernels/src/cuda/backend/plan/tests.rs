@@ -226,10 +226,29 @@ fn groups_compute_few_short_rows() {
     assert_eq!(merge(&[(256, 1); 7]), groups);
     assert_eq!(merge(&[(512, 1); 7]), SplitMerge::Kernel);
     assert_eq!(merge(&[(190, 1); 16]), groups);
-    // More blocks than multiprocessors.
-    assert_eq!(merge(&[(190, 1); 17]), SplitMerge::Block);
+    // More blocks than multiprocessors: two of them on one.
+    assert_eq!(merge(&[(190, 1); 17]), SplitMerge::Pairs);
     // Two rows of one sequence.
     assert_eq!(merge(&[(190, 1), (40, 2)]), SplitMerge::Kernel);
+}
+
+#[test]
+fn pairs_compute_rows_of_up_to_1024_keys_if_they_fill_the_device() {
+    let merge = |runs: &[(u32, u32)]| Rows::new(runs).plans(GROUPS)[0].merge;
+    assert_eq!(merge(&[(1023, 1); 32]), SplitMerge::Pairs);
+    assert_eq!(merge(&[(1024, 1); 32]), SplitMerge::Block);
+    // A block for each multiprocessor.
+    assert_eq!(merge(&[(600, 1); 16]), SplitMerge::Block);
+    // Launches have blocks for 64 rows then, more than two on each multiprocessor.
+    assert_eq!(merge(&[(190, 1); 33]), SplitMerge::Block);
+    // Two rows of each sequence.
+    assert_eq!(merge(&[(190, 2); 32]), SplitMerge::Block);
+    // One row is much longer than the others.
+    let mut uneven = [(20, 1); 32];
+    uneven[0] = (1000, 1);
+    assert_eq!(merge(&uneven), SplitMerge::Kernel);
+    let without = AttentionPlanLimits { has_groups: false, ..GROUPS };
+    assert_eq!(Rows::new(&[(190, 1); 32]).plans(without)[0].merge, SplitMerge::Block);
 }
 
 #[test]
