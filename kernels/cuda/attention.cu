@@ -11,7 +11,7 @@
 //                         all splits of its rows, merges them, and quantizes the rows
 //   attention_grouped_kv_* few decode rows of few keys without a window: the same, four splits side
 //                         by side (attention/grouped_kv.cuh)
-//   attention_paired_kv_* more rows: two splits side by side
+//   attention_two_groups_kv_* more rows: two splits side by side
 //   attention_clustered_kv_* fewer rows or more keys: four, with a cluster of blocks
 //   attention_prefill_*   long runs of tokens (attention/prefill.cuh)
 //   attention_prefill_wgmma_*  the same on sm_90a, for caches of two bytes and heads of 64 and 128

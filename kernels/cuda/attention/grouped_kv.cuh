@@ -286,4 +286,4 @@ __device__ void attention_grouped_kv(const KvLayerAddress &kv, const AttentionQu
 #define GROUPED_KV_KERNELS(DIM, CACHE)                                                   \
     GROUPED_KV_KERNEL(attention_grouped_kv_##DIM, CACHE, LoneBlock<ATTENTION_GROUPS>, 1) \
     GROUPED_KV_KERNEL(attention_clustered_kv_##DIM, CACHE, BlocksOfCluster, 1)           \
-    GROUPED_KV_KERNEL(attention_paired_kv_##DIM, CACHE, LoneBlock<ATTENTION_PAIRED_GROUPS>, 2)
+    GROUPED_KV_KERNEL(attention_two_groups_kv_##DIM, CACHE, LoneBlock<ATTENTION_TWO_GROUPS>, 2)

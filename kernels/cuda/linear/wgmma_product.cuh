@@ -47,10 +47,9 @@
 //   12288 x 4096     23.4       31.8       22.6       60.6       37.4
 //   4096 x 12288     23.9       22.6       23.6       22.9       39.5
 //
-// Wide matrices have three row groups and one column group: sums stay in registers, and 24,576 rows
-// are 128 output tiles, one each for most multiprocessors of an H200. 64 tokens times 4,096 columns
-// and so many rows take 32.0 us instead of 35.3 with 64/1/4/1 (Q4_K), and 41.8 instead of 47.0
-// (Q8_0).
+// Wide matrices have three row groups and one column group: 24,576 rows are 128 output tiles, one
+// each for most multiprocessors of an H200. 64 tokens times 4,096 columns and so many rows take
+// 32.0 us instead of 35.3 with 64/1/4/1 (Q4_K), and 41.8 instead of 47.0 (Q8_0).
 //
 // Limit: instructions (affine_k_wgmma.cuh has the counts). With four column groups, a scheduler
 // issues in 58 to 64% of the clocks (Nsight Compute, Q4_K, 32/1/4/1). A warp starts its copies one
@@ -349,10 +348,9 @@ struct Kernel {
     }
 };
 
-// The block's shared memory. What a shuffle returns is computed once. Without it, the compiler
-// computes the address again for each column tile, from a register that takes long to read.
-// Products of one column group then take 1 to 2% longer (H200). Clusters of two are 1 to 2% slower
-// with it.
+// The block's shared memory. Its address comes from a shuffle, so that the compiler keeps it. It
+// would otherwise compute it again for each column tile, and products of one column group would
+// take 1 to 2% longer (H200). Clusters of two are 1 to 2% slower with the shuffle.
 template <class Format, class Shape>
 __device__ inline Shared<Format, Shape> &shared_memory() {
     extern __shared__ __align__(128) uint8_t memory[];

@@ -8,15 +8,15 @@ use quant::layout::TILE_COLS;
 
 use super::abi::attention::{
     ATTENTION_CLUSTER_MAX, ATTENTION_CLUSTERED_BYTES, ATTENTION_GROUPED_BYTES, ATTENTION_GROUPS,
-    ATTENTION_PAD, ATTENTION_PAD_BYTES, ATTENTION_PAIRED_GROUPS, ATTENTION_STAGES, ATTENTION_TILE,
+    ATTENTION_PAD, ATTENTION_PAD_BYTES, ATTENTION_STAGES, ATTENTION_TILE, ATTENTION_TWO_GROUPS,
     ATTENTION_WARPS, AttentionGroupedKv, AttentionMerge, AttentionMergeQuantized, AttentionMergedKv,
     AttentionQueries, AttentionScalar, AttentionSplitKv, NO_WINDOW, SPLIT_KV_PAIRS,
 };
 use super::abi::kv::NormRopeKvParams;
 use super::abi::tiles::QuantizedRows;
 use super::attention_names::{
-    GROUPED_HEAD_DIM_MAX, HEAD_DIMS, clustered_kv_name, grouped_kv_name, merged_kv_name, paired_kv_name,
-    split_kv_name,
+    GROUPED_HEAD_DIM_MAX, HEAD_DIMS, clustered_kv_name, grouped_kv_name, merged_kv_name, split_kv_name,
+    two_groups_kv_name,
 };
 use super::attention_prefill::PrefillMethod;
 use super::kv_write::{KvLayerAddress, q8_scale_bytes};
@@ -84,7 +84,7 @@ pub enum SplitMerge {
     /// blocks, they are a cluster.
     Groups { blocks: u32 },
     /// A block for all splits of its row, two at a time. Two blocks share a multiprocessor.
-    Pairs,
+    TwoGroups,
 }
 
 /// The kernels for a model's attention shape. The choice depends on the model and the device, never
@@ -93,7 +93,7 @@ pub enum SplitMerge {
 pub enum AttentionMethod {
     /// Tensor cores. A block of the split-KV kernel has `split_tokens` tokens, a block of the
     /// prefill kernel `prefill_tokens`. `has_groups` says whether there are kernels for
-    /// [`SplitMerge::Groups`] and `Pairs`, and the device has the shared memory for them.
+    /// [`SplitMerge::Groups`] and `TwoGroups`, and the device has the shared memory for them.
     TensorCores {
         split_tokens: usize,
         prefill_tokens: usize,
@@ -201,7 +201,7 @@ impl AttentionKernels {
     pub(super) fn can_quantize(spec: &AttentionSpec, plan: &AttentionPlanAddress) -> bool {
         let heads = match plan.merge {
             SplitMerge::Kernel => spec.heads,
-            SplitMerge::Block | SplitMerge::Groups { .. } | SplitMerge::Pairs => {
+            SplitMerge::Block | SplitMerge::Groups { .. } | SplitMerge::TwoGroups => {
                 spec.heads / spec.kv_heads.max(1)
             }
         };
@@ -259,7 +259,7 @@ impl AttentionKernels {
                     SplitMerge::Block => {
                         self.merged_kv(stream, inputs, plan, raw_heads, out, quantized.as_ref())?;
                     }
-                    SplitMerge::Groups { .. } | SplitMerge::Pairs => {
+                    SplitMerge::Groups { .. } | SplitMerge::TwoGroups => {
                         self.grouped_kv(stream, inputs, plan, raw_heads, out, quantized.as_ref())?;
                     }
                 }
@@ -371,7 +371,7 @@ impl AttentionKernels {
             quantized,
         };
         let (groups, blocks, name) = match plan.merge {
-            SplitMerge::Pairs => (ATTENTION_PAIRED_GROUPS, 1, paired_kv_name(kind, spec.head_dim)),
+            SplitMerge::TwoGroups => (ATTENTION_TWO_GROUPS, 1, two_groups_kv_name(kind, spec.head_dim)),
             SplitMerge::Groups { blocks } if blocks > 1 => {
                 (ATTENTION_GROUPS, blocks, clustered_kv_name(kind, spec.head_dim))
             }

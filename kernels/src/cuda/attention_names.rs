@@ -70,6 +70,6 @@ pub(super) fn clustered_kv_name(kind: KvType, head_dim: usize) -> KernelName<Att
     by_small_head_dim!("attention_clustered_kv", kind, head_dim)
 }
 
-pub(super) fn paired_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionGroupedKv> {
-    by_small_head_dim!("attention_paired_kv", kind, head_dim)
+pub(super) fn two_groups_kv_name(kind: KvType, head_dim: usize) -> KernelName<AttentionGroupedKv> {
+    by_small_head_dim!("attention_two_groups_kv", kind, head_dim)
 }

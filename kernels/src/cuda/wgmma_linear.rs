@@ -152,7 +152,8 @@ impl WgmmaShape {
         let dtype = matrix.dtype();
         let times = times(dtype).filter(|_| tokens > EIGHT_BIT_TOKENS_MAX)?;
         let col_tiles = matrix.col_tiles() as f64;
-        // Prompts are not faster with three row groups: these read all weights for every 64 tokens.
+        // With three row groups, prompts of 2,048 tokens of an 8B model in Q8_0 took 0.5% longer
+        // (H200).
         let is_for_prompts = |shape: &Self| shape.row_groups < 3;
         let candidates = Self::of(dtype)
             .filter(|shape| shape.blocks <= multiprocessors)

@@ -468,7 +468,7 @@ pub(crate) fn clusters_have_the_bits_of_other_kernels(gpu: &TestGpu) -> Result<(
 }
 
 /// On an H200, blocks compute two splits of these rows at a time. Rows alone have groups.
-pub(crate) fn pairs_have_the_bits_of_other_kernels(gpu: &TestGpu) -> Result<()> {
+pub(crate) fn two_groups_have_the_bits_of_other_kernels(gpu: &TestGpu) -> Result<()> {
     let longest = if gpu.small { 200 } else { 1_000 };
     let lengths: Vec<usize> = (0..40).map(|sequence| longest - 13 * sequence % (longest / 3)).collect();
     rows_have_the_bits_of_other_kernels(gpu, &lengths, &[(8, 4, 64), (12, 4, 96), (64, 4, 128), (12, 4, 80)])

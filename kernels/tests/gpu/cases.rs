@@ -70,7 +70,7 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
         attention::it_depends_on_neither_chunks_nor_batch_neighbours_nor_blocks,
     ),
     ("attention: clusters", attention::clusters_have_the_bits_of_other_kernels),
-    ("attention: pairs", attention::pairs_have_the_bits_of_other_kernels),
+    ("attention: two groups", attention::two_groups_have_the_bits_of_other_kernels),
     ("attention: long runs", attention_prefill::long_runs_have_the_bits_of_short_ones),
     ("attention: the cache grows", attention::the_cache_grows_as_it_is_written),
     ("windows: they are those of the reference", windows::windows_are_those_of_the_reference),

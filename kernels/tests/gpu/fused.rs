@@ -487,7 +487,7 @@ pub(crate) fn decode_attention_is_that_of_single_ops(gpu: &TestGpu) -> Result<()
             let steps = AttentionSteps::of_few_sequences();
             compare(&mut pair, "long rows", |ops| attention_block(ops, &block, &steps))?;
             // On an H200, so many blocks of one KV head compute two rounds of groups, and those of
-            // two KV heads pairs.
+            // two KV heads of two groups.
             if kv_heads <= 2 && !gpu.small {
                 let steps = AttentionSteps::of_decode(70, 260..500);
                 compare(&mut pair, "several rounds", |ops| attention_block(ops, &block, &steps))?;

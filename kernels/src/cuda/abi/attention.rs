@@ -20,11 +20,11 @@ abi! {
         const ATTENTION_STAGES: usize = 2;
         /// Groups of four warps of a block of attention_grouped_kv and attention_clustered_kv.
         const ATTENTION_GROUPS: usize = 4;
-        /// Those of a block of attention_paired_kv.
-        const ATTENTION_PAIRED_GROUPS: usize = 2;
-        /// Shared memory that a block of attention_grouped_kv or attention_paired_kv has at most
-        /// beside its dynamic shared memory: addresses, maxima, weights, angles, and the row's own
-        /// key and value.
+        /// Those of a block of attention_two_groups_kv.
+        const ATTENTION_TWO_GROUPS: usize = 2;
+        /// Shared memory that a block of attention_grouped_kv or attention_two_groups_kv has at
+        /// most beside its dynamic shared memory: addresses, maxima, weights, angles, and the row's
+        /// own key and value.
         const ATTENTION_GROUPED_BYTES: usize = 6 << 10;
         /// The same of attention_clustered_kv, which has the weights of all blocks.
         const ATTENTION_CLUSTERED_BYTES: usize = 10 << 10;

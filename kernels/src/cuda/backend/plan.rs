@@ -8,11 +8,10 @@
 //!
 //! 1. A long run of consecutive tokens of one sequence goes to the prefill kernel.
 //! 2. Few decode rows of few keys get a block for each row and KV head, or a cluster of blocks. The
-//!    groups of warps of these blocks compute several splits at a time: four, or two if two blocks
-//!    share a multiprocessor.
+//!    groups of warps of these blocks compute several splits at a time.
 //! 3. Other decode rows and short runs are split along their keys. If there are so many that a
 //!    block for each of them and each KV head fills the device, a block computes all splits of its
-//!    rows and merges them.
+//!    rows and merges them; of few keys, two at a time, if two blocks fit each multiprocessor.
 //! 4. Otherwise, each split has a block, and a further kernel merges their partial results. When
 //!    these fill their buffer, the plan ends. The remaining rows get further plans.
 
@@ -171,7 +170,7 @@ impl AttentionPlan {
         self.merge = if let Some(blocks) = self.group_blocks(limits) {
             SplitMerge::Groups { blocks }
         } else if self.fills_device(limits) {
-            if self.takes_pairs(limits) { SplitMerge::Pairs } else { SplitMerge::Block }
+            if self.takes_two_groups(limits) { SplitMerge::TwoGroups } else { SplitMerge::Block }
         } else {
             SplitMerge::Kernel
         };
@@ -233,10 +232,10 @@ impl AttentionPlan {
 
     /// Whether blocks compute two splits at a time, if the rows fill the device and two of these
     /// blocks share a multiprocessor. A decode step waits for the last tile of a row. On an H200,
-    /// 32 rows of an 8B model decode 1.5% faster at 128 to 256 keys than with one split at a time,
+    /// 32 rows of an 8B model decode 1.7% faster at 128 to 256 keys than with one split at a time,
     /// 0.6% at 900 to 1,028, and 0.3% slower at 1,500 to 1,628. Launches of attention alone, which
-    /// overlap, are up to 23% slower.
-    fn takes_pairs(&self, limits: AttentionPlanLimits) -> bool {
+    /// overlap, are up to 28% slower (24 rows at 190 keys).
+    fn takes_two_groups(&self, limits: AttentionPlanLimits) -> bool {
         const SPLITS: u32 = 16;
         let launched = launch_bound(self.split_tiles.len()) as u32 * limits.kv_heads;
         limits.has_groups

@@ -227,15 +227,15 @@ fn groups_compute_few_short_rows() {
     assert_eq!(merge(&[(512, 1); 7]), SplitMerge::Kernel);
     assert_eq!(merge(&[(190, 1); 16]), groups);
     // More blocks than multiprocessors: two of them on one.
-    assert_eq!(merge(&[(190, 1); 17]), SplitMerge::Pairs);
+    assert_eq!(merge(&[(190, 1); 17]), SplitMerge::TwoGroups);
     // Two rows of one sequence.
     assert_eq!(merge(&[(190, 1), (40, 2)]), SplitMerge::Kernel);
 }
 
 #[test]
-fn pairs_compute_rows_of_up_to_1024_keys_if_they_fill_the_device() {
+fn two_groups_compute_rows_of_up_to_1024_keys_if_they_fill_the_device() {
     let merge = |runs: &[(u32, u32)]| Rows::new(runs).plans(GROUPS)[0].merge;
-    assert_eq!(merge(&[(1023, 1); 32]), SplitMerge::Pairs);
+    assert_eq!(merge(&[(1023, 1); 32]), SplitMerge::TwoGroups);
     assert_eq!(merge(&[(1024, 1); 32]), SplitMerge::Block);
     // A block for each multiprocessor.
     assert_eq!(merge(&[(600, 1); 16]), SplitMerge::Block);
