@@ -12,8 +12,9 @@
 // arrived. A group has at least as many weight tiles as the ring. So when the copying warp begins
 // the next group but one, the stages of a group have been used, and with them its activations.
 //
-// Routing had ended before the previous kernel let this one start. So the first stages of weights
-// are copied before that one has ended.
+// Routing had ended before the previous kernel let this one start: that kernel, or the one before
+// it, had waited for routing first. So the first stages of weights are copied before the previous
+// kernel has ended.
 //
 // Limit: weight bytes over memory bandwidth (an H200 copies at 4.3 TB/s). Measured there, 8 experts
 // of 128 a row, with groups of 8 slots in matmul.cuh before; us, and TB/s of weights:

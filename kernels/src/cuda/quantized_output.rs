@@ -17,8 +17,8 @@ pub struct QuantizedOutput<'a> {
     pub act_tiles: DeviceViewMut<'a, u8>,
     /// Whether anything reads the values themselves. If not, a kernel need not write them.
     pub needs_values: bool,
-    /// Whether the next launch is a product. Norms and activations then let it start, and copy
-    /// weights, before they have their input.
+    /// Whether the next launch is a product that gains by an early start. Norms and activations
+    /// then let it start, and copy weights, before they have their input.
     pub is_before_product: bool,
 }
 

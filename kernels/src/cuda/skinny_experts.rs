@@ -77,7 +77,7 @@ impl ExpertKernels {
         // SAFETY: by the contract of `matmul`, the experts of groups are below `count`, and slots
         // and pairs are below their numbers. So the kernel reads and writes tiles, activation tiles
         // and outputs inside the lengths that were checked. It reads groups before its predecessor
-        // has ended: the launch that lies between waited for them.
+        // has ended: one of the launches between had waited for them before it let the next start.
         unsafe { launch_kernel(&kernels.family, kernels.skinny, stream, launch, &ExpertSkinny { params }) }
             .map_err(device_error(OP))
     }

@@ -104,7 +104,8 @@ pub(super) enum ExpertCommand {
 impl ExpertCommand {
     /// # Safety
     /// As [`super::kernel_set::KernelSet::enqueue`]. In addition, groups and choices are those of
-    /// the preceding `Route` or `RouteRow`. Between a `Route` and its `Matmul` lies a `Quantize`.
+    /// the preceding `Route` or `RouteRow`. Between a `Route` and its first `Matmul` lies a
+    /// `Quantize`, which waits before it lets the `Matmul` start.
     pub(super) unsafe fn enqueue(&self, kernels: &ExpertKernels, stream: &Stream) -> Result<(), OpError> {
         // SAFETY: for all calls and views below, the caller's contract.
         unsafe {
@@ -183,13 +184,22 @@ impl ExpertCommand {
             unreachable!("{self:?} is no down product of a row");
         };
         // SAFETY: for all calls and views below, the caller's contract. The activation was launched
-        // between gate and up and this, and waits before it lets this start: `enqueue_fused` says
-        // that it is before a product for `KernelCommand::Product` alone.
+        // between gate and up and this, and waits before it lets this start: `gains_by_early_start`
+        // is false for this command.
         unsafe {
             let stack = down.expert_slice(choice.count, out)?;
             let residual = residual.map(|residual| residual.view_mut());
             kernels.row_down(stream, activation_tiles.activations(), choice.view(), &stack, residual)
         }
+    }
+
+    /// Whether this product copies weights before it has its input, and a step is faster if it
+    /// starts before the launch in front of it has waited. With 128 experts (qwen3-30b-a3b, H200),
+    /// steps of 16 pairs are 2 to 3% faster and those of 64 pairs 0.5%. Steps of 128 and 256 pairs
+    /// are 0.3% slower.
+    pub(super) fn gains_by_early_start(&self) -> bool {
+        matches!(*self, Self::Matmul { groups, .. }
+            if groups.grouping == PairGrouping::Skinny && groups.pairs < groups.count)
     }
 
     /// Calls `each` for the values and activation tiles that the command reads.
@@ -273,5 +283,38 @@ impl WeightMatrix {
         let shape = self.of_expert(count).tiles()?;
         // SAFETY: the caller's contract.
         Ok(unsafe { ExpertWeights { shape, tiles: self.range.view(), out: out.view_mut() } })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use quant::DType;
+
+    use super::*;
+    use crate::cuda::quantize::ActivationLayout;
+
+    #[test]
+    fn products_of_few_pairs_gain_by_an_early_start_if_they_copy_weights_early() {
+        let range = ByteRange { address: 0x1000, len: 64 };
+        let layout = ActivationLayout::from(DType::Q8_K);
+        let activation_tiles = ActivationTiles { layout, range, tokens: 1, cols: 256 };
+        let matrix = WeightMatrix { dtype: DType::Q4_K, range, cols: 256, rows: 16 };
+        let out = FloatRange { address: 0x2000, len: 16 };
+        let gains = |grouping, pairs| {
+            let words = WordRange { address: 0x3000, len: 64 };
+            let groups = ExpertGroups { pairs, count: 128, grouping, words };
+            let first = (matrix, out);
+            ExpertCommand::Matmul { activation_tiles, groups, by_pair: true, first, second: None }
+                .gains_by_early_start()
+        };
+        assert!(gains(PairGrouping::Skinny, 64));
+        assert!(!gains(PairGrouping::Skinny, 128));
+        // These wait before they read anything.
+        assert!(!gains(PairGrouping::Matmul, 64));
+        assert!(!gains(PairGrouping::Wgmma { group_pairs: 32 }, 64));
+        let weights = FloatRange { address: 0x4000, len: 8 };
+        let choice = RowChoiceRange { experts: WordRange { address: 0x5000, len: 8 }, weights, count: 128 };
+        let down = ExpertCommand::RowDown { activation_tiles, choice, down: matrix, out };
+        assert!(!down.gains_by_early_start(), "it reads the choice early");
     }
 }

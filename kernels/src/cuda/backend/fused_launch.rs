@@ -280,7 +280,11 @@ unsafe fn quantized_behind<'a>(
             // SAFETY: the caller's contract.
             let mut output =
                 unsafe { activation_tiles.quantized_output(!are_overwritten_unread(*x, behind)) };
-            output.is_before_product = matches!(behind, [KernelCommand::Product { .. }, ..]);
+            output.is_before_product = match behind {
+                [KernelCommand::Product { .. }, ..] => true,
+                [KernelCommand::Experts(product), ..] => product.gains_by_early_start(),
+                _ => false,
+            };
             Some(output)
         }
         other => unreachable!("count_fusible put {other:?} behind a kernel that quantizes"),
