@@ -161,8 +161,8 @@ ROUTE_ROW_KERNEL(q8_k, QuantizePer256)
 
 extern "C" __global__ void __launch_bounds__(EXPERT_COMBINE_THREADS)
     expert_combine(const float *contributions, const float *expert_weights, int used, int cols, float *out) {
-    // The next kernel is a norm, which lets a product start early. So that product may copy weights
-    // while this kernel waits.
+    // The next kernel is mostly a norm, which lets a product start early. So that product may copy
+    // weights while this kernel waits.
     launch_next_kernel();
     wait_for_previous_kernel();
     size_t row = blockIdx.x;
