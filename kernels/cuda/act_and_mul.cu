@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// gate = activation(gate) * up, value by value, in place.
-//
-//   silu_*   activation(x) = x / (1 + exp(-x))
-//   gelu_*   activation(x) = x / (1 + exp(-(GELU_LINEAR x + GELU_CUBIC x^3))), by tanh
+// gate = activation(gate) * up (activation.cuh), value by value, in place.
 //
 //   *_and_mul             four values per thread
 //   *_scalar              one value per thread, if their number is no multiple of four
@@ -15,37 +12,15 @@
 // Limit: bytes, 12 per value.
 
 #include "abi/elementwise.cuh"
+#include "activation.cuh"
 #include "linear/quantize.cuh"
-#include "numeric.cuh"
 #include "stream_order.cuh"
 
 namespace {
 
+using activation::Gelu, activation::multiply, activation::Silu;
+
 constexpr int WARPS = ACT_AND_MUL_WARPS;
-
-struct Silu {
-    static __device__ __forceinline__ float exponent(float x) { return -x; }
-};
-
-struct Gelu {
-    // As in crates/ops/src/backend.rs.
-    static constexpr double LINEAR = 2.0 * 0.7978845608028654, CUBIC = 0.044715 * LINEAR;
-
-    static __device__ __forceinline__ float exponent(float x) {
-        return -x * fmaf(float(CUBIC) * x, x, float(LINEAR));
-    }
-};
-
-template <class Activation>
-__device__ float multiply(float gate, float up) {
-    return __fdiv_rn(gate, 1.0f + exp_exact(Activation::exponent(gate))) * up;
-}
-
-template <class Activation>
-__device__ float4 multiply(float4 g, float4 u) {
-    return make_float4(multiply<Activation>(g.x, u.x), multiply<Activation>(g.y, u.y),
-                       multiply<Activation>(g.z, u.z), multiply<Activation>(g.w, u.w));
-}
 
 // A warp computes one token's values of one tile of columns.
 template <class Activation, class Quantizer>

@@ -10,7 +10,8 @@
 //   expert_route          one block: both of these, for few rows
 //   expert_route_row_*    one block: the best experts of the only row, which is also quantized
 //   expert_quantize_*     the rows of the pairs as activation tiles, in that order, as quantize.cu
-//   expert_combine        out[r] = sum of probability times contribution, in rank order
+//   expert_combine        out[r] = sum of probability times contribution, in rank order; clears the
+//                         counts of expert_fused_* (experts/fused.cuh) if there are some
 //   expert_matvec_f32, _f16, _bf16   products of float experts: a warp per pair and matrix row
 //
 //   pairs          0     1     2     3     4     5      pair p is rank p % used of row p / used
@@ -160,13 +161,17 @@ ROUTE_ROW_KERNEL(q8_1, QuantizePer32<ActivationFormat::Q8_1>)
 ROUTE_ROW_KERNEL(q8_k, QuantizePer256)
 
 extern "C" __global__ void __launch_bounds__(EXPERT_COMBINE_THREADS)
-    expert_combine(const float *contributions, const float *expert_weights, int used, int cols, float *out) {
+    expert_combine(const float *contributions, const float *expert_weights, int used, int cols, float *out,
+                   uint32_t *finished) {
     // The next kernel is mostly a norm, which lets a product start early. So that product may copy
     // weights while this kernel waits.
     launch_next_kernel();
     wait_for_previous_kernel();
     size_t row = blockIdx.x;
     int col = blockIdx.y * EXPERT_COMBINE_THREADS + threadIdx.x;
+    static_assert(EXPERT_FUSED_PAIRS_MAX <= EXPERT_COMBINE_THREADS, "the first block clears all");
+    if (finished != nullptr && row == 0 && col < EXPERT_FUSED_PAIRS_MAX)
+        finished[col * EXPERT_FUSED_COUNT_STRIDE] = 0;
     if (col >= cols) return;
     contributions += row * used * cols + col;
     expert_weights += row * used;

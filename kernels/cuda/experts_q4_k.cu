@@ -11,4 +11,5 @@
 #include "linear/affine_k_wgmma.cuh"
 
 EXPERT_KERNELS(q4_k, Q4_K)
+EXPERT_FUSED(q4_k_q6_k, Q4_K, Q6_K)
 EXPERT_WGMMA_KERNEL(q4_k, Q4KProducts, EXPERT_WGMMA_K_TOKENS)

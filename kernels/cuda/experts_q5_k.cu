@@ -11,4 +11,5 @@
 #include "linear/affine_k_wgmma.cuh"
 
 EXPERT_KERNELS(q5_k, Q5_K)
+EXPERT_FUSED(q5_k_q6_k, Q5_K, Q6_K)
 EXPERT_WGMMA_KERNEL(q5_k, Q5KProducts, EXPERT_WGMMA_K_TOKENS)

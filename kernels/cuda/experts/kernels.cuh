@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include "fused.cuh"
 #include "matmul.cuh"
 #include "row_matvec.cuh"
 #include "skinny_matmul.cuh"
@@ -22,6 +23,14 @@
     }                                                                             \
     CHECK_SIGNATURE(expert_skinny_##NAME, ExpertSkinny);
 
+// Gate and up have the first format, down the second.
+#define EXPERT_FUSED(NAME, IN, DOWN)                                            \
+    extern "C" __global__ void __launch_bounds__(expert_fused::THREADS, 1)      \
+        expert_fused_##NAME(const __grid_constant__ ExpertFusedParams params) { \
+        expert_fused::compute<IN, DOWN>(params);                                \
+    }                                                                           \
+    CHECK_SIGNATURE(expert_fused_##NAME, ExpertFused);
+
 #define EXPERT_ROW(NAME, PART, FORMAT, WORK, READS_EARLY)                            \
     extern "C" __global__ void __launch_bounds__(matvec::THREADS)                    \
         expert_row_##PART##_##NAME(const __grid_constant__ ExpertRowParams params) { \
@@ -35,4 +44,5 @@
     EXPERT_ROW(NAME, gate_up, FORMAT, GateAndUp, false) \
     EXPERT_ROW(NAME, down, FORMAT, Down, true)          \
     EXPERT_SKINNY(NAME, FORMAT)                         \
+    EXPERT_FUSED(NAME, FORMAT, FORMAT)                  \
     EXPERT_MATMUL(NAME, FORMAT)

@@ -25,6 +25,11 @@ constexpr int EXPERTS_PER_LANE = EXPERTS_MAX / 32;
 // The key of a probability that is not a number: above all others, so that the result shows it.
 constexpr float NAN_KEY = 2.0f;
 
+// One copy each of code that a launch runs once, so that there are fewer instructions to fetch. Two
+// to eight rows of qwen3-30b-a3b decode 1 to 2% faster (H200).
+static __noinline__ __device__ double exp_of(double x) { return exp(x); }
+static __noinline__ __device__ float quotient(double x, double y) { return float(x / y); }
+
 // The calling warp computes the softmax of one row of `count` logits, at most 32 * PER_LANE. Lane l
 // holds the probabilities of experts l, 32 + l, ...; of those from `count` on, it holds -1.
 template <int PER_LANE>
@@ -43,14 +48,14 @@ __device__ inline void softmax(const float *logits, int count, float (&probabili
     double weights[PER_LANE], total = 0.0;
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++) {
-        weights[k] = k * 32 + lane < count ? exp(double(probabilities[k] - largest)) : 0.0;
+        weights[k] = k * 32 + lane < count ? exp_of(double(probabilities[k] - largest)) : 0.0;
         total += weights[k];
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
 #pragma unroll
     for (int k = 0; k < PER_LANE; k++)
-        probabilities[k] = k * 32 + lane < count ? float(weights[k] / total) : -1.0f;
+        probabilities[k] = k * 32 + lane < count ? quotient(weights[k], total) : -1.0f;
 }
 
 // A probability as a key to rank it by.
@@ -64,6 +69,7 @@ __device__ inline float key_probability(float key) { return key == NAN_KEY ? NAN
 // A warp chooses the experts of one row, of at most 32 * PER_LANE. Probabilities are ranked as
 // integers: bits of floats that are not negative have their order. An expert that was taken has 0,
 // the others one more than their bits. For each rank, one lane calls `chosen_rank(rank, expert)`.
+// For at most 32 ranks, `experts` and `expert_weights` may be null.
 template <int PER_LANE, class Chosen>
 __device__ void choose_by_warp(const float *logits, int count, int used, uint32_t *experts,
                                float *expert_weights, Chosen chosen_rank) {
@@ -100,7 +106,8 @@ __device__ void choose_by_warp(const float *logits, int count, int used, uint32_
     const float divisor = sum != sum ? sum : fmaxf(sum, PROBABILITY_SUM_MIN);
     const int last_ranks = (used - 1) / 32 * 32, own_rank = last_ranks + lane;
     if (own_rank < used) {
-        experts[own_rank] = own_expert, expert_weights[own_rank] = __fdiv_rn(own, divisor);
+        if (experts != nullptr) experts[own_rank] = own_expert;
+        if (expert_weights != nullptr) expert_weights[own_rank] = __fdiv_rn(own, divisor);
         chosen_rank(own_rank, own_expert);
     }
     // Each lane divides what it stored itself.
@@ -109,11 +116,13 @@ __device__ void choose_by_warp(const float *logits, int count, int used, uint32_
 }
 
 // The calling warp chooses the `used` experts of row `row`, in falling order of probability. Writes
-// them and their probabilities divided by their sum, [rows][used].
+// them and their probabilities divided by their sum, [rows][used], if these are not null.
 template <class Chosen>
 __device__ inline void choose_experts(const float *logits, int row, int count, int used, uint32_t *experts,
                                       float *expert_weights, Chosen chosen_rank) {
-    logits += size_t(row) * count, experts += size_t(row) * used, expert_weights += size_t(row) * used;
+    logits += size_t(row) * count;
+    if (experts != nullptr) experts += size_t(row) * used;
+    if (expert_weights != nullptr) expert_weights += size_t(row) * used;
     if (count <= 128)
         choose_by_warp<4>(logits, count, used, experts, expert_weights, chosen_rank);
     else

@@ -52,7 +52,8 @@ struct Matmul {
 
     __device__ Matmul(const ExpertSkinnyParams &params, uint8_t *shared)
         : params(params),
-          pipeline(params.stages, params.common.col_tiles, ACT_GROUPS * params.common.col_tiles, shared),
+          pipeline(params.stages, params.common.col_tiles,
+                   ACT_GROUPS * params.common.col_tiles * ACT_TILE_BYTES, shared),
           col_tiles(params.common.col_tiles),
           row_tiles(params.common.rows / TILE_ROWS),
           group_row_tiles(row_tiles * params.stacks) {}
@@ -146,7 +147,8 @@ struct Matmul {
         const int group_tiles = group_row_tiles * col_tiles;
         // The end of the group, and where its activations are.
         int end = group_tiles - first_row_tile % group_row_tiles * col_tiles, slot = 0, phase = 0;
-        pipeline.multiply(0, [&](int at, int col) {
+        skinny::MultiplyingPlace place(pipeline.warp);
+        pipeline.multiply(place, 0, [&](int at, int col) {
             while (at >= end) {
                 end += group_tiles;
                 if (++slot == ACT_GROUPS) slot = 0, phase ^= 1;
@@ -160,6 +162,7 @@ struct Matmul {
     // when the `left` row tiles of the stack are done. A stack has at least as many weight tiles as
     // a round, so a round ends at most one of them.
     struct Output {
+        static constexpr bool STORES_ANY_TILE = true;
         const Matmul &matmul;
         int index, stack, left;
         float *to, *next_to;
@@ -207,7 +210,8 @@ struct Matmul {
         output.has_slot = find_output(output.group, output.stack, output.to);
         if (output.has_slot) output.to += row_tile * TILE_ROWS;
         output.find_next();
-        pipeline.add(output);
+        skinny::AddingPlace place;
+        pipeline.add(place, output);
     }
 
     __device__ void run() {

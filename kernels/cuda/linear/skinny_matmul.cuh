@@ -40,7 +40,7 @@ struct Matmul {
 
     __device__ Matmul(const LinearParams &params, int stages, BlockRange range, uint8_t *shared)
         : params(params),
-          pipeline(stages, params.col_tiles, NT * params.col_tiles, shared),
+          pipeline(stages, params.col_tiles, NT * params.col_tiles * ACT_TILE_BYTES, shared),
           col_tiles(params.col_tiles) {
         const skinny::Run run = skinny::divide(count_row_tile_groups<1>(params), range.block, range.blocks);
         first_row_tile = run.first;
@@ -103,6 +103,7 @@ struct Matmul {
     // Where an adding warp stores: rows of a matrix from `row` on. Its lane has one row and a token
     // of each activation tile.
     struct Output {
+        static constexpr bool STORES_ANY_TILE = false;
         const LinearParams &params;
         int lane_row, lane_token;
         int matrix, row, rows;
@@ -133,7 +134,8 @@ struct Matmul {
     };
 
     __device__ void multiply() const {
-        pipeline.multiply(col_tiles * ACT_TILE_BYTES, [&](int, int col) {
+        skinny::MultiplyingPlace place(pipeline.warp);
+        pipeline.multiply(place, col_tiles * ACT_TILE_BYTES, [&](int, int col) {
             barrier_wait(pipeline.act_full + col / TILES, 0);
             return col;
         });
@@ -143,7 +145,8 @@ struct Matmul {
         RowTile first = find_row_tile<1>(params, first_row_tile);
         Output output{params, pipeline.lane_row(), pipeline.lane_token()};
         output.begin(first.matrix, first.first);
-        pipeline.add(output);
+        skinny::AddingPlace place;
+        pipeline.add(place, output);
     }
 
     __device__ void run() const {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// How the warps of a block compute products of few tokens, for skinny_matmul.cuh and
-// experts/skinny_matmul.cuh. A block has a run of weight tiles (tile.cuh), row tile by row tile. A
-// warp computes the values of one weight tile at a time: 16 rows by 256 columns by 8 NT tokens.
+// How the warps of a block compute products of few tokens, for skinny_matmul.cuh,
+// experts/skinny_matmul.cuh and experts/fused.cuh. A block has a run of weight tiles (tile.cuh),
+// row tile by row tile. A warp computes the values of one weight tile at a time: 16 rows by 256
+// columns by 8 NT tokens.
 //
 //      weight tiles of a block
 //   +---------+---------+---------+---------+
@@ -68,9 +69,21 @@ struct WeightCursor {
     const uint8_t *from;
 };
 
-template <class Format, int NT>
+// Where a multiplying warp is in the ring and in the buffers of values, and where an adding warp is
+// in the latter.
+struct MultiplyingPlace {
+    int stage, phase = 0, buffer = 0, buffer_phase = 1;
+
+    __device__ MultiplyingPlace(int warp) : stage(warp / TILES) {}
+};
+struct AddingPlace {
+    int buffer = 0, phase = 0;
+};
+
+// A stage of the ring takes STAGE_BYTES.
+template <class Format, int NT, int STAGE_BYTES = TILES * Format::TILE_BYTES>
 struct Pipeline {
-    static constexpr int TILE_BYTES = Format::TILE_BYTES, STAGE_BYTES = TILES * TILE_BYTES;
+    static constexpr int TILE_BYTES = Format::TILE_BYTES;
     static constexpr int ACT_TILE_BYTES = act_tile_bytes(Format::ACTIVATION);
     // Values of a weight tile: elements of C fragments (mma.cuh), [NT][4 elements][32 lanes].
     static constexpr int TILE_VALUES = 128 * NT;
@@ -83,10 +96,10 @@ struct Pipeline {
     // The weight tiles of the block.
     int tiles = 0;
 
-    __device__ Pipeline(int stages, int col_tiles, int act_tile_count, uint8_t *shared)
+    __device__ Pipeline(int stages, int col_tiles, int act_bytes, uint8_t *shared)
         : stages(stages), col_tiles(col_tiles), ring(shared) {
         act_tiles = ring + stages * STAGE_BYTES;
-        values = reinterpret_cast<float *>(act_tiles + act_tile_count * ACT_TILE_BYTES);
+        values = reinterpret_cast<float *>(act_tiles + act_bytes);
         full = reinterpret_cast<uint64_t *>(values + BUFFERS * WARPS * TILE_VALUES);
         empty = full + stages, values_full = empty + stages, values_empty = values_full + BUFFERS,
         act_full = values_empty + BUFFERS;
@@ -126,10 +139,10 @@ struct Pipeline {
 
     // `wait_act_tile(at, col)` waits for the activations of weight tile `at`, which has column tile
     // `col` and has arrived. It returns the number of their tile. Those of 8 more tokens are
-    // `act_pitch` bytes behind.
+    // `act_pitch` bytes behind. After whole rounds, another product may go on at `place`.
     template <class WaitActTile>
-    __device__ void multiply(int act_pitch, WaitActTile wait_act_tile) const {
-        int stage = warp / TILES, phase = 0, buffer = 0, buffer_phase = 1;
+    __device__ void multiply(MultiplyingPlace &place, int act_pitch, WaitActTile wait_act_tile) const {
+        auto &[stage, phase, buffer, buffer_phase] = place;
         int col = warp % col_tiles;
         const int ring_offset = warp % TILES * TILE_BYTES;
         float *own = values + warp * TILE_VALUES + lane;
@@ -165,11 +178,13 @@ struct Pipeline {
     __device__ int lane_token() const { return lane % 4 * 2 + (warp - WARPS) % 2; }
 
     // `output.store(sums)` takes the sums of row tile after row tile, `output.end_round()` comes
-    // after those that end in a round.
+    // after those that end in a round. If `Output::STORES_ANY_TILE`, a store is so little code that
+    // one may be behind each tile.
     template <class Output>
-    __device__ void add(Output output) const {
+    __device__ void add(AddingPlace &place, Output &output) const {
+        auto &[buffer, phase] = place;
         float sums[NT] = {};
-        int col = 0, buffer = 0, phase = 0;
+        int col = 0;
         auto end_row_tile = [&] {
             output.store(sums);
             col = 0;
@@ -184,20 +199,30 @@ struct Pipeline {
         for (int round = 0; round < tiles; round += WARPS) {
             barrier_wait(values_full + buffer, phase);
             const float *from = values + buffer * WARPS * TILE_VALUES + (warp - WARPS) * 32 + lane;
-            if (has_steps && round + WARPS <= tiles) {
+            // Whole rounds, with all loads first: the buffer is free early.
+            if ((has_steps || Output::STORES_ANY_TILE) && round + WARPS <= tiles) {
                 float loaded[WARPS][NT];
 #pragma unroll
                 for (int j = 0; j < WARPS; j++)
 #pragma unroll
                     for (int nt = 0; nt < NT; nt++) loaded[j][nt] = from[j * TILE_VALUES + nt * 128];
                 barrier_arrive(values_empty + buffer);
+                if (has_steps) {
 #pragma unroll
-                for (int step = 0; step < WARPS; step += STEP) {
+                    for (int step = 0; step < WARPS; step += STEP) {
 #pragma unroll
-                    for (int j = 0; j < STEP; j++)
+                        for (int j = 0; j < STEP; j++)
 #pragma unroll
-                        for (int nt = 0; nt < NT; nt++) sums[nt] += loaded[step + j][nt];
-                    if ((col += STEP) == col_tiles) end_row_tile();
+                            for (int nt = 0; nt < NT; nt++) sums[nt] += loaded[step + j][nt];
+                        if ((col += STEP) == col_tiles) end_row_tile();
+                    }
+                } else {
+#pragma unroll
+                    for (int j = 0; j < WARPS; j++) {
+#pragma unroll
+                        for (int nt = 0; nt < NT; nt++) sums[nt] += loaded[j][nt];
+                        if (++col == col_tiles) end_row_tile();
+                    }
                 }
             } else {
                 const int count = min(WARPS, tiles - round);

@@ -19,6 +19,7 @@ use super::abi::experts::{
     ExpertSortPairs, ExpertTopkSoftmax,
 };
 use super::error::device_error;
+pub use super::fused_experts::{ExpertLayer, FINISHED_WORDS, FusedExperts};
 use super::launch::{KernelName, kernel_name, launch_kernel, launch_spread};
 use super::module::image;
 use super::pair_grouping::GroupAddress;
@@ -33,6 +34,8 @@ pub(super) const OP: &str = "experts";
 const MATMUL_STAGES_MAX: usize = 6;
 /// Shared memory that the device reserves for every block.
 const BLOCK_SHARED_BYTES: usize = 1 << 10;
+
+pub(super) const COMBINE: KernelName<ExpertCombine> = kernel_name!("experts", "expert_combine");
 
 /// The buffers to which the device writes its routing.
 pub struct ExpertRouting<'a> {
@@ -347,17 +350,28 @@ impl ExpertKernels {
         count: usize,
         stacks: &[ExpertWeights<'_>],
     ) -> Result<&ExpertTypeKernels, OpError> {
+        let kernels = self.check_weights(x.layout.format, count, stacks)?;
+        ensure_equal("row length", x.cols, stacks[0].shape.cols())?;
+        let activations = x.layout.bytes(x.tokens, x.cols).unwrap_or(usize::MAX);
+        ensure_equal("bytes of the activations", x.data.len(), activations)?;
+        Ok(kernels)
+    }
+
+    /// Checks matrices of `count` experts that are multiplied with activations of a format.
+    pub(super) fn check_weights(
+        &self,
+        format: DType,
+        count: usize,
+        stacks: &[ExpertWeights<'_>],
+    ) -> Result<&ExpertTypeKernels, OpError> {
         ensure_equal("stacks", stacks.len().clamp(1, EXPERT_STACKS_MAX), stacks.len())?;
         let shape = stacks[0].shape;
         let dtype = shape.dtype();
         let kernels = self.products.iter().find(|kernels| kernels.dtype == dtype);
-        let Some(kernels) = kernels.filter(|_| dtype.activation() == Some(x.layout.format)) else {
+        let Some(kernels) = kernels.filter(|_| dtype.activation() == Some(format)) else {
             return Err(OpError::Type { op: OP, dtype });
         };
-        ensure_equal("row length", x.cols, shape.cols())?;
         ensure_equal("rows beyond whole tiles", shape.rows() % TILE_ROWS, 0)?;
-        let activations = x.layout.bytes(x.tokens, x.cols).unwrap_or(usize::MAX);
-        ensure_equal("bytes of the activations", x.data.len(), activations)?;
         for stack in stacks {
             if stack.shape != shape {
                 return Err(OpError::Type { op: OP, dtype: stack.shape.dtype() });
@@ -431,6 +445,20 @@ impl ExpertKernels {
         used: usize,
         out: &mut DeviceViewMut<'_, f32>,
     ) -> Result<(), OpError> {
+        self.combine_and_clear(stream, contributions, expert_weights, used, out, 0)
+    }
+
+    /// [`Self::combine`], which also clears the counts of expert_fused_* at `finished`, an address
+    /// or 0.
+    pub(super) fn combine_and_clear(
+        &self,
+        stream: &Stream,
+        contributions: DeviceView<'_, f32>,
+        expert_weights: DeviceView<'_, f32>,
+        used: usize,
+        out: &mut DeviceViewMut<'_, f32>,
+        finished: u64,
+    ) -> Result<(), OpError> {
         let rows = expert_weights.len() / used.max(1);
         let cols = out.len() / rows.max(1);
         ensure_equal("values of the output", out.len(), rows * cols)?;
@@ -451,10 +479,10 @@ impl ExpertKernels {
             used: used as i32,
             cols: cols as i32,
             out: out.address(),
+            finished,
         };
-        let name = kernel_name!("experts", "expert_combine");
         // SAFETY: blocks (r, _) read the pairs of row r and write the row.
-        unsafe { launch_spread(&self.routing_kernels, name, stream, launch, &arguments) }
+        unsafe { launch_spread(&self.routing_kernels, COMBINE, stream, launch, &arguments) }
             .map_err(device_error(OP))
     }
 }

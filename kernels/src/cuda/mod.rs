@@ -22,6 +22,7 @@ mod error;
 pub mod experts;
 mod f32_linear;
 pub mod float_linear;
+mod fused_experts;
 mod fused_linear;
 pub mod gather;
 pub mod kv_write;

@@ -4,8 +4,9 @@
 
 use super::{
     TestGpu, around, attention, attention_bench, attention_prefill, checksum, exact, expert_products,
-    experts, f32_linear, fused, kv_write, linear, linear_bench, linear_beside, linear_sizes, loading, memory,
-    models, ops, quantize, real_sizes, repack, routing, shortlist, states, throughput, wgmma, windows,
+    experts, f32_linear, fused, fused_experts, kv_write, linear, linear_bench, linear_beside, linear_sizes,
+    loading, memory, models, ops, quantize, real_sizes, repack, routing, shortlist, states, throughput,
+    wgmma, windows,
 };
 
 type TestFn = fn(&TestGpu) -> anyhow::Result<()>;
@@ -102,6 +103,11 @@ pub(crate) const TESTS: &[(&str, TestFn)] = &[
         "experts: repeated products of few pairs are equal",
         expert_products::repeated_products_of_few_pairs_are_equal,
     ),
+    (
+        "experts: fused layers are those of single launches",
+        fused_experts::layers_are_those_of_single_launches,
+    ),
+    ("experts: repeated fused layers are equal", fused_experts::repeated_layers_are_equal),
     ("exact: every way gives the same logits", exact::every_way_gives_the_same_logits),
     ("exact: equal sequences at real sizes", real_sizes::equal_sequences_give_equal_logits),
     ("models: goldens", models::goldens),

@@ -27,7 +27,7 @@ const ENCODED: usize = 256 * 1021;
 
 /// The bytes of weights.
 #[derive(Clone, Copy)]
-enum ExpertBytes<'a> {
+pub(crate) enum ExpertBytes<'a> {
     Blocks(&'a BlockBytes, usize),
     /// Random values, encoded. They repeat after [`ENCODED`]; no expert's size is a
     /// multiple of it.
@@ -47,7 +47,7 @@ impl ExpertBytes<'_> {
         matches!(self, Self::Encoded(_) | Self::Blocks(_, RANDOM_KIND))
     }
 
-    fn bytes(&self, random: &mut TestRng, shape: &Tiles) -> Result<Vec<u8>> {
+    pub(crate) fn bytes(&self, random: &mut TestRng, shape: &Tiles) -> Result<Vec<u8>> {
         let mut raw = random.bytes(shape.raw_bytes());
         match *self {
             Self::Blocks(blocks, kind) => blocks.fill(random, kind, &mut raw),

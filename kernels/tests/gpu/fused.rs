@@ -277,13 +277,13 @@ fn products_of_two_types(
     Ok(())
 }
 
-/// Experts of one row and of several, whose sum is added to the residual stream and normalised for
-/// the next matrices.
+/// Experts of one row and of several. A norm gives their rows, from which a router makes logits.
+/// Their sum is added to the residual stream and normalised for the next matrices.
 pub(crate) fn sums_of_experts_are_those_of_single_ops(gpu: &TestGpu) -> Result<()> {
     let mut pair = pair(gpu)?;
     for (dtype, down) in [(DType::Q4_K, DType::Q6_K), (DType::Q8_0, DType::Q5_0), (DType::Q5_1, DType::Q8_0)]
     {
-        for rows in [1, 2] {
+        for rows in [1, 2, 8, 9] {
             compare(&mut pair, &format!("{rows} rows of experts of {dtype} and {down}"), |ops| {
                 sums_of_experts(ops, dtype, down, rows)
             })?;
@@ -306,11 +306,16 @@ fn sums_of_experts(ops: &mut OpRunner, dtype: DType, down: DType, rows: usize) -
         down: stack(down, HIDDEN, WIDTH)?,
         used: 5,
     };
-    let (mut x, normed, logits) =
-        (ops.tensor(rows, WIDTH)?, ops.tensor(rows, WIDTH)?, ops.tensor(rows, COUNT)?);
+    let (mut x, y) = (ops.tensor(rows, WIDTH)?, ops.tensor(rows, WIDTH)?);
     let (norm, matrix) = (ops.vector(WIDTH), ops.matrix(dtype, WIDTH)?);
+    let router = ops.matrix_of(DType::F32, WIDTH, COUNT)?;
+    let (mut normed, mut logits) = (ops.cuda.tensor(rows, WIDTH)?, ops.cuda.tensor(rows, COUNT)?);
     let (mut delta, mut next) = (ops.cuda.tensor(rows, WIDTH)?, ops.cuda.tensor(rows, WIDTH)?);
     let mut out = ops.cuda.tensor(rows, OUT)?;
+    ops.cuda.add_rms_norm(&mut x, &y, &norm, EPS, &mut normed, rows)?;
+    ops.end()?;
+    ops.cuda.linear(&router, &normed, &mut logits, rows)?;
+    ops.end()?;
     ops.cuda.experts(&layer, Activation::Silu, &logits, &normed, &mut delta, rows)?;
     ops.end()?;
     ops.cuda.add_rms_norm(&mut x, &delta, &norm, EPS, &mut next, rows)?;

@@ -37,6 +37,8 @@ mod f32_linear;
 #[cfg(feature = "cuda")]
 mod fused;
 #[cfg(feature = "cuda")]
+mod fused_experts;
+#[cfg(feature = "cuda")]
 mod kv_write;
 #[cfg(feature = "cuda")]
 mod linear;

@@ -56,6 +56,9 @@ pub struct DeviceInfo {
     /// The NUMA node of the host as which the kernel shows the GPU's own memory, as on Grace Hopper
     /// (CU_DEVICE_ATTRIBUTE_NUMA_ID). /proc/meminfo counts such a node too.
     pub numa_node: Option<u32>,
+    /// Contexts share the multiprocessors with those of other processes, kernel by kernel
+    /// (CU_DEVICE_ATTRIBUTE_MPS_ENABLED). Also true if the driver cannot tell.
+    pub mps: bool,
 }
 
 impl DeviceInfo {

@@ -111,6 +111,7 @@ impl FakeDriver {
             host_page_tables: false,
             registered_pointers: true,
             numa_node: None,
+            mps: false,
         };
         Self(Mutex::new(FakeState {
             devices: vec![device(0), device(1)],

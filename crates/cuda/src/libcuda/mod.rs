@@ -148,6 +148,8 @@ impl DriverApi for LibCuda {
                 NUMA_NODE => Some(attribute(Attribute::CU_DEVICE_ATTRIBUTE_NUMA_ID)?),
                 _ => None,
             },
+            // Drivers before CUDA 12.4 may not know the attribute.
+            mps: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MPS_ENABLED) != Ok(0),
         })
     }
 

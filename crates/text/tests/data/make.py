@@ -247,8 +247,11 @@ def main():
     with open(HERE / "splits.jsonl", "w", encoding="utf-8") as out:
         for line in open(args.vocab / "pretok.jsonl"):
             record = json.loads(line)
-            if "regex" in record or len(record["text"]) <= 24:
-                out.write(compact(json.loads(line)) + "\n")
+            if "regex" in record:
+                out.write(compact(record) + "\n")
+            elif len(record["text"]) <= 24:
+                # The pieces of a text are all of it.
+                out.write(compact({"pieces": record["pieces"]}) + "\n")
 
     (HERE / "qwen3.jinja").write_text(template_of(args.vocab, "qwen3"))
     names = {"qwen3": template_of(args.vocab, "qwen3"), "features": (HERE / "features.jinja").read_text(),

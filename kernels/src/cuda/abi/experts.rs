@@ -16,6 +16,8 @@ abi! {
         const EXPERTS_MAX: usize = 512;
         /// The largest number of stacks of expert matrices in one launch: gate and up.
         const EXPERT_STACKS_MAX: usize = 2;
+        /// Gate, up and down.
+        const EXPERT_FUSED_MATRICES: usize = 3;
         /// Rows of a block of expert_topk_softmax. Each has one warp.
         const EXPERT_TOPK_ROWS: usize = 4;
         /// The largest number of rows of expert_route: each has one warp of its block.
@@ -40,6 +42,17 @@ abi! {
         const EXPERT_MATMUL_ACT_TILES: usize = 4;
         /// Groups of expert_skinny_* whose activations a block has in shared memory.
         const EXPERT_SKINNY_ACT_GROUPS: usize = 2;
+        /// The largest number of rows of expert_fused_*: the tokens of an activation tile.
+        const EXPERT_FUSED_ROWS: usize = 8;
+        /// The largest number of pairs of expert_fused_*, and so of groups.
+        const EXPERT_FUSED_PAIRS_MAX: usize = 128;
+        /// Words between the counts of two groups of expert_fused_*: a cache line.
+        const EXPERT_FUSED_COUNT_STRIDE: usize = 32;
+        /// Groups of the down product whose activations a block of expert_fused_* has in shared
+        /// memory.
+        const EXPERT_FUSED_DOWN_GROUPS: usize = 2;
+        /// Shared memory for the choices of all rows: at least its bytes, and a multiple of 128.
+        const EXPERT_FUSED_ROUTING_BYTES: usize = 5504;
         /// Slots of a group of expert_wgmma_* at most: of Q4_K and Q6_K, and of Q8_0, Q4_0 and
         /// Q5_0.
         const EXPERT_WGMMA_K_TOKENS: usize = 160;
@@ -106,6 +119,34 @@ abi! {
         struct ExpertSkinnyParams [80 bytes] {
             common: ExpertParams,
             stacks: i32,
+            /// Stages of the ring, in whole rounds.
+            stages: i32,
+        }
+
+        /// A layer of experts for up to 8 rows (experts/fused.cuh).
+        struct ExpertFusedParams [104 bytes] {
+            /// Tiles of all experts' gate, up and down matrices.
+            weights: [u64; EXPERT_FUSED_MATRICES] as "const uint8_t *",
+            /// Gate and up: f32 [pairs][hidden].
+            values: [u64; EXPERT_STACKS_MAX] as "float *",
+            /// f32 [pairs][width].
+            out: u64 as "float *",
+            /// Of the rows, in one tile of tokens.
+            act_tiles: u64 as "const uint8_t *",
+            /// f32 [rows][expert_count].
+            logits: u64 as "const float *",
+            /// Receives the weight of each pair in the sum of its row.
+            pair_weights: u64 as "float *",
+            /// Counts row tiles of each group: u32 [EXPERT_FUSED_PAIRS_MAX]
+            /// [EXPERT_FUSED_COUNT_STRIDE], 0 at the start.
+            finished: u64 as "uint32_t *",
+            rows: i32,
+            expert_count: i32,
+            used: i32,
+            /// Columns of gate and up, rows of down.
+            width: i32,
+            /// Rows of gate and up, columns of down.
+            hidden: i32,
             /// Stages of the ring, in whole rounds.
             stages: i32,
         }
@@ -177,6 +218,7 @@ abi! {
         );
         kernel ExpertMatmul(params: ExpertMatmulParams);
         kernel ExpertSkinny(params: ExpertSkinnyParams);
+        kernel ExpertFused(params: ExpertFusedParams);
         /// `params` are as for expert_matmul_*. Q4_K alone reads `sums`.
         kernel ExpertWgmma(params: ExpertParams, stacks: i32, sums: F16Sums);
         kernel ExpertMatvecF32(
@@ -206,12 +248,14 @@ abi! {
             cols: i32,
             out: u64 as "float *",
         );
+        /// `finished` is what the kernel clears of expert_fused_*, or null.
         kernel ExpertCombine(
             contributions: u64 as "const float *",
             expert_weights: u64 as "const float *",
             used: i32,
             cols: i32,
             out: u64 as "float *",
+            finished: u64 as "uint32_t *",
         );
     }
 }

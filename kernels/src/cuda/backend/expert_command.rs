@@ -7,7 +7,9 @@ use ops::OpError;
 use super::operand::{ActivationTiles, ByteRange, FloatRange, WeightMatrix};
 use super::step::WordRange;
 use crate::cuda::Stream;
-use crate::cuda::experts::{ExpertKernels, ExpertRouting, ExpertWeights, GroupedPairs, PairGrouping};
+use crate::cuda::experts::{
+    ExpertKernels, ExpertRouting, ExpertWeights, FusedExperts, GroupedPairs, PairGrouping,
+};
 use crate::cuda::row_experts::RowChoice;
 
 /// Pairs of (row, rank), sorted by expert.
@@ -99,13 +101,28 @@ pub(super) enum ExpertCommand {
         used: u32,
         out: FloatRange,
     },
+    /// All of a layer for a few rows, of `count` experts. Outputs of gate, up and down are scratch
+    /// memory.
+    Fused {
+        logits: FloatRange,
+        count: u32,
+        used: u32,
+        activation_tiles: ActivationTiles,
+        gate: (WeightMatrix, FloatRange),
+        up: (WeightMatrix, FloatRange),
+        down: (WeightMatrix, FloatRange),
+        pair_weights: FloatRange,
+        finished: WordRange,
+        out: FloatRange,
+    },
 }
 
 impl ExpertCommand {
     /// # Safety
     /// As [`super::kernel_set::KernelSet::enqueue`]. In addition, groups and choices are those of
     /// the preceding `Route` or `RouteRow`. Between a `Route` and its first `Matmul` lies a
-    /// `Quantize`, which waits before it lets the `Matmul` start.
+    /// `Quantize`, which waits before it lets the `Matmul` start. The counts of a `Fused` are zeros
+    /// that nothing else writes, and all of a device have one stream.
     pub(super) unsafe fn enqueue(&self, kernels: &ExpertKernels, stream: &Stream) -> Result<(), OpError> {
         // SAFETY: for all calls and views below, the caller's contract.
         unsafe {
@@ -163,12 +180,48 @@ impl ExpertCommand {
                     used as usize,
                     &mut out.view_mut(),
                 ),
+                Self::Fused { .. } => self.enqueue_fused(kernels, stream),
             }
         }
     }
 }
 
 impl ExpertCommand {
+    /// Enqueues a `Fused`. On any other command, the function panics.
+    ///
+    /// # Safety
+    /// As [`Self::enqueue`].
+    unsafe fn enqueue_fused(&self, kernels: &ExpertKernels, stream: &Stream) -> Result<(), OpError> {
+        let Self::Fused {
+            logits,
+            count,
+            used,
+            activation_tiles,
+            gate: (gate, gated),
+            up: (up, raised),
+            down: (down, contributions),
+            pair_weights,
+            finished,
+            out,
+        } = *self
+        else {
+            unreachable!("{self:?} is no fused layer");
+        };
+        // SAFETY: for all calls and views below, the caller's contract.
+        unsafe {
+            let mut layer = FusedExperts {
+                logits: logits.view(),
+                used: used as usize,
+                x: activation_tiles.activations(),
+                gate_and_up: [gate.expert_slice(count, gated)?, up.expert_slice(count, raised)?],
+                down: down.expert_slice(count, contributions)?,
+                pair_weights: pair_weights.view_mut(),
+                finished: finished.view_mut(),
+            };
+            kernels.fused(stream, &mut layer, &mut out.view_mut())
+        }
+    }
+
     /// Enqueues a `RowDown`, which also adds its output to `residual`. On any other command, the
     /// function panics.
     ///
@@ -222,6 +275,10 @@ impl ExpertCommand {
                 each(contributions.bytes());
                 each(pair_weights.bytes());
             }
+            Self::Fused { logits, activation_tiles, .. } => {
+                each(logits.bytes());
+                each(activation_tiles.range);
+            }
         }
     }
 
@@ -234,7 +291,7 @@ impl ExpertCommand {
                 covers(first) || second.is_some_and(|(_, out)| covers(out))
             }
             Self::RowGateAndUp { gate: (_, gate), up: (_, up), .. } => covers(gate) || covers(up),
-            Self::RowDown { out, .. } => covers(out),
+            Self::RowDown { out, .. } | Self::Fused { out, .. } => covers(out),
             _ => false,
         }
     }

@@ -16,7 +16,7 @@ use super::step::WordRange;
 use super::{Cuda, CudaTensor};
 use crate::cuda::Buffer;
 use crate::cuda::error::device_error;
-use crate::cuda::experts::{ExpertProduct, PairGrouping};
+use crate::cuda::experts::{ExpertLayer, ExpertProduct, FINISHED_WORDS, PairGrouping};
 
 const OP: &str = "experts";
 
@@ -82,6 +82,9 @@ impl Cuda {
         if rows == 1 && self.takes_row([gate, up, down], layer)? {
             return self.row_of_experts([gate, up, down], layer, activation, router, x, out);
         }
+        if activation == Activation::Silu && self.can_fuse([gate, up, down], layer, rows)? {
+            return self.fused_experts([gate, up, down], layer, router, x, out, rows);
+        }
         let rows_max = (PAIRS_MAX / used).clamp(1, rows);
         for first in (0..rows).step_by(rows_max) {
             let rows = rows_max.min(rows - first);
@@ -136,11 +139,21 @@ impl Cuda {
 
     /// Whether the kernels for one row compute this layer.
     fn takes_row(&self, matrices: [WeightMatrix; 3], layer: &Experts<Self>) -> Result<bool, OpError> {
-        if matrices.into_iter().any(|matrix| is_float(matrix.dtype)) {
+        let Some(ExpertLayer { gate, up, down, used, .. }) = quantized_layer(matrices, layer)? else {
             return Ok(false);
-        }
-        let [gate, up, down] = matrices.map(|matrix| matrix.of_expert(layer.count() as u32).tiles());
-        Ok(self.recorder.experts().takes_row(gate?, up?, down?, layer.used))
+        };
+        Ok(self.recorder.experts().takes_row(gate, up, down, used))
+    }
+
+    /// Whether one launch computes this layer.
+    fn can_fuse(
+        &self,
+        matrices: [WeightMatrix; 3],
+        layer: &Experts<Self>,
+        rows: usize,
+    ) -> Result<bool, OpError> {
+        let shapes = quantized_layer(matrices, layer)?;
+        Ok(shapes.is_some_and(|shapes| self.recorder.experts().can_fuse(shapes, rows)))
     }
 
     /// A layer for one row.
@@ -174,6 +187,53 @@ impl Cuda {
             self.push(command);
         }
         Ok(())
+    }
+
+    /// A layer for a few rows.
+    fn fused_experts(
+        &mut self,
+        [gate, up, down]: [WeightMatrix; 3],
+        layer: &Experts<Self>,
+        logits: FloatRange,
+        x: FloatRange,
+        out: FloatRange,
+        rows: usize,
+    ) -> Result<(), OpError> {
+        let (n_in, hidden, count, used) = (layer.n_in(), layer.hidden(), layer.count(), layer.used);
+        let scratch = self.expert_scratch(rows * used, count, PairGrouping::ByPair, hidden, n_in)?;
+        let dtype = gate.dtype;
+        let layout = PairGrouping::ByPair.layout(dtype).ok_or(OpError::Type { op: OP, dtype })?;
+        let activation_tiles = self.activation_tiles(OP, layout, rows, n_in)?;
+        let fused = ExpertCommand::Fused {
+            logits,
+            count: count as u32,
+            used: used as u32,
+            activation_tiles,
+            gate: (gate, scratch.gate),
+            up: (up, scratch.up),
+            down: (down, scratch.contributions),
+            pair_weights: scratch.pair_weights,
+            finished: self.finished_groups()?,
+            out,
+        };
+        self.push(KernelCommand::Quantize { x, activation_tiles });
+        self.push(KernelCommand::Experts(fused));
+        Ok(())
+    }
+
+    /// The counts of [`ExpertCommand::Fused`]. One layer at a time uses them, and leaves zeros.
+    fn finished_groups(&mut self) -> Result<WordRange, OpError> {
+        let counts = match &self.finished_groups {
+            Some(counts) => counts.clone(),
+            None => {
+                let zeros = Buffer::from_host(self.recorder.stream(), &[0; FINISHED_WORDS]);
+                self.finished_groups.insert(Arc::new(zeros.map_err(device_error(OP))?)).clone()
+            }
+        };
+        let view = counts.view();
+        let words = WordRange { address: view.address(), len: view.len() };
+        self.recorder.keep(counts);
+        Ok(words)
     }
 
     /// Returns the matrices of all experts, `[cols, rows]` each, as one matrix.
@@ -289,6 +349,19 @@ impl Cuda {
     }
 }
 
+/// None if a weight is not quantized.
+fn quantized_layer(
+    matrices: [WeightMatrix; 3],
+    layer: &Experts<Cuda>,
+) -> Result<Option<ExpertLayer>, OpError> {
+    if matrices.into_iter().any(|matrix| is_float(matrix.dtype)) {
+        return Ok(None);
+    }
+    let (count, used) = (layer.count(), layer.used);
+    let [gate, up, down] = matrices.map(|matrix| matrix.of_expert(count as u32).tiles());
+    Ok(Some(ExpertLayer { gate: gate?, up: up?, down: down?, count, used }))
+}
+
 /// The products of a layer with `count` experts whose weights are quantized.
 fn quantized_products(matrices: [WeightMatrix; 3], count: usize) -> Result<Vec<ExpertProduct>, OpError> {
     let [gate, up, down] = matrices;
@@ -326,5 +399,6 @@ fn part_bytes(values: usize) -> usize {
 /// the most.
 pub(super) fn scratch_bytes(pairs: usize, count: usize, hidden: usize, n_in: usize) -> usize {
     let values = scratch_values(pairs, count, PairGrouping::Skinny, hidden, n_in);
-    values.into_iter().map(part_bytes).sum()
+    let parts: usize = values.into_iter().map(part_bytes).sum();
+    parts + FINISHED_WORDS * size_of::<u32>()
 }

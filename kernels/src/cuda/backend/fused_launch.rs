@@ -6,7 +6,7 @@
 use ops::OpError;
 
 use super::command::{CommandList, KernelCommand};
-use super::fusion::{count_fusible, divide_sums, split_types};
+use super::fusion::{count_fusible, divide_sums, quantize_behind_norms, split_types};
 use super::kernel_set::{KernelSet, matrix_product, matrix_products, rope_angles};
 use super::liveness::are_overwritten_unread;
 use super::operand::{ActivationTiles, FloatRange};
@@ -28,7 +28,8 @@ impl KernelSet {
     ///    op works in place.
     /// 3. Indices among a step's words are below the lengths of what they index.
     pub(super) unsafe fn enqueue(&self, stream: &Stream, commands: &CommandList) -> Result<(), OpError> {
-        let list = divide_sums(&commands.list);
+        let mut list = divide_sums(&commands.list);
+        quantize_behind_norms(&mut list);
         let mut rest = list.as_slice();
         // The input of the launch before, if it is one of products.
         let mut products_before = None;
@@ -281,7 +282,7 @@ unsafe fn quantized_behind<'a>(
             let mut output =
                 unsafe { activation_tiles.quantized_output(!are_overwritten_unread(*x, behind)) };
             output.is_before_product = match behind {
-                [KernelCommand::Product { .. }, ..] => true,
+                [KernelCommand::Product { activation_tiles: input, .. }, ..] => input == activation_tiles,
                 [KernelCommand::Experts(product), ..] => product.gains_by_early_start(),
                 _ => false,
             };

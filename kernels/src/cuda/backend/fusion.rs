@@ -49,6 +49,24 @@ pub(super) fn divide_sums(list: &[KernelCommand]) -> Vec<KernelCommand> {
     divided
 }
 
+/// Moves a command that quantizes what a norm gives from behind a product of the values themselves
+/// to the norm, whose launch then quantizes.
+pub(super) fn quantize_behind_norms(list: &mut [KernelCommand]) {
+    for at in 2..list.len() {
+        if let [
+            KernelCommand::Norm { out, .. } | KernelCommand::AddNorm { out, .. },
+            KernelCommand::Product { activation_tiles, .. },
+            KernelCommand::Quantize { x, .. },
+        ] = &list[at - 2..=at]
+            && x == out
+            && activation_tiles.layout.format == DType::F32
+            && activation_tiles.range == out.bytes()
+        {
+            list.swap(at - 1, at);
+        }
+    }
+}
+
 /// Whether the last of `list` computes `y` and can add it to the residual stream. A product must be
 /// the only one of its launch.
 fn ends_with_addable_product(list: &[KernelCommand], y: FloatRange) -> bool {
@@ -249,7 +267,9 @@ fn is_norm_rope_kv(list: &[KernelCommand]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::operand::{ActivationTiles, ByteRange, WeightMatrix};
     use super::*;
+    use crate::cuda::quantize::ActivationLayout;
 
     #[test]
     fn a_norm_of_what_is_added_is_fused_if_nothing_reads_it_later() {
@@ -266,5 +286,39 @@ mod tests {
         assert_eq!(count_fusible(&list[..2], &[]), 1);
         let other_eps = KernelCommand::Norm { x: delta, weight, eps: 1e-5.into(), out };
         assert_eq!(count_fusible(&[other_eps, list[1], list[2]], &[]), 1);
+    }
+
+    #[test]
+    fn a_norm_quantizes_for_what_is_behind_a_product_of_its_values() {
+        let floats = |address| FloatRange { address, len: 256 };
+        let [stream, delta, normed, weight, logits] = [0x1000, 0x2000, 0x3000, 0x4000, 0x5000].map(floats);
+        let tiles = |dtype: DType, address| ActivationTiles {
+            layout: ActivationLayout::from(dtype),
+            range: ByteRange { address, len: 1024 },
+            tokens: 1,
+            cols: 256,
+        };
+        let norm = KernelCommand::AddNorm { x: stream, y: delta, weight, eps: 1e-6.into(), out: normed };
+        let matrix = WeightMatrix {
+            dtype: DType::F32,
+            range: ByteRange { address: 0x8000, len: 1 << 16 },
+            cols: 256,
+            rows: 64,
+        };
+        let router =
+            |activation_tiles| KernelCommand::Product { activation_tiles, matrix, bias: None, out: logits };
+        let quantize = |x| KernelCommand::Quantize { x, activation_tiles: tiles(DType::Q8_K, 0x6000) };
+        let moved = |list: [KernelCommand; 3]| {
+            let mut moved = list;
+            quantize_behind_norms(&mut moved);
+            assert!(moved == list || moved == [list[0], list[2], list[1]]);
+            moved != list
+        };
+        let of_values = router(tiles(DType::F32, normed.address));
+        assert!(moved([norm, of_values, quantize(normed)]));
+        // Of other values, behind a product of others, or behind one that reads activation tiles.
+        assert!(!moved([norm, of_values, quantize(stream)]));
+        assert!(!moved([norm, router(tiles(DType::F32, stream.address)), quantize(normed)]));
+        assert!(!moved([norm, router(tiles(DType::Q8_K, 0x6000)), quantize(normed)]));
     }
 }

@@ -77,6 +77,7 @@ pub struct Cuda {
     /// Quantized activations. One op at a time uses this buffer.
     activation_tiles: Arc<Buffer<u8>>,
     expert_scratch: Arc<Buffer<u8>>,
+    finished_groups: Option<Arc<Buffer<u32>>>,
     drawn: DrawnTokens,
     draw_params: StepUpload,
     /// The work space of the shortlist kernels. It begins with their results.
@@ -105,6 +106,7 @@ impl Cuda {
             caches: Vec::new(),
             activation_tiles: Arc::new(Buffer::new(device, 0)?),
             expert_scratch: Arc::new(Buffer::new(device, 0)?),
+            finished_groups: None,
             drawn: DrawnTokens::new(device)?,
             readback: Readback::new(device),
             tensor_bytes: Arc::default(),
@@ -147,7 +149,9 @@ impl Cuda {
     /// The device memory that this backend has allocated so far.
     pub fn device_bytes(&self) -> DeviceBytes {
         let lists = self.shortlists.len() * size_of::<u64>();
-        let scratch = [self.activation_tiles.len(), self.expert_scratch.len(), self.drawn.bytes(), lists];
+        let counts = self.finished_groups.as_ref().map_or(0, |counts| counts.len() * size_of::<u32>());
+        let experts = self.expert_scratch.len() + counts;
+        let scratch = [self.activation_tiles.len(), experts, self.drawn.bytes(), lists];
         DeviceBytes {
             tensors: self.tensor_bytes.load(Ordering::Relaxed),
             scratch: scratch.map(|bytes| allocated(bytes as u64)).iter().sum::<u64>()
