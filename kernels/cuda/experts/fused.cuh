@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The experts of up to 8 rows in one launch: routing, gate and up, activation, and down. The bits
+// The experts of 2 to 8 rows in one launch: routing, gate and up, activation, and down. The bits
 // are those of expert_route, expert_matmul_* and silu_and_mul_*.
 //
 //   copying warp          | gate and up, row tile by row tile     | down ...                 |
-//   multiplying warps     route |  gate and up                    |  round |  down
-//   adding warps                |    sums of gate and up          |  round |    sums of down
+//   multiplying warps     route |  gate and up                    | quantize |  down
+//   adding warps                |    sums of gate and up          | quantize |    sums of down
 //
 // Each block routes all rows itself. The rows are one activation tile, which serves all experts: a
 // group is an expert with the rows that have chosen it, and the others of its 8 sums are dropped.
@@ -14,7 +14,7 @@
 //
 // The down product of a group needs its gate and up from all blocks that have row tiles of them. So
 // `finished` counts the row tiles of each group that are in memory. When a block has stored its
-// own, a lane waits for each group of the block's down product, at most two, and the warps round
+// own, a lane waits for each group of the block's down product, at most two, and the warps quantize
 // the activations into shared memory. Meanwhile the ring fills with weights of down.
 //
 // Blocks wait for each other, so all must be resident. The launcher starts one for each
@@ -22,8 +22,8 @@
 // process has one stream that computes. expert_combine sets `finished` to 0 again.
 //
 // Limit: weight bytes over memory bandwidth. With 8 rows of qwen3-30b-a3b on an H200, a block takes
-// 3.3 us to route, 26 for gate and up, 1 to 2 to round, and 13 (Q4_K) or 18 (Q6_K) for down:
-// decision 0077.
+// 4 us to route, 23 to 29 for gate and up, 1 to 4 until it has quantized, and 12 to 15 (Q4_K) or 17
+// to 20 (Q6_K) for down: decision 0077.
 
 #pragma once
 
@@ -131,7 +131,7 @@ struct Layer {
     InPipeline in;
     DownPipeline down;
     // Barriers of the groups of the block's down product, behind in.act_full[0], which is for the
-    // rows. The first ones complete when activations have been rounded, the others when gate and up
+    // rows. The first ones complete when activations are quantized, the others when gate and up
     // are in memory.
     uint64_t *const down_act_full;
     uint64_t *const down_ready;
@@ -320,9 +320,9 @@ struct Layer {
         if (COUNTS && stored > 0) finish_row_tiles(count_of(output.index / MATRICES), stored);
     }
 
-    // The warps that multiply and those that add round the activations of a group, a row and 256
+    // The warps that multiply and those that add quantize the activations of a group, a row and 256
     // columns at a time.
-    __device__ void round_group(int group, int slot) const {
+    __device__ void quantize_group(int group, int slot) const {
         barrier_wait(down_ready + slot, 0);
         int task = in.warp;
         for (int row = 0; row < params.rows; row++) {
@@ -351,8 +351,8 @@ struct Layer {
         barrier_arrive(down_act_full + slot);
     }
 
-    // Rounds the groups of the block's down product.
-    __device__ void round() const {
+    // Quantizes the groups of the block's down product.
+    __device__ void quantize() const {
         const int first = down_run.first / down_row_tiles, groups = groups_of_down();
         const int slot = in.warp - WARPS;
         if (in.lane == 0 && slot >= 0 && slot < groups) {
@@ -361,7 +361,7 @@ struct Layer {
         }
         __syncwarp();
 #pragma unroll 1
-        for (int at = 0; at < groups; at++) round_group(first + at, at);
+        for (int at = 0; at < groups; at++) quantize_group(first + at, at);
     }
 
     __device__ void run() {
@@ -386,7 +386,7 @@ struct Layer {
             multiply_in(multiplying);
         else
             add<STACKS, true>(in, adding, params.values, in_row_tiles, in_run);
-        round();
+        quantize();
         if (multiplies)
             multiply_down(multiplying);
         else
