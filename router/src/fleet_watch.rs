@@ -163,7 +163,7 @@ impl FleetWatch {
                 });
                 registry.set_fleet_files(files.collect());
             }
-            registry.set_fleet_reply(match &status {
+            let reply = match &status {
                 Some(status) => SupervisorReply::Answer(FleetAnswer {
                     asked,
                     models: next_workers(status, asked),
@@ -172,8 +172,10 @@ impl FleetWatch {
                 }),
                 None if has_supervisor => SupervisorReply::Silence,
                 None => SupervisorReply::NoSupervisor,
-            });
+            };
+            // The reports come first: a client whose request this reply ends may ask for them next.
             self.lock().update(status, asked);
+            registry.set_fleet_reply(reply);
         }
     }
 }
