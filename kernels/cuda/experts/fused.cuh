@@ -6,8 +6,10 @@
 //   copying warp          | gate and up, row tile by row tile     | down ...                 |
 //   multiplying warps     route |  gate and up                    | quantize |  down
 //   adding warps                |    sums of gate and up          | quantize |    sums of down
+//   weighing warp         weights of pairs (block r: those of row r)
 //
-// Each block routes all rows itself. The rows are one activation tile, which serves all experts: a
+// Each block routes all rows itself. It needs no weights of pairs for that, so a warp apart
+// computes them, for expert_combine. The rows are one activation tile, which serves all experts: a
 // group is an expert with the rows that have chosen it, and the others of its 8 sums are dropped.
 // The row tiles of all groups are divided among the blocks, those of gate and up and then those of
 // down. linear/skinny_pipeline.cuh has the work of the warps.
@@ -22,7 +24,7 @@
 // process has one stream that computes. expert_combine sets `finished` to 0 again.
 //
 // Limit: weight bytes over memory bandwidth. With 8 rows of qwen3-30b-a3b on an H200, a block takes
-// 4 us to route, 23 to 29 for gate and up, 1 to 4 until it has quantized, and 12 to 15 (Q4_K) or 17
+// 3 us to route, 23 to 29 for gate and up, 1 to 4 until it has quantized, and 12 to 15 (Q4_K) or 17
 // to 20 (Q6_K) for down: decision 0077.
 
 #pragma once
@@ -35,11 +37,15 @@
 
 namespace expert_fused {
 
-using skinny::ADDING_WARPS, skinny::COPYING_WARP, skinny::THREADS, skinny::TILES, skinny::WARPS;
+using skinny::ADDING_WARPS, skinny::COPYING_WARP, skinny::TILES, skinny::WARPS;
 
 constexpr int ROWS = EXPERT_FUSED_ROWS, PAIRS_MAX = EXPERT_FUSED_PAIRS_MAX;
 static_assert(ROWS == ACT_TILE_TOKENS && ROWS <= WARPS,
               "a warp routes a row, a token of the activation tile");
+// The warps of skinny_pipeline.cuh, and one that computes the weights of pairs.
+constexpr int PIPELINE_THREADS = skinny::THREADS, WEIGHING_WARP = PIPELINE_THREADS / 32;
+constexpr int THREADS = PIPELINE_THREADS + 32;
+static_assert(THREADS == EXPERT_FUSED_THREADS);
 // Gate and up.
 constexpr int STACKS = 2;
 // Groups of the down product that a block has row tiles of.
@@ -97,10 +103,18 @@ static __noinline__ __device__ float silu_and_multiply(float gate, float up) {
 // A count is in a cache line of its own: blocks read it again and again.
 constexpr int COUNT_STRIDE = EXPERT_FUSED_COUNT_STRIDE;
 
+// Barriers of some of the warps.
+constexpr int SUMS_BARRIER = 1, ROUTING_BARRIER = 2;
+
+template <int BARRIER, int COUNT>
+__device__ inline void sync_threads() {
+    asm volatile("barrier.sync %0, %1;" ::"n"(BARRIER), "n"(COUNT) : "memory");
+}
+
 // Adds to a count of stored row tiles. All adding warps call it, and their stores come first.
 __device__ inline void finish_row_tiles(uint32_t *count, int row_tiles) {
     delay_at_random();
-    asm volatile("barrier.sync 1, %0;" ::"n"(32 * ADDING_WARPS) : "memory");
+    sync_threads<SUMS_BARRIER, 32 * ADDING_WARPS>();
     if (threadIdx.x == 32 * WARPS) {
         __threadfence();
         atomicAdd(count, row_tiles);
@@ -170,14 +184,13 @@ struct Layer {
 
     // Warp r chooses the experts of row r.
     __device__ void route() {
-        float *weights = blockIdx.x == 0 ? params.pair_weights : nullptr;
         if (in.warp < params.rows)
             experts::choose_experts(
-                params.logits, in.warp, params.expert_count, params.used, nullptr, weights,
+                params.logits, in.warp, params.expert_count, params.used,
                 [&](int rank, uint32_t expert) { routing.choose(in.warp, rank, expert); });
-        __syncthreads();
+        sync_threads<ROUTING_BARRIER, PIPELINE_THREADS>();
         if (in.warp == 0) routing.make_groups(params.expert_count);
-        __syncthreads();
+        sync_threads<ROUTING_BARRIER, PIPELINE_THREADS>();
         const int groups = int(routing.groups);
         in_run = skinny::divide(groups * STACKS * in_row_tiles, blockIdx.x, gridDim.x);
         down_run = skinny::divide(groups * down_row_tiles, blockIdx.x, gridDim.x);
@@ -365,11 +378,22 @@ struct Layer {
     }
 
     __device__ void run() {
-        if (in.lane == 0) init_barriers();
+        // The barriers are those of the other warps, who divide them among themselves.
+        const bool weighs = in.warp == WEIGHING_WARP;
+        if (in.lane == 0 && !weighs) init_barriers();
         routing.clear();
         __syncthreads();
         wait_for_previous_kernel();
         launch_next_kernel();
+        if (weighs) {
+            // The weights of pairs take longer than the choice. There are more blocks than rows.
+            const int row = blockIdx.x;
+            if (row < params.rows)
+                experts::choose_experts(params.logits, row, params.expert_count, params.used, nullptr,
+                                        params.pair_weights);
+            // Barriers of the whole block are behind this warp.
+            return;
+        }
         if (threadIdx.x == 32 * COPYING_WARP) {
             barrier_expect(in.act_full, in_act_bytes());
             bulk_copy(in.act_tiles, params.act_tiles, in_act_bytes(), in.act_full);

@@ -3,7 +3,8 @@
 // The two steps of an expert layer's routing.
 //
 //   choose_experts   a warp per row: softmax of the router's logits over all experts, and the best
-//                    of them, one after the other
+//                    of them, one after the other. Without weights: the best by logits, if that is
+//                    certainly the same choice
 //   sort_pairs       a block: (row, rank) pairs in the order of experts, divided into groups of
 //                    pairs of one expert
 //   ChosenRows       the same for few rows, which have chosen in this block
@@ -115,6 +116,68 @@ __device__ void choose_by_warp(const float *logits, int count, int used, uint32_
         expert_weights[rank] = __fdiv_rn(expert_weights[rank], divisor);
 }
 
+// Softmax takes exponentials of logits less the largest. If two such differences lie LOGIT_GAP_MIN
+// apart, their probabilities differ by one in 500,000, which rounding to f32 keeps. That holds for
+// normal numbers: differences from LOGIT_MIN on have probabilities of at least exp(-80) /
+// EXPERTS_MAX = 3.5e-38.
+constexpr float LOGIT_GAP_MIN = 1.0f / (1 << 19), LOGIT_MIN = -80.0f;
+
+// A key to order logits by, above 0. What is not a number has the highest.
+__device__ inline uint32_t logit_key(float logit) {
+    const uint32_t bits = __float_as_uint(logit);
+    return logit != logit ? ~0u : bits >> 31 ? ~bits : bits | 1u << 31;
+}
+
+// The logit of a key.
+__device__ inline float key_logit(uint32_t key) { return __uint_as_float(key >> 31 ? key ^ 1u << 31 : ~key); }
+
+// Ranks the best experts of a row, at most 32, by logits. Lane r gets the expert of rank r in
+// `own_expert`. If the result is false, some probabilities may be equal, subnormal or no numbers,
+// and `choose_by_warp` may choose other experts. What is not a number makes both comparisons false.
+template <int PER_LANE>
+__device__ bool rank_by_logits(const float *logits, int count, int used, uint32_t &own_expert) {
+    const int lane = threadIdx.x % 32;
+    uint32_t keys[PER_LANE];
+#pragma unroll
+    for (int k = 0; k < PER_LANE; k++) keys[k] = k * 32 + lane < count ? logit_key(logits[k * 32 + lane]) : 0;
+    float largest = 0.0f, before = 0.0f;
+    bool is_certain = true;
+    // The last rank is the best expert that is not chosen: it must differ, too.
+    const int ranks = min(used + 1, count);
+#pragma unroll 1
+    for (int rank = 0; rank < ranks; rank++) {
+        uint32_t best = 0, expert = ~0u;
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++)
+            if (keys[k] > best) best = keys[k], expert = k * 32 + lane;
+        const uint32_t key = __reduce_max_sync(~0u, best);
+        const uint32_t chosen = __reduce_min_sync(~0u, best == key ? expert : ~0u);
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++)
+            if (k * 32 + lane == int(chosen)) keys[k] = 0;
+        const float logit = key_logit(key);
+        if (rank == 0) largest = logit;
+        // As softmax rounds it.
+        const float difference = logit - largest;
+        if (rank > 0) is_certain = is_certain && before - difference >= LOGIT_GAP_MIN;
+        if (rank < used) is_certain = is_certain && difference >= LOGIT_MIN;
+        before = difference;
+        if (lane == rank) own_expert = chosen;
+    }
+    return is_certain;
+}
+
+// Chooses as `choose_by_warp` does, at most 32 experts, without their weights.
+template <int PER_LANE, class Chosen>
+__device__ void choose_without_weights(const float *logits, int count, int used, Chosen chosen_rank) {
+    const int lane = threadIdx.x % 32;
+    uint32_t own_expert;
+    if (!rank_by_logits<PER_LANE>(logits, count, used, own_expert))
+        choose_by_warp<PER_LANE>(logits, count, used, nullptr, nullptr, chosen_rank);
+    else if (lane < used)
+        chosen_rank(lane, own_expert);
+}
+
 // The calling warp chooses the `used` experts of row `row`, in falling order of probability. Writes
 // them and their probabilities divided by their sum, [rows][used], if these are not null.
 template <class Chosen>
@@ -127,6 +190,17 @@ __device__ inline void choose_experts(const float *logits, int row, int count, i
         choose_by_warp<4>(logits, count, used, experts, expert_weights, chosen_rank);
     else
         choose_by_warp<EXPERTS_PER_LANE>(logits, count, used, experts, expert_weights, chosen_rank);
+}
+
+// The same without weights, for at most 32 experts of a row. It takes exponentials only where the
+// order of logits is not certainly that of probabilities.
+template <class Chosen>
+__device__ inline void choose_experts(const float *logits, int row, int count, int used, Chosen chosen_rank) {
+    logits += size_t(row) * count;
+    if (count <= 128)
+        choose_without_weights<4>(logits, count, used, chosen_rank);
+    else
+        choose_without_weights<EXPERTS_PER_LANE>(logits, count, used, chosen_rank);
 }
 
 __device__ inline void choose_experts(const float *logits, int row, int count, int used, uint32_t *experts,

@@ -8,8 +8,8 @@ use quant::layout::{TILE_ROWS, Tiles};
 
 use super::abi::experts::{
     EXPERT_FUSED_COUNT_STRIDE, EXPERT_FUSED_DOWN_GROUPS, EXPERT_FUSED_MATRICES, EXPERT_FUSED_PAIRS_MAX,
-    EXPERT_FUSED_ROUTING_BYTES, EXPERT_FUSED_ROWS, EXPERT_STACKS_MAX, EXPERTS_MAX, ExpertFused,
-    ExpertFusedParams,
+    EXPERT_FUSED_ROUTING_BYTES, EXPERT_FUSED_ROWS, EXPERT_FUSED_THREADS, EXPERT_STACKS_MAX, EXPERTS_MAX,
+    ExpertFused, ExpertFusedParams,
 };
 use super::abi::linear::{SKINNY_STAGE_TILES, SKINNY_VALUE_BUFFERS, SKINNY_WARPS};
 use super::abi::tiles::ACT_TILE_TOKENS;
@@ -19,10 +19,10 @@ use super::launch::{KernelName, kernel_name, launch_kernel};
 use super::linear::BARRIER_BYTES;
 use super::linear_names::quant_types;
 use super::quantize::{QuantizedActivations, activation_bytes};
-use super::skinny_linear::{ROUND_STAGES, ROUNDS_MAX, TILE_VALUE_BYTES, WARPS};
+use super::skinny_linear::{ROUND_STAGES, ROUNDS_MAX, TILE_VALUE_BYTES};
 use super::{Device, DeviceView, DeviceViewMut, LaunchConfig, Stream};
 
-/// The lanes that divide the weights of a row's pairs among them.
+/// Lanes of a warp: each has a rank of a row.
 const USED_MAX: usize = 32;
 
 /// The number of words of [`FusedExperts::finished`].
@@ -87,7 +87,8 @@ impl ExpertLayer {
             && (1..=USED_MAX.min(count)).contains(&used)
             && count <= EXPERTS_MAX
             && pairs <= EXPERT_FUSED_PAIRS_MAX
-            // Then a block has row tiles of down of at most two groups.
+            // Then a block has row tiles of down of at most two groups, and each row has a block
+            // that computes its weights.
             && pairs <= device.multiprocessors() as usize
             && gate == up
             && (gate.cols(), gate.rows()) == (down.rows(), down.cols())
@@ -163,7 +164,7 @@ impl ExpertKernels {
         };
         let launch = LaunchConfig {
             grid: (self.device.multiprocessors(), 1, 1),
-            block: 32 * WARPS as u32,
+            block: EXPERT_FUSED_THREADS,
             shared_bytes: shared_bytes as u32,
             overlaps_predecessor: true,
             cluster: 1,

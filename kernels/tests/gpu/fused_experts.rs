@@ -210,9 +210,23 @@ enum Logits {
     Same,
     /// Nearly all probabilities are zero, some logits are minus infinity.
     Extreme,
+    /// Logits that differ so little that many probabilities are equal.
+    Close,
+    /// Zeros of both signs above all others.
+    Zeros,
+    /// Down to -120, where probabilities are subnormal. The second of two experts is a little above
+    /// the first.
+    Wide,
+    /// Some rows have a logit that is not a number, of either sign, or infinity.
+    NotNumbers,
 }
 
 impl Logits {
+    const ALL: [Self; 7] =
+        [Self::Random, Self::Same, Self::Extreme, Self::Close, Self::Zeros, Self::Wide, Self::NotNumbers];
+    /// Those with different groups.
+    const GROUPED: [Self; 2] = [Self::Random, Self::Same];
+
     fn values(self, random: &mut TestRng, rows: usize, count: usize) -> Vec<f32> {
         match self {
             Self::Random => random.values(rows * count),
@@ -220,6 +234,34 @@ impl Logits {
             Self::Extreme => {
                 let extreme = |x: f32| if x < -1.0 { f32::NEG_INFINITY } else { x * 1e30 };
                 random.values(rows * count).into_iter().map(extreme).collect()
+            }
+            Self::Close => {
+                let scales = [1e-9, 1e-7, 3e-7, 1e-6, 3e-6, 1e-5];
+                let values = random.values(rows * count).into_iter().enumerate();
+                values.map(|(at, x)| x * scales[at / count % scales.len()]).collect()
+            }
+            Self::Zeros => {
+                let zeros = |x: f32| if x.abs() < 0.3 { 0.0_f32.copysign(x) } else { -x.abs() };
+                random.values(rows * count).into_iter().map(zeros).collect()
+            }
+            Self::Wide => {
+                let mut values = random.values(rows * count);
+                for row in values.chunks_exact_mut(count) {
+                    row.iter_mut().for_each(|x| *x = -60.0 * x.abs());
+                    row[0] = 0.0;
+                    for pair in row[1..].chunks_exact_mut(2) {
+                        pair[1] = pair[0].next_up().next_up();
+                    }
+                }
+                values
+            }
+            Self::NotNumbers => {
+                let mut values = random.values(rows * count);
+                let found = [f32::NAN, -f32::NAN, f32::INFINITY, 1.0];
+                for (row, found) in values.chunks_exact_mut(count).zip(found.into_iter().cycle()) {
+                    row[count / 2] = found;
+                }
+                values
             }
         }
     }
@@ -253,7 +295,9 @@ pub(crate) fn layers_are_those_of_single_launches(gpu: &TestGpu) -> Result<()> {
             let mut layer = Layer::new(gpu, &mut random, types, size, experts)?;
             let rows_max = (gpu.device.multiprocessors() as usize).min(128) / experts[1];
             for rows in (1..=rows_max.min(8)).filter(|rows| !gpu.small || [3, 8].contains(rows)) {
-                for logits in [Logits::Random, Logits::Same, Logits::Extreme] {
+                // Routing knows no types.
+                let is_first = types == [TYPES[0]; 2];
+                for &logits in if is_first { &Logits::ALL[..] } else { &Logits::GROUPED } {
                     let inputs = layer.rows(&mut random, rows, logits)?;
                     let what = format!("{types:?}, {size:?}, {experts:?}, {rows} rows, {logits:?}");
                     layer.compare(&inputs, &what)?;

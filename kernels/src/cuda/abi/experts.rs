@@ -42,6 +42,8 @@ abi! {
         const EXPERT_MATMUL_ACT_TILES: usize = 4;
         /// Groups of expert_skinny_* whose activations a block has in shared memory.
         const EXPERT_SKINNY_ACT_GROUPS: usize = 2;
+        /// Threads of a block of expert_fused_*.
+        const EXPERT_FUSED_THREADS: u32 = 704;
         /// The largest number of rows of expert_fused_*: the tokens of an activation tile.
         const EXPERT_FUSED_ROWS: usize = 8;
         /// The largest number of pairs of expert_fused_*, and so of groups.
