@@ -8,8 +8,8 @@
 //   adding warps                |    sums of gate and up          | quantize |    sums of down
 //   weighing warp         weights of pairs (block r: those of row r)
 //
-// Each block routes all rows itself. It needs no weights of pairs for that, so a warp apart
-// computes them, for expert_combine. The rows are one activation tile, which serves all experts: a
+// Each block routes all rows itself. Only expert_combine reads the weights of pairs, so a warp of
+// its own computes them. The rows are one activation tile, which serves all experts: a
 // group is an expert with the rows that have chosen it, and the others of its 8 sums are dropped.
 // The row tiles of all groups are divided among the blocks, those of gate and up and then those of
 // down. linear/skinny_pipeline.cuh has the work of the warps.
@@ -23,9 +23,9 @@
 // multiprocessor, and does not use this kernel if other processes may have some of them (MPS). A
 // process has one stream that computes. expert_combine sets `finished` to 0 again.
 //
-// Limit: weight bytes over memory bandwidth. With 8 rows of qwen3-30b-a3b on an H200, a block takes
-// 3 us to route, 23 to 29 for gate and up, 1 to 4 until it has quantized, and 12 to 15 (Q4_K) or 17
-// to 20 (Q6_K) for down: decision 0077.
+// Limit: weight bytes over memory bandwidth. With 8 rows of qwen3-30b-a3b and 49 to 57 groups on
+// an H200, a block took 23 to 29 us for gate and up, 1 to 4 until it had quantized, and 12 to 15
+// (Q4_K) or 17 to 20 (Q6_K) for down (decision 0077). Routing takes 5,200 cycles.
 
 #pragma once
 

@@ -116,13 +116,13 @@ __device__ void choose_by_warp(const float *logits, int count, int used, uint32_
         expert_weights[rank] = __fdiv_rn(expert_weights[rank], divisor);
 }
 
-// Softmax takes exponentials of logits less the largest. If two such differences lie LOGIT_GAP_MIN
-// apart, their probabilities differ by one in 500,000, which rounding to f32 keeps. That holds for
-// normal numbers: differences from LOGIT_MIN on have probabilities of at least exp(-80) /
-// EXPERTS_MAX = 3.5e-38.
-constexpr float LOGIT_GAP_MIN = 1.0f / (1 << 19), LOGIT_MIN = -80.0f;
+// Softmax takes exponentials of differences, each a logit less the largest one. If two differences
+// are at least LOGIT_GAP_MIN apart, their probabilities differ by at least one in 500,000, and also
+// as f32, if the larger probability is a normal f32 (from 1.18e-38 on). It is if its difference is
+// at least LOGIT_DIFFERENCE_MIN: exp(-80) / EXPERTS_MAX = 3.5e-38.
+constexpr float LOGIT_GAP_MIN = 1.0f / (1 << 19), LOGIT_DIFFERENCE_MIN = -80.0f;
 
-// A key to order logits by, above 0. What is not a number has the highest.
+// A key to order logits by, above 0. NaN has the highest.
 __device__ inline uint32_t logit_key(float logit) {
     const uint32_t bits = __float_as_uint(logit);
     return logit != logit ? ~0u : bits >> 31 ? ~bits : bits | 1u << 31;
@@ -132,8 +132,8 @@ __device__ inline uint32_t logit_key(float logit) {
 __device__ inline float key_logit(uint32_t key) { return __uint_as_float(key >> 31 ? key ^ 1u << 31 : ~key); }
 
 // Ranks the best experts of a row, at most 32, by logits. Lane r gets the expert of rank r in
-// `own_expert`. If the result is false, some probabilities may be equal, subnormal or no numbers,
-// and `choose_by_warp` may choose other experts. What is not a number makes both comparisons false.
+// `own_expert`. If the result is false, some probabilities may be equal, subnormal or NaN, and
+// `choose_by_warp` may choose other experts. NaN makes both comparisons false.
 template <int PER_LANE>
 __device__ bool rank_by_logits(const float *logits, int count, int used, uint32_t &own_expert) {
     const int lane = threadIdx.x % 32;
@@ -157,10 +157,10 @@ __device__ bool rank_by_logits(const float *logits, int count, int used, uint32_
             if (k * 32 + lane == int(chosen)) keys[k] = 0;
         const float logit = key_logit(key);
         if (rank == 0) largest = logit;
-        // As softmax rounds it.
+        // In f32, as softmax subtracts.
         const float difference = logit - largest;
         if (rank > 0) is_certain = is_certain && before - difference >= LOGIT_GAP_MIN;
-        if (rank < used) is_certain = is_certain && difference >= LOGIT_MIN;
+        if (rank < used) is_certain = is_certain && difference >= LOGIT_DIFFERENCE_MIN;
         before = difference;
         if (lane == rank) own_expert = chosen;
     }
